@@ -22,6 +22,7 @@ from megatron_balance.patches import (
     ping_pong,
     pretrain,
     stage_transfers,
+    strategies,
     te_attention,
     torch_norm,
     training_log,
@@ -29,7 +30,7 @@ from megatron_balance.patches import (
 
 ENTRY = (arguments, pretrain)
 ALWAYS = (context_parallel_groups, data_iterator, forward_backward, training_log, checkpoint_args, dataset_helpers)
-SOMETIMES = (stage_transfers, ping_pong, moe_aux_loss, te_attention, moe_splits, torch_norm)
+SOMETIMES = (stage_transfers, ping_pong, moe_aux_loss, te_attention, moe_splits, torch_norm, strategies)
 
 
 def for_script() -> tuple[Patch, ...]:
@@ -39,13 +40,14 @@ def for_script() -> tuple[Patch, ...]:
     return tuple(patch for module in ENTRY for patch in module.PATCHES)
 
 
-def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
+def for_job(args: Any, *, joint: bool, nano_batches: bool, changes: bool = False) -> tuple[Patch, ...]:
     """The patches of a job on this machine.
 
     Args:
         args: Megatron's, validated.
         joint: whether all pipeline stages attend together, under a schedule of ours.
         nano_batches: whether microbatches may run as two nano-batches.
+        changes: whether training changes between strategies.
     """
     from megatron_balance.megatron.entry import te_available
 
@@ -58,7 +60,9 @@ def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
     }
     chosen = (*ALWAYS, *(module for module, is_used in used.items() if is_used))
     patches = [patch for module in chosen for patch in module.PATCHES]
-    if args.pipeline_model_parallel_size > 1:
+    if changes:
+        patches += strategies.PATCHES
+    if args.pipeline_model_parallel_size > 1 or changes:
         patches += stage_transfers.COMMUNICATOR
         if not joint:
             interleaved = args.virtual_pipeline_model_parallel_size is not None

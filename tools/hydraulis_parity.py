@@ -47,7 +47,7 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
 """By name, ranks and flags."""
 
 
-class _Folders:
+class Folders:
     """Temporary folders under one, as the fixtures of the tests ask for them."""
 
     def __init__(self, root: Path) -> None:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     worst = 0.0
     with tempfile.TemporaryDirectory() as root:
-        folders: Any = _Folders(Path(root))
+        folders: Any = Folders(Path(root))
         corpus = write_corpus(
             folders.mktemp("corpus") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 600))
         )
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     planner = {"name": "hydraulis", "within": within}
                     given = {**loaded, "context-parallel-size": 1, **parallel}
                     run = train(ranks, planner, given, config=CONFIG, entry="gaps", deadline_s=600)
-                    differences = [_difference(run, one, name) for name in ("loss", "grad_norm")]
+                    differences = [difference(run, one, name) for name in ("loss", "grad_norm")]
                     if "use-distributed-optimizer" not in parallel:
                         steps = run.column("step")
                         differences.append(max(worst_gradient(run.result.logs, one.result.logs, n) for n in steps))
@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if worst <= MOST else 1
 
 
-def _difference(run: Run, one: Run, name: str) -> float:
+def difference(run: Run, one: Run, name: str) -> float:
+    """The largest difference of a column from one rank's, relative."""
     assert run.column("step") == one.column("step"), "the runs have other steps"
     pairs = zip(run.column(name), one.column(name), strict=True)
     return max(abs(got - wanted) / abs(wanted) for got, wanted in pairs)

@@ -10,6 +10,7 @@ from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.perturbed import PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 
 def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None = None) -> MachineCost:
@@ -31,3 +32,21 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
         )
     gpus = cost.tensor_parallel if tensor_parallel is None else tensor_parallel
     return replace(cost, cluster=cluster, tensor_parallel=gpus)
+
+
+def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
+    """`cost` of one tensor-parallel rank's share of the model, without what the ranks exchange.
+
+    Args:
+        cost: a planner's cost model.
+        cluster: of one rank of each tensor-parallel group (`cost.parallel.one_of_each`).
+        model: that share (`Model.share`).
+
+    Raises:
+        ConfigError: as `on_cluster`.
+    """
+    moved = on_cluster(cost, cluster, 1)
+    if isinstance(moved, PerturbedCost):
+        return replace(moved, base=of_share(moved.base, cluster, model))
+    assert isinstance(moved, AnalyticCost | MeasuredCost), "as `on_cluster` has it"
+    return replace(moved, model=model)

@@ -54,6 +54,20 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
     )
 
 
+def one_of_each(cluster: Cluster, tensor_parallel: int) -> Cluster:
+    """The cluster of one rank of each tensor-parallel group of neighbours; their NICs are shared with
+    the others of the group.
+    """
+    peers = min(tensor_parallel, cluster.ranks_per_nic)
+    return replace(
+        cluster,
+        num_ranks=cluster.num_ranks // tensor_parallel,
+        ranks_per_node=max(1, cluster.ranks_per_node // tensor_parallel),
+        ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel),
+        nic_bytes_per_s=cluster.nic_bytes_per_s / peers,
+    )
+
+
 def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """The cluster, nodes taken together as one where a tensor-parallel group is larger than one.
 

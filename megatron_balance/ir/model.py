@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
@@ -50,6 +50,15 @@ class Model:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
             )
+
+    def share(self, tensor: int) -> Model:
+        """The model as one of `tensor` tensor-parallel ranks has it: its part of heads and MLP."""
+        return replace(
+            self,
+            num_heads=self.num_heads // tensor,
+            num_kv_heads=max(1, self.num_kv_heads // tensor),
+            ffn_size=max(1, self.ffn_size // tensor),
+        )
 
     @property
     def mask(self) -> Mask:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Any, Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Strategy
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 DEVICE_OPTION = "--balance-device"
@@ -105,7 +107,12 @@ def row_multiple(args: argparse.Namespace) -> int:
     Sequence parallelism splits the rows over the tensor-parallel ranks, each of which may quantise
     its own before they are gathered.
     """
-    shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return role_row_multiple(args, args.tensor_model_parallel_size)
+
+
+def role_row_multiple(args: argparse.Namespace, tensor: int) -> int:
+    """As `row_multiple`, of one of `tensor` tensor-parallel ranks."""
+    shares = tensor if args.sequence_parallel else 1
     return shares * (FP8_ROWS[args.fp8_recipe] if args.fp8 is not None else 1)
 
 
@@ -382,6 +389,103 @@ def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
     reasons = reasons_in(PIPELINE_REFUSALS, args)
     if reasons:
         raise ConfigError(f"planner {planner}: {'; '.join(reasons)}")
+
+
+STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: not args.use_distributed_optimizer,
+        "--use-distributed-optimizer is missing: its shards own weights and gradients under every strategy",
+    ),
+    (
+        lambda args: args.overlap_param_gather or args.overlap_grad_reduce,
+        "--overlap-param-gather and --overlap-grad-reduce work on the command line's layout alone; leave them out",
+    ),
+    (
+        lambda args: args.num_experts is not None,
+        "--num-experts: experts are not cut by strategies; train a dense model",
+    ),
+    (lambda args: args.fp8 is not None, "--fp8-format: weights of roles are not quantised; use bf16"),
+    (
+        lambda args: args.hidden_dropout > 0,
+        "--hidden-dropout must be 0: Megatron seeds dropout by the layout's tensor-parallel ranks",
+    ),
+    (
+        _given("use_precision_aware_optimizer"),
+        "--use-precision-aware-optimizer keeps no fp32 weights to be pulled; leave it out",
+    ),
+    (
+        lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
+        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers "
+        "and --account-for-*: stages of roles have equal numbers of layers; leave them out",
+    ),
+    (
+        lambda args: (args.num_distributed_optimizer_instances or 1) > 1,
+        "--num-distributed-optimizer-instances must be 1: each weight has one owner",
+    ),
+    (
+        _given("use_tp_pp_dp_mapping"),
+        "--use-tp-pp-dp-mapping: owners are looked up in Megatron's own order of ranks; leave it out",
+    ),
+    (
+        lambda args: (
+            bool(args.check_weight_hash_across_dp_replicas_interval or args.save_params_interval)
+            or bool(args.log_params_norm)
+        ),
+        "--check-weight-hash-across-dp-replicas-interval, --save-params-interval and --log-params-norm read weights of "
+        "a model that is brought up to date only when it runs or is saved; leave them out",
+    ),
+    (
+        lambda args: bool(args.save_wgrads_interval or args.save_dgrads_interval or args.save_activations_interval),
+        "--save-wgrads-interval, --save-dgrads-interval and --save-activations-interval read a model that need not "
+        "have run in the step; leave them out",
+    ),
+    (
+        lambda args: args.optimizer not in (None, "adam", "sgd"),
+        "--optimizer must be adam or sgd: others keep whole matrices together",
+    ),
+)
+"""Flags that cannot work where training changes between strategies."""
+
+
+def check_strategy_arguments(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
+    """Reject arguments and strategies with which training cannot change from step to step.
+
+    Raises:
+        ConfigError: names every flag that cannot work, and of each strategy what does not divide.
+    """
+    reasons = reasons_in(STRATEGY_REFUSALS, args)
+    for strategy in strategies:
+        reasons += [f"{strategy}: {reason}" for reason in _not_cut(args, strategy)]
+    if reasons:
+        raise ConfigError(f"strategies: {'; '.join(reasons)}")
+
+
+def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
+    """The reasons why the ranks or the model cannot be cut by a strategy."""
+    reasons: list[str] = []
+    if strategy.num_ranks > args.world_size:
+        reasons.append(f"takes {strategy.num_ranks} ranks, and there are {args.world_size}; use fewer or smaller ones")
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    counts = (
+        (args.num_attention_heads, "attention heads (--num-attention-heads)"),
+        (groups, "query groups (--num-query-groups)"),
+        (args.ffn_hidden_size, "the FFN's size (--ffn-hidden-size)"),
+    )
+    for scheme in dict.fromkeys(strategy.pipelines):
+        reasons += [
+            f"TP {scheme.tensor} does not divide {count}, {what}" for count, what in counts if count % scheme.tensor
+        ]
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        padded = args.padded_vocab_size or -(-(args.vocab_size or 0) // multiple) * multiple
+        if padded % scheme.tensor:
+            wanted = lcm(args.make_vocab_size_divisible_by, scheme.tensor)
+            reasons.append(
+                f"TP {scheme.tensor} does not divide the padded vocabulary, {padded}; pad it with "
+                f"--make-vocab-size-divisible-by {wanted}"
+            )
+        if args.num_layers % scheme.pipeline:
+            reasons.append(f"PP {scheme.pipeline} does not divide the {args.num_layers} layers (--num-layers)")
+    return reasons
 
 
 def check_arguments(args: argparse.Namespace, others: Sequence[str] = ()) -> None:

@@ -50,7 +50,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLay
         ConfigError: several model chunks, buffers or optimizers, or an optimizer that does not keep
             fp32 shards.
     """
-    chunk, chained = _only(model, "model chunks"), _only(_optimizers(optimizer), "optimizers")
+    chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
     named = dict(named_parameters(unwrap_model(chunk)))
     shared = shares_embedding(unwrap_model(chunk))
@@ -154,7 +154,8 @@ def check_shards(mine: Ints, weights: Flat, parameters: Parameters) -> None:
             )
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers that have parameters."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
 
 

@@ -90,7 +90,8 @@ def training(cfg_container: Any) -> Iterator[None]:
         config.source,
     )
     session = Session(args, config, te_patched=te_available())
-    patches = for_job(args, joint=session.joint, nano_batches=session.ping_pong)
+    changes = bool(session.candidates)
+    patches = for_job(args, joint=session.joint, nano_batches=session.ping_pong, changes=changes)
     with applied(patches, config.accepted_sources, config.source), opened(session):
         yield
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,26 +11,21 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
+from megatron_balance.megatron.microbatches import MakeLocal, Microbatches
 from megatron_balance.megatron.pipeline_ticks import TickRun
+from megatron_balance.megatron.role_step import Read, run_role
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.megatron.tokens import job_device, numbered, read, recall
-from megatron_balance.runtime.bind import Counters
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
-from megatron_balance.training.binding import bind_layers, policies_of
 from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
 from megatron_balance.training.nano_batches import by_nano_batch
-from megatron_balance.training.plans import PlannedStep, StepPlans
+from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import TokenExchange
-
-MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,37 +52,25 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             )
         job.prepare(model)
         job.steps.begin(forward_only)
+        if forward_only and job.changes is not None:
+            job.changes.gather_weights()
         pool = job.pool
-        parallel, device = tensor_parallel(), job_device()
-        # One iterator a model chunk; a script's own provider may leave out those of chunks that
-        # neither embed nor compute the loss.
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        iterator = next((each for each in iterators if each is not None), iter(()))
-        planner = job.planner(forward_only)
-        draw = planner.draw(num_microbatches)
-        if draw.first is not None:
-            assert job.train_data is not None, "samples are read by number only where they are ours"
-            iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
-        mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
-        if not pool.reads:
-            mine = []  # another rank of this replica read the same samples
-        shared = share_lengths(
-            mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
-        )
-        planned = planner.plan(shared.lengths, announced=shared.announced)
+        planned, shared, found = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
+        if not forward_only:
+            _count_flops(found.apart, pool.readers[pool.replica])
+            if job.changes is not None and planned.step.strategy != job.layout:
+                return run_role(job, job.changes, planned, shared, found)
+            if job.changes is not None:
+                job.changes.gather_weights(for_step=True)
         own = own_plans_of(planned, pool, num_microbatches)
-        recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
-        mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
-        exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
+        exchange = TokenExchange(found.apart, planned.plans, pool, planned.step.pipeline_of)
+        rows = exchange.to_ranks(found.mine, NUM_COLUMNS, tensor_parallel(), job_device())
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
             parts = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in own[index]]
             return interleave(parts, job.row_multiple)
 
-        if not forward_only:
-            _count_flops(apart, pool.readers[pool.replica])
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
             [[exchange.counts[at] for at in of] for of in own],
@@ -108,10 +91,34 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             **kwargs,
         )
         if not forward_only:
-            microbatches.trained(job, shared, planner)
+            microbatches.trained(job, shared, job.planner(forward_only))
         return result
 
     return schedule
+
+
+def _planned_step(
+    job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
+) -> tuple[PlannedStep, PoolLengths, Read]:
+    """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan."""
+    pool, parallel, device = job.pool, tensor_parallel(), job_device()
+    # One iterator a model chunk; a script's own provider may leave out those of chunks that neither
+    # embed nor compute the loss.
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterator = next((each for each in iterators if each is not None), iter(()))
+    planner = job.planner(forward_only)
+    draw = planner.draw(num_microbatches)
+    if draw.first is not None:
+        assert job.train_data is not None, "samples are read by number only where they are ours"
+        iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
+    mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
+    if not pool.reads:
+        mine = []  # another rank of this replica read the same samples
+    shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
+    planned = planner.plan(shared.lengths, announced=shared.announced)
+    recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
+    mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
+    return planned, shared, Read(mine, apart)
 
 
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
@@ -188,84 +195,6 @@ def _run_ticks(
     if not forward_only:
         job.steps.ran(planned, shared, run.counters)
     return result
-
-
-class Microbatches:
-    """The step's microbatches that this rank's pipeline runs, shared by the model chunks of the rank.
-
-    Each is bound when the schedule first asks for it.
-    """
-
-    def __init__(
-        self,
-        job: session.Session,
-        planned: PlannedStep,
-        local: MakeLocal,
-        own: Sequence[range],
-        *,
-        forward_only: bool,
-    ) -> None:
-        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch."""
-        self._binder = job.binder(job.pool.attention)
-        self._pipeline = job.pool.pipeline
-        # Evaluation keeps nothing for a backward that does not come.
-        self.decision = None if forward_only else job.keeping().decide(planned)
-        self._phases: tuple[PhaseName, ...] = ("forward",) if forward_only else BOTH_PHASES
-        self._planned = planned
-        self._own = own
-        self._local = local
-        self._bound: dict[int, PlannedMicrobatch] = {}
-        self._chunks = 0
-        self._asked = [0] * len(own)
-        self.counters: list[Counters] = []
-        if not forward_only:  # of a step that was expected and did not come
-            job.bind_ahead.forget_all_but(
-                self._binder.key(planned.plans[at], policy, nano_batch, self._phases)
-                for of in own
-                for nano_batch, at in enumerate(of)
-                for policy in policies_of(self.decision)
-            )
-        for of in own[1:]:
-            self._expect(planned.plans, of)
-
-    def trained(self, job: session.Session, shared: PoolLengths, plans: StepPlans) -> None:
-        """Log the training step that ran; then look up the first microbatch of the next one.
-
-        The host waits for the device now and then until that step begins.
-        """
-        job.steps.ran(self._planned, shared, self.counters, self.decision)
-        job.bind_ahead.submit(lambda: self.expect_next(plans.coming()))
-
-    def expect_next(self, coming: StepPlan | None) -> None:
-        """Say that a step with this plan is likely to come next, with the decision of this one."""
-        if coming is not None and not coming.ticks:
-            first = coming.pipelines[self._pipeline].start
-            self._expect(coming.plans, coming.plans_of[first])
-
-    def _expect(self, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
-        for nano_batch, at in enumerate(which):
-            for policy in policies_of(self.decision):
-                self._binder.expect(plans[at], policy, nano_batch, self._phases)
-
-    def of_chunk(self) -> Iterator[PlannedMicrobatch]:
-        """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""
-        self._chunks += 1
-        return map(self._take, range(len(self._asked)))
-
-    def _take(self, index: int) -> PlannedMicrobatch:
-        if index not in self._bound:
-            self._bound[index] = self._bind(index)
-        self._asked[index] += 1
-        return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
-
-    def _bind(self, index: int) -> PlannedMicrobatch:
-        plans = self._planned.plans
-        bounds = [
-            bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases)
-            for nano_batch, at in enumerate(self._own[index])
-        ]
-        self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
-        return planned_microbatch(self._local(index), bounds)
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:

@@ -5,6 +5,7 @@ Every tensor-, expert- and pipeline-parallel coordinate has its own pool.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
@@ -47,6 +48,17 @@ def make_pool(
     own = [group for groups in (found.groups, found.joint, found.attention) for group in groups.process_groups()]
     known += [group for group in dict.fromkeys(own) if group not in known]
     return found
+
+
+def ranks_on_a_node() -> int:
+    """Ranks of the job on each node, by host name. Collective over the world.
+
+    Raises:
+        ConfigError: nodes with different numbers of ranks, or ranks not numbered node by node.
+    """
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return pool.node_size(hosts, range(len(hosts)))
 
 
 SCHEDULE_GROUPS = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.planning.run import Run
 from megatron_balance.training.pool import Pool
@@ -22,6 +23,10 @@ class PlannedJob(Protocol):
     config: Run
     joint: bool
     """Whether all pipeline stages attend together, tick by tick."""
+    layout: Strategy
+    """That of the command line."""
+    candidates: tuple[Strategy, ...]
+    """Strategies that training changes between; none: it runs the layout."""
     ping_pong: bool
     """Whether microbatches run as two nano-batches."""
     train_data: DocumentDataset | None
@@ -43,6 +48,10 @@ class PlannedJob(Protocol):
         """The pools of all stages as planners see them."""
         ...
 
-    def model(self) -> Model:
-        """The model as planners see it."""
+    def gpus(self) -> Cluster:
+        """All GPUs of the job, as planners of strategies see them."""
+        ...
+
+    def model(self, tensor: int | None = None) -> Model:
+        """The model as planners see it on one of `tensor` tensor-parallel ranks; None: as laid out."""
         ...

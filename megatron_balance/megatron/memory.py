@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from megatron_balance.analysis.backward import Stage
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Sharding
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.job import PlannedJob
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.tokens import job_device
@@ -23,21 +24,29 @@ def keeping(job: PlannedJob, model: Any) -> Keeping:
     chunks = model if isinstance(model, list) else [model]
     device, args = job_device(), job.args
     mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))
-    num_stages = job.pool.num_stages
-    stage = Stage(
-        args.num_layers // num_stages,
-        Sharding(pipeline=num_stages),
-        recompute_of(get_model_config(chunks[0])),
-        args.virtual_pipeline_model_parallel_size or 1,
-    )
-    stages = [dataclasses.replace(stage, sharding=Sharding(pipeline=num_stages, stage=at)) for at in range(num_stages)]
+    recompute = recompute_of(get_model_config(chunks[0]))
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+
+    def layers(tensor: int, num_stages: int) -> JobLayers:
+        stages = [
+            Stage(args.num_layers // num_stages, Sharding(pipeline=num_stages, stage=at), recompute, virtual)
+            for at in range(num_stages)
+        ]
+        return JobLayers(_activations(job.model(tensor), args, tensor), tuple(stages))
+
+    def of_strategy(strategy: Strategy | None) -> list[JobLayers]:
+        if strategy is None or strategy == job.layout:
+            return []
+        return [layers(scheme.tensor, scheme.pipeline) for scheme in strategy.pipelines]
+
     return Keeping(
         job.config.backward,
         agree_memory(mine),
-        JobLayers(_activations(job.model(), args), tuple(stages)),
+        layers(args.tensor_model_parallel_size, job.pool.num_stages),
         job.pool.joint,
         lambda: float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
         agreement_every=job.config.agreement_every,
+        of_strategy=of_strategy,
     )
 
 
@@ -68,11 +77,10 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
     return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
 
 
-def _activations(model: Model, args: Any) -> Model:
-    """The model as the activations of one tensor-parallel rank see it: its share of logits, and of
-    hidden states with sequence parallelism.
+def _activations(model: Model, args: Any, size: int) -> Model:
+    """The model as the activations of one of `size` tensor-parallel ranks see it: its share of
+    logits, and of hidden states with sequence parallelism.
     """
-    size = args.tensor_model_parallel_size
     return dataclasses.replace(
         model,
         hidden_size=model.hidden_size // (size if args.sequence_parallel else 1),

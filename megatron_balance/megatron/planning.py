@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from math import lcm
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.job import PlannedJob
 from megatron_balance.megatron.own_scheduler import by_own_scheduler
@@ -58,9 +58,13 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
     size = (getattr(job.args, "eval_micro_batch_size", None) or trained) if evaluation else trained
     choice = job.config.planner
     assert choice is not None
+    changes = bool(job.candidates) and not evaluation
+    # A rank is a tensor-parallel group, and a single GPU where strategies differ in them.
+    gpus = job.args.tensor_model_parallel_size if job.candidates else 1
     options = dataclasses.asdict(choice.options)
     if options.get("tokens_per_rank") is not None:
         options["tokens_per_rank"] = options["tokens_per_rank"] * max(size, trained) // trained
+        options["tokens_per_rank"] *= 1 if changes else gpus
     else:
         full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
         cluster = job.cluster()
@@ -68,18 +72,36 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
         # unevenly says by how much: what a rank must have memory for, whatever the batch.
         held = -(-full * cluster.num_ranks // choice.num_holders(cluster))
         options["tokens_per_rank"] = int(held * (choice.planner.room(choice.options) if choice.planner.room else 1.0))
-    layers = dataclasses.replace(choice.layers, align=job.row_multiple)
+        options["tokens_per_rank"] = -(-options["tokens_per_rank"] // gpus) if changes else options["tokens_per_rank"]
     table = None if job.config.plan_costs is None else str(job.config.plan_costs.resolve())
+    if changes:
+        options["strategies"] = tuple(map(str, job.candidates))
+        shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
+        layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
+        return PlanSpec(choice.name, job.gpus(), job.model(1), layers, options, table, changes=True)
+    if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
+        options["strategies"] = ()
+        full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
+        options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
+    layers = dataclasses.replace(choice.layers, align=job.row_multiple)
     pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
-    strategy = layout_of(job) if choice.planner.pipelines else None
+    strategy = str(job.layout) if choice.planner.pipelines else None
     return PlanSpec(choice.name, job.cluster(), job.model(), layers, options, table, pipeline, job.ping_pong, strategy)
 
 
-def layout_of(job: PlannedJob) -> str:
-    """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
-    args = job.args
-    scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    return str(Strategy((scheme,) * job.pool.num_replicas))
+def check_holds(spec: PlanSpec, seq_length: int) -> None:
+    """Reject candidates none of which holds a whole sample.
+
+    Raises:
+        ConfigError: names the one that holds most, and what would make it hold more.
+    """
+    known = StepPlanner(spec).candidates()
+    best = max(known, key=lambda each: each.max_tokens)
+    if best.max_tokens < seq_length:
+        raise ConfigError(
+            f"strategies: no candidate holds --seq-length {seq_length}: {best.strategy}, with the longest microbatch, "
+            f"holds {best.max_tokens} tokens; {best.longer_with(seq_length)}"
+        )
 
 
 def samples(job: PlannedJob) -> Samples:

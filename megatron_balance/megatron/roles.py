@@ -9,8 +9,9 @@ a role's model and schedule have their groups given.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -32,8 +33,10 @@ from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
 from megatron_balance.megatron.base_layout import EMBEDDING, OUTPUT, BaseLayout, named_parameters
 from megatron_balance.megatron.tokens import job_device
+from megatron_balance.runtime.groups import Groups, make_groups
+from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.training.link import Shard, held
-from megatron_balance.training.weights import Exchange, Flat
+from megatron_balance.training.weights import Exchange, Flat, Traffic
 
 ALIGNED = 128
 """Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""
@@ -58,20 +61,23 @@ class Role:
     seat: Seat | None
     exchange: Exchange
     groups: Any = None
+    attention: Groups | None = None
+    """The ranks that attend together."""
     model: Any = None
     weights: Flat = field(default_factory=dict)
     gradients: Flat = field(default_factory=dict)
 
-    @property
-    def schedule(self) -> Callable[..., Any]:
+    def schedule(self, transfers: P2PCommunicator | None = None) -> Callable[..., Any]:
         """Megatron's forward and backward over the role's microbatches; `model` and groups are
         given already.
+
+        `transfers`: between its stages, if not Megatron's own.
         """
         assert self.seat is not None, "a rank that is left over runs no microbatch"
         given = {"model": self.model, "pg_collection": self.groups}
         if self.seat.scheme.pipeline == 1:
             return functools.partial(forward_backward_no_pipelining, **given)
-        between = P2PCommunicator(pp_group=self.groups.pp, config=get_model_config(self.model))
+        between = transfers or P2PCommunicator(pp_group=self.groups.pp, config=get_model_config(self.model))
         return functools.partial(forward_backward_pipelining_without_interleaving, p2p_communicator=between, **given)
 
 
@@ -79,7 +85,12 @@ class Roles:
     """The roles of a rank by strategy. One is in use at a time, so they share their memory."""
 
     def __init__(
-        self, model_config: Any, layout: BaseLayout, strategies: Sequence[Strategy], timeout: timedelta
+        self,
+        model_config: Any,
+        layout: BaseLayout,
+        strategies: Sequence[Strategy],
+        timeout: timedelta,
+        attention: AttentionGroups | None = None,
     ) -> None:
         """Make groups, models and exchanges of all strategies. Collective over the world, once.
 
@@ -88,6 +99,7 @@ class Roles:
             layout: the base layout.
             strategies: all that the run may change to.
             timeout: of the groups.
+            attention: makes those of planned attention; None: models attend by themselves.
 
         Raises:
             ConfigError: a strategy that cannot cut the model.
@@ -103,12 +115,19 @@ class Roles:
         self.gradients = torch.zeros(self.weights.numel(), dtype=torch.float32, device=device)
         """fp32, of the role in use."""
         make_group = _GroupMaker(timeout)
-        everyone = make_group(range(dist.get_world_size()))
-        assert everyone is not None
-        self._roles = {strategy: self._made(strategy, make_group, everyone) for strategy in dict.fromkeys(strategies)}
+        world, ranks = make_group(range(dist.get_world_size())), tuple(range(dist.get_world_size()))
+        assert world is not None
+        self.everyone = Groups(dist.get_rank(), len(ranks), ranks, world)
+        """All ranks of the job."""
+        self._roles = {
+            strategy: self._made(strategy, make_group, world, attention) for strategy in dict.fromkeys(strategies)
+        }
 
-    def pull(self, strategy: Strategy) -> Role:
-        """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
+    def __iter__(self) -> Iterator[Role]:
+        return iter(self._roles.values())
+
+    def __getitem__(self, strategy: Strategy) -> Role:
+        """The role of this rank in `strategy`.
 
         Raises:
             ConfigError: a strategy that no role was made for.
@@ -118,7 +137,30 @@ class Roles:
                 f"strategy {strategy}: no role was made for it, but for {', '.join(map(str, self._roles))}; roles are "
                 "made at the start"
             )
-        role = self._roles[strategy]
+        return self._roles[strategy]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights and gradients that the roles share."""
+        return self.weights.nbytes + self.gradients.nbytes
+
+    def traffic(self, ranks_per_node: int) -> dict[Strategy, Traffic]:
+        """Bytes that a change to each strategy moves. Collective over the world, once."""
+        width = self.weights.element_size()
+        mine = [role.exchange.traffic(width, ranks_per_node) for role in self]
+        sent = torch.tensor(mine, dtype=torch.int64, device=self.weights.device).reshape(-1, *Traffic.SHAPE)
+        everyone = [torch.empty_like(sent) for _ in range(self.everyone.size)]
+        dist.all_gather(everyone, sent, group=self.everyone.pool)
+        table = torch.stack(everyone, dim=1).cpu().numpy()
+        return {role.strategy: Traffic(table[at].swapaxes(0, 1)) for at, role in enumerate(self)}
+
+    def pull(self, strategy: Strategy) -> Role:
+        """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
+
+        Raises:
+            ConfigError: a strategy that no role was made for.
+        """
+        role = self[strategy]
         self.gradients.zero_()
         role.exchange.pull(self.layout.weights, role.weights, self.weights.dtype)
         return role
@@ -127,19 +169,26 @@ class Roles:
         """Add the gradients of all ranks' roles to the owners' sums. Collective."""
         role.exchange.push(role.gradients, self.layout.gradients)
 
-    def _made(self, strategy: Strategy, make_group: _GroupMaker, everyone: dist.ProcessGroup) -> Role:
+    def _made(
+        self,
+        strategy: Strategy,
+        make_group: _GroupMaker,
+        everyone: dist.ProcessGroup,
+        attention: AttentionGroups | None,
+    ) -> Role:
         """This rank's role. Every rank makes the groups of all pipelines."""
         layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None
         for pipeline, scheme in enumerate(strategy.pipelines):
             groups = _groups_of(strategy.ranks_of(pipeline), scheme, make_group)
             if seat is not None and seat.pipeline == pipeline:
                 mine = groups
+        attending = None if attention is None else attention.of(strategy)
         exchange = Exchange.of(layout.base, layout.owned, strategy, layout.parameters, everyone, self.weights.device)
         if seat is None:
             return Role(strategy, seat, exchange)
         model = self._model(seat.scheme, mine)
         weights, gradients = self._moved_in(model, _room(layout, strategy))
-        return Role(strategy, seat, exchange, mine, model, weights, gradients)
+        return Role(strategy, seat, exchange, mine, attending, model, weights, gradients)
 
     def _moved_in(self, model: Any, room: Ints) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Let parameters and their gradients lie in the shared memory; both, by number."""
@@ -173,6 +222,8 @@ class Roles:
         transformer.perform_initialization = False  # Megatron's would seed by the base's TP rank
         transformer.pipeline_dtype = transformer.params_dtype
         transformer.variable_seq_lengths = True
+        # Megatron's other way uses the world's group between two stages.
+        transformer.batch_p2p_comm, transformer.overlap_p2p_comm = True, False
         model = config.get_builder_cls()(config).build_model(groups).to(job_device())
         if transformer.bf16 or transformer.fp16:
             model = Float16Module(transformer, model)
@@ -219,6 +270,42 @@ def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> 
                 f"strategy {strategy}: PP {scheme.pipeline} does not divide the {parameters.num_layers} layers; use a "
                 "PP that does"
             )
+
+
+class AttentionGroups:
+    """Groups of ranks that attend together under strategies; equal ones are made once. All ranks ask
+    for all strategies, in one order. Roles are in use one at a time, so attention calls share memory.
+    """
+
+    def __init__(self, gpus_per_node: int, timeout: timedelta, sms: Mapping[str, int], *, safe: bool) -> None:
+        """Make none yet. Arguments as for `runtime.groups.make_groups`."""
+        self._gpus_per_node = gpus_per_node
+        self._make: Callable[..., Groups] = functools.partial(make_groups, timeout=timeout, sms=sms, safe=safe)
+        self._made: dict[tuple[tuple[int, ...], int], Groups | None] = {}
+        self._buffers = BufferPool()
+
+    def of(self, strategy: Strategy) -> Groups | None:
+        """The ranks that this one attends with; None: it is left over. Collective over the world."""
+        world, wanted = range(dist.get_world_size()), list(self._rows(strategy))
+        for per_node in sorted({size for _, size in wanted}):
+            rows = [row for row, size in wanted if size == per_node and (row, size) not in self._made]
+            if not rows:
+                continue
+            alone = [(rank,) for rank in world if not any(rank in row for row in rows)]
+            mine = dataclasses.replace(self._make([*rows, *alone], per_node), buffers=self._buffers)
+            self._made |= {(row, per_node): mine if mine.ranks == row else None for row in rows}
+        found = (self._made[each] for each in wanted)
+        return next((groups for groups in found if groups is not None), None)
+
+    def _rows(self, strategy: Strategy) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Context-parallel ranks of every stage and TP rank, and how many of them a node has, as
+        planners take it.
+        """
+        for pipeline, scheme in enumerate(strategy.pipelines):
+            shape = (scheme.pipeline, scheme.context, scheme.tensor)
+            rows = np.array(strategy.ranks_of(pipeline)).reshape(shape).transpose(0, 2, 1).reshape(-1, scheme.context)
+            per_node = min(scheme.context, max(1, self._gpus_per_node // scheme.tensor))
+            yield from ((tuple(row), per_node) for row in rows.tolist())
 
 
 class _GroupMaker:

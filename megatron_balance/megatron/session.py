@@ -13,20 +13,30 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
-from megatron_balance.megatron.arguments import check_joint_arguments, check_pipeline_arguments, row_multiple
+from megatron_balance.megatron.arguments import (
+    check_joint_arguments,
+    check_pipeline_arguments,
+    check_strategy_arguments,
+    row_multiple,
+)
+from megatron_balance.megatron.changes import Changes
 from megatron_balance.megatron.data import DocumentDataset
-from megatron_balance.megatron.groups import make_pool
+from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
-from megatron_balance.megatron.planning import step_plans
+from megatron_balance.megatron.place import Place
+from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planning import choice
@@ -60,6 +70,12 @@ class Session:
         """Whether all pipeline stages attend together, tick by tick."""
         self.pipelines = runs_pipelines(args, config)
         """Whether every data-parallel replica is a pipeline with microbatches of its own."""
+        self.layout = layout_of(args)
+        """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
+        self.candidates = candidates_of(args, config, self.layout)
+        """Strategies that training changes between; none: it runs the layout."""
+        self.changes: Changes | None = None
+        """The way to other strategies than the layout; made when the model and the optimizer are."""
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
         self.steps = StepLog(log_target(args, config))
@@ -107,12 +123,32 @@ class Session:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
         num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
-        self.steps.describe(Job(self._pool, self.model(), cost, num_chunks), job_device())
+        job = Job(self._pool, self.model(), cost, num_chunks, self._pipelines_of)
+        self.steps.describe(job, job_device())
+        if self.candidates:
+            check_holds(plan_spec(self, joint=False), self.args.seq_length)
+
+    def _pipelines_of(self, strategy: Strategy | None) -> list[Job]:
+        """Facts of each pipeline of a strategy, for figures; none where it is the layout."""
+        if strategy is None or strategy == self.layout:
+            return []
+        found: dict[Scheme, Job] = {}
+        for scheme in dict.fromkeys(strategy.pipelines):
+            gpus = one_of_each(self.gpus(), scheme.tensor)
+            per_node = min(scheme.context, gpus.ranks_per_node)
+            ranks = dataclasses.replace(gpus, num_ranks=scheme.context, ranks_per_node=per_node)
+            model = self.model(scheme.tensor)
+            cost = planning_cost(ranks, model, self.config.plan_costs)
+            found[scheme] = Job(self.pool, model, cost, stages=scheme.pipeline, tensor=scheme.tensor)
+        return [found[scheme] for scheme in strategy.pipelines]
 
     @property
     def shape(self) -> AttentionShape:
         """Heads of this tensor-parallel rank."""
-        size = self.args.tensor_model_parallel_size
+        return self.shape_of(self.args.tensor_model_parallel_size)
+
+    def shape_of(self, size: int) -> AttentionShape:
+        """Heads of one of `size` tensor-parallel ranks."""
         kv_heads = self.args.num_query_groups if self.args.group_query_attention else self.args.num_attention_heads
         return AttentionShape(self.args.num_attention_heads // size, max(1, kv_heads // size), self.args.kv_channels)
 
@@ -126,14 +162,34 @@ class Session:
         """The number of which a rank's rows are a multiple; see `arguments.row_multiple`."""
         return row_multiple(self.args)
 
-    def binder(self, groups: Groups) -> Binder:
-        """The facts by which this job's plans are bound. `groups`: ranks that attend together.
+    def place(self, strategy: Strategy | None) -> Place | None:
+        """This rank's place under a strategy; None: it is left over."""
+        if self.changes is None or strategy is None or strategy == self.layout:
+            return Place(self.pool.pipeline, self.pool.attention, self.shape, self.row_multiple)
+        return self.changes.place(strategy)
 
+    def take(self, model: Any, optimizer: Any, model_config: Any) -> None:
+        """Make the roles of all candidates, when Megatron's model and optimizer are there. Collective
+        over the world.
+        """
+        if self.candidates:
+            self.changes = Changes(self, model, optimizer, model_config)
+
+    def binder(self, groups: Groups, shape: AttentionShape | None = None) -> Binder:
+        """The facts by which this job's plans are bound.
+
+        `groups`: ranks that attend together; `shape`: heads of this rank, if not of the layout.
         Before the first of them, whatever a step would otherwise have to compile is built.
         """
         build_variants(job_device(), self.dtype, self.shape.head_dim)
         return Binder(
-            groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire, self.bind_ahead
+            groups,
+            shape or self.shape,
+            self.dtype,
+            job_device(),
+            self.kernel,
+            self.config.gradient_wire,
+            self.bind_ahead,
         )
 
     def cluster(self) -> Cluster:
@@ -156,12 +212,28 @@ class Session:
             )
         return self._cluster_of(self.pool.joint.size, self.pool.joint_ranks_per_node)
 
+    def gpus(self) -> Cluster:
+        """All GPUs of the job, as planners of strategies see them."""
+        return self._machine(self.args.world_size, self.gpus_per_node)
+
+    @cached_property
+    def gpus_per_node(self) -> int:
+        """Ranks of the job on a node. Collective over the world at the first call, unless the
+        configuration says so.
+        """
+        cluster = self.config.cluster
+        per_node = cluster.ranks_per_node if cluster is not None else None
+        return min(per_node, self.args.world_size) if per_node is not None else ranks_on_a_node()
+
     def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
+        machine = self._machine(num_ranks, ranks_per_node)
+        return machine if self.config.cluster is None else of_pool(machine, self.args.tensor_model_parallel_size)
+
+    def _machine(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         cluster = self.config.cluster
         if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        machine = cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
-        return of_pool(machine, self.args.tensor_model_parallel_size)
+        return cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
 
     @property
     def kernel(self) -> str:
@@ -174,16 +246,20 @@ class Session:
             self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
         return self._kernel
 
-    def model(self) -> Model:
-        """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
-        args, shape = self.args, self.shape
+    def model(self, tensor: int | None = None) -> Model:
+        """The model as planners see it: one tensor-parallel rank's share of heads and MLP.
+
+        `tensor`: such ranks; None: those of the layout.
+        """
+        args, size = self.args, tensor or self.args.tensor_model_parallel_size
+        shape = self.shape_of(size)
         return Model(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
-            ffn_size=max(1, args.ffn_hidden_size // args.tensor_model_parallel_size),
+            ffn_size=max(1, args.ffn_hidden_size // size),
             gated_ffn=bool(args.swiglu),
             name="job",
             bytes_per_element=self.dtype.itemsize,
@@ -231,12 +307,16 @@ class Session:
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:
                 continue
-            core_attention.check_model(chunk, self.te_patched)
+            self.adapt(chunk)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
-            core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
-            rope.install(chunk, self.args.max_position_embeddings)
             self._prepared.add(id(chunk))
         self._model = model
+
+    def adapt(self, chunk: Any) -> None:
+        """Check a model chunk, number its attention layers, give it rotary embeddings by position."""
+        core_attention.check_model(chunk, self.te_patched)
+        core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
+        rope.install(chunk, self.args.max_position_embeddings)
 
     def keeping(self) -> Keeping:
         """Decision maker on layers that keep; made collectively at the first training step, when the
@@ -285,6 +365,28 @@ def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
         return False
     check_pipeline_arguments(args, config.planner.name)
     return True
+
+
+def layout_of(args: argparse.Namespace) -> Strategy:
+    """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
+    scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    return Strategy((scheme,) * args.data_parallel_size)
+
+
+def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tuple[Strategy, ...]:
+    """The strategies that training changes between; none: it runs `layout` alone.
+
+    Raises:
+        ConfigError: a flag or a strategy with which it cannot.
+    """
+    choice = config.planner
+    if choice is None or choice.planner.strategies is None:
+        return ()
+    named = tuple(dict.fromkeys(choice.planner.strategies(choice.options)))
+    if not named or named == (layout,):
+        return ()
+    check_strategy_arguments(args, named)
+    return named
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:

@@ -99,6 +99,9 @@ class StepContext:
     strategy: Strategy | None = None
     """Layout of a training job whose replicas are pipelines (`Planner.pipelines`): the only strategy
     there is. `cluster` has a rank for each of its tensor-parallel groups of one stage."""
+    of_ranks: bool = False
+    """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
+    its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
     options: Any = None
     """Of the planner that is asked, as its own dataclass."""
     layers: Layers = NO_LAYERS
@@ -195,6 +198,8 @@ class Planner:
     pipelines: bool = False
     """Whether each replica of a training job is a pipeline with microbatches of its own, in number and
     length, and attends for itself; else all replicas share every microbatch."""
+    strategies: Callable[[Any], tuple[Strategy, ...]] | None = None
+    """Strategies that options name, for training to change between; None: it cannot."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""

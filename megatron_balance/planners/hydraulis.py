@@ -13,7 +13,7 @@ sequence. In training the command line's layout is the only strategy, and its me
 Inside a microbatch the planner named by `within` places sequences on the pipeline's
 context-parallel ranks.
 
-What we leave out: changing from one strategy to another during training.
+What we leave out: the seconds of a change from one strategy to another, in the choice.
 
 Where we differ and why: context parallelism is a degree of a scheme like the others (the authors'
 code has none). A pipeline without sequences runs one microbatch without any, since it still meets
@@ -114,6 +114,15 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     costs = [each.with_overhead(options.microbatch_s).costs for each in held]
     best, microbatches, _ = fastest(sizes, costs, solvers)
     return side_by_side(every, held[best], microbatches, within), EMPTY
+
+
+def strategies_of(options: HydraulisOptions) -> tuple[Strategy, ...]:
+    """The candidates of a training run; none: it runs the command line's layout.
+
+    Raises:
+        ConfigError: as `read_strategies`.
+    """
+    return () if options.strategies == AUTO else read_strategies(options.strategies)
 
 
 def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any, Literal
 
 from megatron_balance.analysis.max_len import max_len
-from megatron_balance.cost.moved import on_cluster
-from megatron_balance.cost.parallel import joined_nodes, wide_ranks
+from megatron_balance.cost.moved import of_share, on_cluster
+from megatron_balance.cost.parallel import joined_nodes, one_of_each, wide_ranks
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
@@ -248,7 +248,9 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     Raises:
         ConfigError: a strategy that the ranks or the model cannot be split by.
     """
-    if context.strategy is None:
+    if context.of_ranks:  # whose model is cut by Megatron's own rules
+        strategy.check(context.cluster.num_ranks, context.cluster.node_size)
+    elif context.strategy is None:
         check_strategy(strategy, context.cluster, context.model)
     known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
     for scheme in strategy.pipelines:
@@ -281,14 +283,23 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     if tensor is not None:  # a training job's memory is its own: recomputation, offloading
         most = min(most, max_len(scheme, context.model, context.cluster.memory_bytes, context.cluster.num_ranks))
     gpus = context.cluster
+    if context.of_ranks and gpus.num_ranks <= gpus.node_size:  # each pipeline lies on the one node whole
+        own = scheme.tensor * scheme.context
+        gpus = replace(gpus, num_ranks=own, ranks_per_node=own)
     ranks = gpus if tensor is None else wide_ranks(joined_nodes(gpus, tensor), tensor)
     cluster = stage_cluster(ranks, scheme.context)
     cost = on_cluster(context.cost, cluster, tensor)
     alone = Scheme(1, scheme.pipeline, scheme.context)
     fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths_to_fit(most))
+    model = context.model
+    if context.of_ranks:
+        model = model.share(scheme.tensor)
+        cluster = stage_cluster(one_of_each(joined_nodes(gpus, scheme.tensor), scheme.tensor), scheme.context)
+        cost = of_share(context.cost, cluster, model)
     inside = replace(
         context,
         cluster=cluster,
+        model=model,
         cost=cost,
         options=options,
         strategy=None,

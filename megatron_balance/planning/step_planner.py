@@ -15,6 +15,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages, StepContext
+from megatron_balance.planners.pipelines import Pipelines, pipelines_of
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
 
 
@@ -30,7 +31,7 @@ class Pipeline:
 class PlanSpec:
     """All that another process needs to plan the same steps: a planner, and what it plans for.
 
-    The number of microbatches is as dealt.
+    The number of microbatches is as dealt, unless the planner chooses a strategy, too.
 
     `pipeline`: stages that attend together, None: each for itself.
     """
@@ -45,6 +46,8 @@ class PlanSpec:
     ping_pong: bool = False
     strategy: str | None = None
     """Text of the job's layout, where its replicas are pipelines."""
+    changes: bool = False
+    """Whether the planner chooses the strategy, and with it the number of microbatches."""
     prove_every: int = 0
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
 
@@ -93,10 +96,21 @@ class StepPlanner:
             planning_cost(spec.cluster, spec.model, spec.plan_costs),
             joint=joint,
             ping_pong=spec.ping_pong,
-            own_microbatches=False,
+            own_microbatches=spec.changes,
+            of_ranks=spec.changes,
             strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
+
+    def candidates(self) -> list[Pipelines]:
+        """The strategies that the planner chooses from, with the costs of their pipelines.
+
+        Raises:
+            ConfigError: a strategy that the ranks or the model cannot be split by.
+        """
+        assert self.choice.planner.strategies is not None, "asked of planners that choose among strategies"
+        context = dataclasses.replace(self._context, options=self.choice.options)
+        return [pipelines_of(each, context) for each in self.choice.planner.strategies(self.choice.options)]
 
     def plan(
         self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, may_delay: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.lengths import PoolLengths
@@ -41,6 +42,16 @@ class Job:
     model: Model
     cost: Cost
     num_chunks: int = 1
+    of_strategy: Callable[[Strategy | None], Sequence[Job]] = lambda _: ()
+    """Facts of each pipeline of a strategy; empty where they are the job's."""
+    stages: int | None = None
+    """Pipeline stages; None: those of the pool."""
+    tensor: int = 1
+    """GPUs of a rank, where pipelines differ in them."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages or self.pool.num_stages
 
 
 def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
@@ -48,21 +59,29 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
 
     Tokens, bytes and transfers are those of one layer's forward.
     """
-    cost = job.cost
-    each = [plan_statistics(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
+    strategy = planned.step.strategy
+    num_pipelines = len(planned.step.pipelines)
+    jobs = tuple(job.of_strategy(strategy)) or (job,) * num_pipelines
+    of_plan = [jobs[pipeline] for pipeline in planned.step.pipeline_of]
+    each = [
+        plan_statistics(plan, of.model, of.cost.cluster.ranks_per_nic)
+        for plan, of in zip(planned.plans, of_plan, strict=True)
+    ]
     tokens = [np.array(f["tokens_per_rank"], dtype=np.float64) for f in each]
     pairs = [np.array(f["attention_pairs_per_rank"], dtype=np.float64) for f in each]
     seconds = [
-        max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
-        for ps, ts in zip(pairs, tokens, strict=True)
+        max(of.cost.attention_s(p) + of.cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
+        for of, ps, ts in zip(of_plan, pairs, tokens, strict=True)
     ]
-    pipelines = [
-        list(chain.from_iterable(planned.own_plans_of(pipeline))) for pipeline in range(len(planned.step.pipelines))
-    ]
-    share = 1 / len(pipelines)  # of the pool's ranks that a plan is over
+    pipelines = [list(chain.from_iterable(planned.own_plans_of(pipeline))) for pipeline in range(num_pipelines)]
+    gpus = [of.tensor * of.num_stages for of in jobs]
+    shared_ranks = sum(planned.plans[own[0]].num_ranks for own in pipelines)  # that all plans together are over
+    share = [planned.plans[own[0]].num_ranks / shared_ranks for own in pipelines]
+    of_pool = [share[pipeline] for pipeline in planned.step.pipeline_of]
     buffers = (job.pool.joint if job.pool.replica_groups is None else job.pool.attention).buffers
     record: Json = {
         "planner": planned.planner or planned.plans[0].planner,
+        "strategy": None if strategy is None else str(strategy),
         # Of every nano-batch, where its planner says why the plan is what it is.
         "notes": [plan.note for plan in planned.plans if plan.note],
         "num_sequences": sum(f["num_sequences"] for f in each),
@@ -75,12 +94,13 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
         **_account(planned, shared),
         "imbalance_before": imbalance_before(shared, job.pool),
         "imbalance_after": {
-            name: imbalance_after(*(np.array([loads[at] for at in own]) for own in pipelines))
+            name: imbalance_after(*(np.array([loads[at] for at in own]) for own in pipelines), gpus=gpus)
             for name, loads in (("tokens", tokens), ("attention", pairs))
         },
-        "kv_tokens_received": share * sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in each),
-        "kv_tokens_received_inter_node": share
-        * sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in each),
+        **{
+            name: sum(part * float(np.mean(f[f"{name}_per_rank"])) for part, f in zip(of_pool, each, strict=True))
+            for name in ("kv_tokens_received", "kv_tokens_received_inter_node")
+        },
         "zones": _zones(planned.plans),
         "remapped_tokens": sum(f["remap"]["tokens_moved"] for f in each),
         "remapped_tokens_inter_node": sum(f["remap"]["tokens_moved_inter_node"] for f in each),
@@ -92,12 +112,12 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
         # Compute only: neither transfers nor what surrounds the layers.
         "predicted_ms": 1e3
         * max(
-            _through_stages([sum(seconds[i] for i in of) for of in planned.own_plans_of(pipeline)], job)
-            for pipeline in range(len(pipelines))
+            _through_stages([sum(seconds[i] for i in of) for of in planned.own_plans_of(pipeline)], jobs[pipeline])
+            for pipeline in range(num_pipelines)
         ),
     }
     if planned.ticks:
-        ticks = tick_figures(planned.ticks, job.model, cost, job.num_chunks)
+        ticks = tick_figures(planned.ticks, job.model, job.cost, job.num_chunks)
         record["imbalance_after"]["attention"] = imbalance_after(ticks.pop("attention"))
         record.update(ticks)
     return record
@@ -159,14 +179,18 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
     return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
 
 
-def imbalance_after(*pipelines: Floats) -> float:
+def imbalance_after(*pipelines: Floats, gpus: Sequence[int] = ()) -> float:
     """Imbalance of loads [M, R] of ranks that exchange in every microbatch, by pipeline.
 
     The largest sum over a pipeline's microbatches of their largest loads, over the mean load of all
-    ranks; pipelines meet once a step.
+    ranks; pipelines meet once a step. `gpus`: by pipeline, those that share the load of each rank;
+    empty: as many in each.
     """
-    mean = sum(float(loads.sum()) for loads in pipelines) / sum(loads.shape[1] for loads in pipelines)
-    return max(float(loads.max(axis=1).sum()) for loads in pipelines) / mean if mean else 1.0
+    of = gpus or (1,) * len(pipelines)
+    ranks = sum(loads.shape[1] * each for loads, each in zip(pipelines, of, strict=True))
+    mean = sum(float(loads.sum()) for loads in pipelines) / ranks
+    most = max(float(loads.max(axis=1).sum()) / each for loads, each in zip(pipelines, of, strict=True))
+    return most / mean if mean else 1.0
 
 
 def _by_nic(name: str, each: Sequence[Json], pipelines: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -175,7 +199,7 @@ def _by_nic(name: str, each: Sequence[Json], pipelines: Sequence[Sequence[int]])
     A pipeline on several nodes has them to itself; those that share a node send nothing between nodes.
     """
     summed = [np.sum([each[at][name] for at in own], axis=0) for own in pipelines]
-    return np.concatenate(summed).tolist() if len(summed[0]) > 1 else summed[0].tolist()
+    return list(chain.from_iterable(each.tolist() for each in summed)) if len(summed[0]) > 1 else summed[0].tolist()
 
 
 def _max_over_mean(loads: Floats) -> float:
@@ -209,7 +233,7 @@ def _through_stages(seconds: Sequence[float], job: Job) -> float:
 
     `seconds`: that each microbatch takes in a layer.
     """
-    stages, chunks = job.pool.num_stages, job.num_chunks
+    stages, chunks = job.num_stages, job.num_chunks
     if len(seconds) % stages:
         chunks = 1  # groups of another size than Megatron's own: said as if not interleaved
     layers = job.model.num_layers / (stages * chunks)

@@ -15,9 +15,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_balance.analysis.backward import Decision, Stage, check_fits, decide, microbatch_bytes, step_bytes
+from megatron_balance.analysis.backward import (
+    Decision,
+    MicrobatchBytes,
+    Stage,
+    check_fits,
+    decide,
+    microbatch_bytes,
+    step_bytes,
+)
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.plans import PlannedStep
 
@@ -77,7 +86,7 @@ class Keeping:
     `auto` asks the plan; `keep` and `replay` are what they say, and their prediction is told once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a job's facts
         self,
         asked: Backward,
         agreed: AgreedMemory,
@@ -86,9 +95,11 @@ class Keeping:
         counted: Callable[[], float | None],
         *,
         agreement_every: int,
+        of_strategy: Callable[[Strategy | None], Sequence[JobLayers]] = lambda _: (),
     ) -> None:
         """Take the facts of a job; `counted`: the most bytes that this rank's device held at once
-        so far, None where none are counted; `groups`: of all ranks that plan together.
+        so far, None where none are counted; `groups`: of all ranks that plan together;
+        `of_strategy`: layers and ranks of each of its pipelines, empty where they are the job's.
         """
         self._asked: Backward = asked
         self._agreed = agreed
@@ -96,11 +107,12 @@ class Keeping:
         self._groups = groups
         self._counted = counted
         self._agreement_every = agreement_every
+        self._of_strategy = of_strategy
         self._steps = 0
         self._predicted = 0.0
         self._excess = 0.0
         self._told: str | None = None
-        self._last: tuple[str, Decision] | None = None
+        self._last: tuple[str, Strategy | None, Decision] | None = None
 
     def decide(self, planned: PlannedStep) -> Decision:
         """Number of layers that keep in this step. Collective in some steps.
@@ -108,29 +120,43 @@ class Keeping:
         Raises:
             InfeasibleError: `auto`, and the step does not fit with every layer replayed.
         """
-        if self._last is not None and (self._last[0] == planned.fingerprint or self._asked != "auto"):
-            return self._last[1]
+        strategy = planned.step.strategy
+        if self._last is not None:
+            fingerprint, under, decision = self._last
+            if fingerprint == planned.fingerprint or (self._asked != "auto" and under == strategy):
+                return decision
         self._steps += 1
         if self._asked == "auto" and (self._steps == FIRST_AGREEMENT or self._steps % self._agreement_every == 0):
             self._correct()
-        model = self._layers.model
-        stages = [
-            dataclasses.replace(stage, state_bytes=self._agreed.state_bytes[stage.sharding.stage] + self._excess)
-            for stage in self._layers.stages
-        ]
-        microbatches = [microbatch_bytes([planned.plans[at] for at in own], model) for own in planned.plans_of]
+        pipelines = planned.step.pipelines
+        own, state = self._of_strategy(strategy), self._agreed.state_bytes
+        if own:  # a rank of any stage of a strategy may be one of any stage of the layout
+            state = (max(state),) * max(len(layers.stages) for layers in own)
         # One decision for all pipelines: each stage of each of them runs its own microbatches alone.
-        each = [microbatches[own.start : own.stop] for own in planned.step.pipelines]
-        decision = decide(
-            [step_bytes(of_pipeline, model, stage) for of_pipeline in each for stage in stages],
-            self._asked,
-            self._agreed.memory_bytes,
-        )
+        each = [
+            self._pipeline(planned, numbers, layers, state)
+            for numbers, layers in zip(pipelines, own or (self._layers,) * len(pipelines), strict=True)
+        ]
+        found = [step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages]
+        decision = decide(found, self._asked, self._agreed.memory_bytes)
         self._tell(decision)
-        check_fits(decision, microbatches, model, stages)
+        fullest = max(each, key=lambda one: max(float(step_bytes(*one[:2], at).peak(0).max()) for at in one[2]))
+        check_fits(decision, *fullest)
         self._predicted = max(self._predicted, decision.peak_bytes - self._excess)
-        self._last = (planned.fingerprint, decision)
+        self._last = (planned.fingerprint, strategy, decision)
         return decision
+
+    def _pipeline(
+        self, planned: PlannedStep, numbers: range, layers: JobLayers, state: Sequence[float]
+    ) -> tuple[list[MicrobatchBytes], Model, list[Stage]]:
+        """A pipeline's microbatches, its model, and its stages with their state."""
+        stages = [
+            dataclasses.replace(stage, state_bytes=state[stage.sharding.stage] + self._excess)
+            for stage in layers.stages
+        ]
+        plans_of = planned.plans_of[numbers.start : numbers.stop]
+        microbatches = [microbatch_bytes([planned.plans[at] for at in own], layers.model) for own in plans_of]
+        return microbatches, layers.model, stages
 
     def _correct(self) -> None:
         """Agree on the most bytes by which a device's count passed the prediction."""

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -84,6 +84,7 @@ class StepLog:
         self._begun: float | None = None
         self._ran: _Ran | None = None
         self._job: tuple[Job, torch.device] | None = None
+        self._change: Callable[[], Mapping[str, float]] = dict
         folder = target.folder
         if folder is not None and target.writes:
             self._write(CONFIG_FILE, target.config)
@@ -127,13 +128,18 @@ class StepLog:
         """Keep the facts of a step, all of whose microbatches have run."""
         self._ran = _Ran(planned, shared, tuple(counters), backward)
 
+    def changed(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Keep who tells the figures of the step's pull and push when it is over."""
+        self._change = figures
+
     def finish(self, step: int, loss: float | torch.Tensor | None, grad_norm: float | torch.Tensor | None) -> None:
         """Write the step. Collective over the joint pool if there is a folder.
 
         `loss`: reduced; with pipeline stages only the last one needs to know it.
         """
-        ran, begun = self._ran, self._begun
+        ran, begun, change = self._ran, self._begun, self._change
         self._ran = self._begun = None
+        self._change = dict
         if ran is None or begun is None or self._job is None:
             return
         step_s = time.perf_counter() - begun
@@ -151,6 +157,7 @@ class StepLog:
             "grad_norm": _number(grad_norm),
             **step_figures(ran.planned, ran.shared, self._job[0]),
             **_counted(counted),
+            "change": dict(change()),
             "backward": None if ran.backward is None else ran.backward.described(),
             "plan_ms": 1e3 * ran.planned.plan_s,
             "plan_wait_ms": 1e3 * ran.planned.wait_s,
@@ -303,6 +310,18 @@ def _log_line(record: Json) -> None:
         record["step_ms"],
         record["predicted_ms"],
     )
+    if record["strategy"] is not None:
+        change = record["change"]
+        moved = (
+            "on the command line's layout"
+            if not change
+            else (
+                f"pull {change['pull_bytes'] / 1e6:.1f} MB in {1e3 * change['pull_s']:.1f} ms (predicted "
+                f"{1e3 * change['predicted_pull_s']:.1f}), push {change['push_bytes'] / 1e6:.1f} MB in "
+                f"{1e3 * change['push_s']:.1f} ms (predicted {1e3 * change['predicted_push_s']:.1f})"
+            )
+        )
+        log.info("step %d: strategy %s, %s", record["step"], record["strategy"], moved)
     for at, note in enumerate(record["notes"]):
         log.info("step %d: plan %d: %s", record["step"], at, note)
     if record["waiting_tokens"] or record["drawn_tokens"] != record["trained_tokens"]:

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias, cast
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups, make_groups
 
 Attends: TypeAlias = Literal["pool", "joint", "replica"]
@@ -63,6 +64,14 @@ class Pool:
             return tuple(range(self.size))
         return tuple(rank for rank, replica in enumerate(self.replicas) if replica == pipeline)
 
+    def holders_of(self, pipeline: int) -> tuple[tuple[int, ...], ...]:
+        """Pool ranks that are handed a pipeline's tokens, a row for each copy."""
+        return (self.ranks_of(pipeline),)
+
+    def exchanges(self, tensor_parallel: TensorParallel) -> bool:
+        """Whether this rank takes part in the exchange of tokens."""
+        return self.has_tokens and tensor_parallel.is_source
+
     @property
     def joint(self) -> Groups:
         """The pools of all stages; rank `stage * size + rank` of it is this one."""
@@ -94,6 +103,67 @@ class Pool:
     def reads(self) -> bool:
         """Whether the microbatches that this rank reads count."""
         return self.rank in self.readers
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyRanks:
+    """All ranks of a job as tokens find them under a strategy: its readers, and the first and the last
+    stage of each pipeline. The rank of TP rank 0 takes tokens, and hands them on.
+
+    `groups`: of all ranks. `readers`: ranks whose sequences count.
+    """
+
+    groups: Groups
+    strategy: Strategy
+    readers: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def size(self) -> int:
+        return self.groups.size
+
+    @property
+    def reads(self) -> bool:
+        """Whether the sequences that this rank reads count."""
+        return self.rank in self.readers
+
+    @property
+    def pipeline(self) -> int:
+        """The pipeline of this rank; -1: it is left over."""
+        seat = self.strategy.seat(self.rank)
+        return -1 if seat is None else seat.pipeline
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether this rank's stage embeds tokens or computes the loss."""
+        seat = self.strategy.seat(self.rank)
+        return seat is not None and seat.stage in (0, seat.scheme.pipeline - 1)
+
+    def ranks_of(self, pipeline: int) -> tuple[int, ...]:
+        """The context-parallel ranks of a pipeline: those that attend with this rank, if it is one of
+        the pipeline's; else those of the first stage.
+        """
+        seat = self.strategy.seat(self.rank)
+        if seat is None or seat.pipeline != pipeline:
+            return self._row(pipeline, 0, 0)
+        return self._row(pipeline, seat.stage, seat.tensor)
+
+    def holders_of(self, pipeline: int) -> tuple[tuple[int, ...], ...]:
+        """As `Pool.holders_of`: of the first stage, and of the last one where there are several."""
+        stages = self.strategy.pipelines[pipeline].pipeline
+        return tuple(self._row(pipeline, stage, 0) for stage in dict.fromkeys((0, stages - 1)))
+
+    def exchanges(self, tensor_parallel: TensorParallel) -> bool:  # noqa: ARG002  the exchange is one of all ranks
+        """Whether this rank takes part in the exchange of tokens."""
+        return True
+
+    def _row(self, pipeline: int, stage: int, tensor: int) -> tuple[int, ...]:
+        scheme, ranks = self.strategy.pipelines[pipeline], self.strategy.ranks_of(pipeline)
+        first = stage * scheme.context
+        return tuple(ranks[(first + at) * scheme.tensor + tensor] for at in range(scheme.context))
 
 
 @dataclass(frozen=True, slots=True)

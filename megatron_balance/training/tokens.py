@@ -20,7 +20,7 @@ from megatron_balance.ir.columns import Fragment, Placed
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel
 from megatron_balance.training.sequences import Sequences
 
 
@@ -45,7 +45,7 @@ class TokenExchange:
         self,
         shared: PoolLengths,
         plans: Sequence[MicrobatchPlan],
-        pool: Pool,
+        pool: Pool | StrategyRanks,
         pipelines: Sequence[int] | None = None,
     ) -> None:
         """Look up the layouts of this rank.
@@ -57,8 +57,12 @@ class TokenExchange:
         self._plans = plans
         self._pool = pool
         ranks = {pipeline: pool.ranks_of(pipeline) for pipeline in set(pipelines or (pool.pipeline,))}
-        self._ranks = [ranks[each] for each in (pipelines or (pool.pipeline,) * len(plans))]
+        of_plans = tuple(pipelines or (pool.pipeline,) * len(plans))
+        self._ranks = [ranks[each] for each in of_plans]
         """By microbatch: the pool rank of each rank of its plan."""
+        holders = {pipeline: pool.holders_of(pipeline) for pipeline in ranks}
+        self._holders = [holders[each] for each in of_plans]
+        """By microbatch: the pool ranks that each rank's rows are sent to, a row for each copy."""
         self.layouts: list[Ints] = [
             layout(plan, ranks.index(pool.rank)) if pool.rank in ranks else np.empty((0, Fragment.WIDTH), np.int64)
             for plan, ranks in zip(plans, self._ranks, strict=True)
@@ -73,8 +77,8 @@ class TokenExchange:
     ) -> list[Tensor]:
         """Rows [T, C] int64 of this rank by microbatch, in the order of its layouts.
 
-        Collective over the pool and the tensor-parallel group. Zeros on a pipeline stage that has
-        no use for tokens.
+        Collective over the pool (under a strategy: all ranks) and the tensor-parallel group. Zeros
+        on a pipeline stage that has no use for tokens.
 
         Args:
             mine: by microbatch, what was read here; empty on ranks whose microbatches do not count.
@@ -83,12 +87,11 @@ class TokenExchange:
             device: of the rows.
         """
         rows = torch.zeros(sum(self.counts), num_columns, dtype=torch.int64, device=device)
-        if not self._pool.has_tokens:
-            return list(rows.split(self.counts))
-        if tensor_parallel.is_source:
+        if self._pool.exchanges(tensor_parallel):
             read = torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *(each.rows for each in mine)])
-            rows = self.there(read.to(device))
-        if tensor_parallel.size > 1 and len(rows):
+            arrived = self.there(read.to(device))
+            rows = arrived if self._is_holder else rows
+        if self._pool.has_tokens and tensor_parallel.size > 1 and len(rows):
             dist.broadcast(rows, tensor_parallel.source, group=tensor_parallel.group)
         return list(rows.split(self.counts))
 
@@ -100,6 +103,11 @@ class TokenExchange:
         Collective over the pool; not differentiable.
         """
         return list(self.back(torch.cat(list(values))).split(self.read_counts))
+
+    @property
+    def _is_holder(self) -> bool:
+        """Whether rows are sent to this rank, if it has some at all."""
+        return any(self._pool.rank in row for rows in self._holders for row in rows)
 
     @property
     def read_counts(self) -> list[int]:
@@ -122,7 +130,9 @@ class TokenExchange:
         return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
 
     def back(self, given: Tensor) -> Tensor:
-        """The inverse of `there`: [rows of this rank's layouts, ...] to [rows read here, ...]."""
+        """The inverse of `there`, over a pool: from [rows of this rank's layouts, ...] to [rows read
+        here, ...].
+        """
         routes = self._routes()
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         sent[torch.from_numpy(routes.place).to(given.device)] = given
@@ -154,14 +164,15 @@ class TokenExchange:
         counts = np.zeros(size, dtype=np.int64)
         read, destinations = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         starts = _starts(shared, rank)
-        for plan, ranks, owners, start in zip(self._plans, self._ranks, shared.owners, starts, strict=True):
+        for plan, copies, owners, start in zip(self._plans, self._holders, shared.owners, starts, strict=True):
             rows = layouts(plan)
             rows = rows[owners[rows[:, Placed.SEQ]] == rank]
             first = start[rows[:, Placed.SEQ]]
             row, tokens = ranges(first + rows[:, Placed.START], first + rows[:, Placed.STOP])
-            read.append(tokens)
-            destinations.append(np.array(ranks, dtype=np.int64)[rows[row, Placed.RANK]])
-            counts += np.bincount(destinations[-1], minlength=size)
+            for ranks in copies:
+                read.append(tokens)
+                destinations.append(np.array(ranks, dtype=np.int64)[rows[row, Placed.RANK]])
+                counts += np.bincount(destinations[-1], minlength=size)
         order = np.argsort(np.concatenate(destinations), kind="stable")
         return counts.tolist(), np.concatenate(read)[order]
 
@@ -171,6 +182,8 @@ class TokenExchange:
         Rows arrive source by source; from one source in the order of microbatch and layout.
         """
         none = np.empty(0, dtype=np.int64)
+        if not self._is_holder:
+            return [0] * self._pool.size, none
         sources = np.concatenate(
             [
                 none,

@@ -22,10 +22,12 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.place import aligned_nano_batches
+from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import tick_figures
 from megatron_balance.training.pool import Pool
@@ -65,6 +67,8 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
         row_multiple=1,
         joint=False,
         ping_pong=False,
+        candidates=(),
+        layout=Strategy((Scheme(),)),
         args=argparse.Namespace(**{**usual, **args}),
         train_data=data,
         pool=Pool(single(), 1, (0,), (0,)),
@@ -242,3 +246,38 @@ def test_evaluation_has_room_for_its_own_microbatches() -> None:
     work.config.planner = choose_planner("zeppelin", {"tokens_per_rank": 100})
     assert planning.plan_spec(work, joint=False, evaluation=True).options["tokens_per_rank"] == 800
     planning.step_plans(work, ahead=False, evaluation=True).plan(((64,) * 12,))
+
+
+def changing(seq_length: int) -> Any:
+    """A job of four GPUs whose layout is TP 2 x DP 2."""
+    made = job(None, "hydraulis", seq_length=seq_length, tensor_model_parallel_size=2, sequence_parallel=True)
+    made.layout = Strategy.parse("2*tp2-pp1-cp1")
+    made.candidates = tuple(map(Strategy.parse, ("tp2-pp1-cp1+tp1-pp2-cp1", "tp1-pp1-cp4")))
+    made.cluster = lambda: Cluster(num_ranks=2, ranks_per_node=2)
+    made.gpus = lambda: Cluster(num_ranks=4, ranks_per_node=4)
+    made.model = lambda tensor=2: Model(8, 8, 16).share(tensor)
+    return made
+
+
+def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None:
+    """Microbatches of a pipeline are planned with one tensor-parallel rank's heads."""
+    trained, evaluated = (planning.plan_spec(changing(64), joint=False, evaluation=each) for each in (False, True))
+    assert (trained.cluster.num_ranks, trained.model.num_heads, trained.layers.align) == (4, 8, 2)
+    assert trained.options["tokens_per_rank"] * 2 == evaluated.options["tokens_per_rank"] == 128
+    known = StepPlanner(trained).candidates()
+    assert [[inside.model.num_heads for inside in each.inside] for each in known] == [[4, 8], [8]]
+    assert (evaluated.strategy, evaluated.options["strategies"]) == ("2*tp2-pp1-cp1", ())
+    small = changing(64)
+    small.config.planner = choose_planner("hydraulis", {"tokens_per_rank": 16})
+    assert planning.plan_spec(small, joint=False).options["tokens_per_rank"] == 16
+    held = planning.plan_spec(small, joint=False, evaluation=True).options["tokens_per_rank"]
+    assert held == 128, "the layout is evaluated on whole samples"
+
+
+def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
+    spec = planning.plan_spec(changing(64), joint=False)
+    planning.check_holds(spec, 256)
+    with pytest.raises(
+        ConfigError, match=r"no candidate holds --seq-length 257: tp1-pp1-cp4, .* holds 256 tokens; raise"
+    ):
+        planning.check_holds(spec, 257)

@@ -31,12 +31,6 @@ def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path:
     assert_one_ranks_gradients(trained(trainer, tmp_path, 4, STRATEGIES, base))
 
 
-def test_tied_embeddings_come_from_both_ends(trainer: Trainer, tmp_path: Path) -> None:
-    base = {"pipeline-model-parallel-size": 2, "untie-embeddings-and-output-weights": False}
-    strategies = ["tp2-pp1-cp1+tp1-pp2-cp1", "3*tp1-pp1-cp1"]
-    assert_one_ranks_gradients(trained(trainer, tmp_path, 4, strategies, base))
-
-
 def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
     """Every owner has the sum of all roles' gradients. Memory is that of the largest role, which has
     the whole model here.
@@ -75,7 +69,7 @@ def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, messag
 def test_a_strategy_without_a_role_is_refused() -> None:
     made = SimpleNamespace(_roles={Strategy.parse("tp2-pp1-cp1"): None})
     with pytest.raises(ConfigError, match="tp1-pp1-cp1: no role was made for it, but for tp2-pp1-cp1"):
-        Roles.pull(cast("Any", made), Strategy((Scheme(),)))
+        Roles.__getitem__(cast("Any", made), Strategy((Scheme(),)))
 
 
 def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:

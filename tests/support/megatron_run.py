@@ -54,10 +54,11 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "counted", "gaps", "roles", "launch", "plain"]
+Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain"]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
-and gradients written (`pipeline_runs`); roles of several strategies (`role_runs`, argv[0] names
-them); the launcher (argv[0] is the script); the script alone, on the CPU but without balance.
+and gradients written (`pipeline_runs`), or with gradients alone; roles of several strategies
+(`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone, on the CPU
+but without balance.
 """
 
 
@@ -328,10 +329,10 @@ def _enter(job: Job) -> int:
         from tests.support import role_runs
 
         return role_runs.run()
-    if job.entry == "gaps":
+    if job.entry in ("gaps", "gradients"):
         from tests.support import pipeline_runs
 
-        pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]))
+        pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]), gaps=job.entry == "gaps")
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
 
 

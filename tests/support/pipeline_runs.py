@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
-def install(folder: Path, rank: int) -> None:
+def install(folder: Path, rank: int, *, gaps: bool = True) -> None:
     """Let samples have gaps, and write every step's gradients, in this process from now on."""
-    _leave_gaps()
-    _write_gradients(folder, rank)
+    if gaps:
+        _leave_gaps()
+    steps = iter(range(1, 1000))
+    _write_gradients(folder, rank, steps)
+    _write_owned(folder, rank, steps)
 
 
 def _leave_gaps() -> None:
@@ -41,17 +45,21 @@ def _leave_gaps() -> None:
     DocumentDataset.sample_lengths, DocumentDataset.__getitem__ = sample_lengths, sample  # type: ignore[method-assign]
 
 
-def _write_gradients(folder: Path, rank: int) -> None:
+def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
     """Write what each rank has, tensor-parallel shards joined."""
     from megatron.core import mpu
     from megatron.core.utils import get_model_config
     from megatron.training import training
 
-    finalize, steps = training.finalize_model_grads, iter(range(1, 1000))
+    from megatron_balance.megatron import session
+
+    finalize = training.finalize_model_grads
 
     @functools.wraps(finalize)
     def finalized(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)
+        if session.current().changes is not None:
+            return result
         stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
         layers = get_model_config(model[0]).num_layers // stages
         found: dict[str, Any] = {
@@ -63,6 +71,47 @@ def _write_gradients(folder: Path, rank: int) -> None:
         return result
 
     training.finalize_model_grads = finalized
+
+
+def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
+    """Write what the owners of a run that changes between strategies have, put together."""
+    import torch.distributed as dist
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from megatron_balance.megatron import session
+    from megatron_balance.training.link import Shard
+
+    step: Any = ChainedOptimizer.step
+
+    @functools.wraps(step)
+    def with_gradients(self: Any) -> Any:
+        changes = session.current().changes
+        if changes is not None:
+            layout = changes.roles.layout
+            mine = {number: gradient.clone().numpy() for number, gradient in layout.gradients.items()}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            whole = [np.full(tuple(shape), np.nan, np.float32) for shape in layout.parameters.shape.tolist()]
+            taken: dict[tuple[int, int], int] = {}
+            for row in layout.owned.tolist():
+                owner, number, (top, left), (bottom, right) = (
+                    *(row[Shard.RANK], row[Shard.PARAMETER]),
+                    *(row[Shard.STARTS], row[Shard.STOPS]),
+                )
+                at, size = taken.get((owner, number), 0), (bottom - top) * (right - left)
+                part = everyone[owner][number][at : at + size].reshape(bottom - top, right - left)
+                whole[number][top:bottom, left:right] = part
+                taken[owner, number] = at + size
+            named = zip(layout.parameters.names, whole, strict=True)
+            found: dict[str, Any] = {
+                f"module.{name}": each[:, 0] if each.shape[1] == 1 else each for name, each in named
+            }
+            number = next(steps)
+            if rank == 0:
+                np.savez(folder / f"gradients.{number}.{rank}.npz", **found)
+        return step(self)
+
+    ChainedOptimizer.step = with_gradients
 
 
 def _joined(name: str, parameter: Any) -> np.ndarray:

@@ -196,7 +196,7 @@ def _trained(role: Any, microbatches: range) -> None:
     """Forward and backward of a role over these microbatches."""
     if not microbatches:
         return
-    role.schedule(
+    role.schedule()(
         forward_step_func=_forward_step,
         data_iterator=iter([_tokens(number) for number in microbatches]),
         num_microbatches=len(microbatches),

@@ -28,3 +28,10 @@ def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
 def test_imbalance_of_pipelines_counts_each_by_its_own_microbatches_and_they_meet_once_a_step() -> None:
     assert imbalance_after(np.array([[2.0, 2.0]]), np.array([[1.0, 1.0], [1.0, 1.0]])) == 1.0
     assert imbalance_after(np.array([[3.0, 1.0]]), np.array([[1.0, 3.0], [3.0, 1.0]])) == 2.0
+
+
+def test_imbalance_of_unlike_pipelines_shares_a_ranks_load_among_its_gpus() -> None:
+    """Twice the load on a rank of two GPUs is no imbalance."""
+    wide, narrow = np.array([[8.0]]), np.array([[4.0]])
+    assert imbalance_after(wide, narrow, gpus=(2, 1)) == 1
+    assert imbalance_after(wide, narrow) == pytest.approx(8 / 6)

@@ -14,6 +14,7 @@ from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, JobLayers, Keeping, RankMemory
 from megatron_balance.training.plans import PlannedStep
@@ -83,3 +84,22 @@ def test_keep_and_replay_are_taken_at_their_word():
 def test_a_step_that_fits_in_no_way_is_refused():
     with pytest.raises(InfeasibleError, match=r"this step does not fit: rank \d needs .* What would fit"):
         keeping(predicted(4000, 0) * 0.95).decide(step(4000))
+
+
+def test_layers_of_a_strategy_are_its_pipelines_own():
+    """Two pipelines, one of two stages; the most state of any rank counts on each."""
+    strategy = Strategy.parse("tp1-pp1-cp4+tp1-pp2-cp4")
+    plan = by_hand.pool("ring", [4000], 4, heads=(2, 2))
+    planned = PlannedStep(StepPlan((((0,),), ((1,),)), (plan, plan), (), strategy, (1, 1)), 0.0, 0.0)
+    halves = tuple(Stage(2, Sharding(pipeline=2, stage=at)) for at in (0, 1))
+    own = (JobLayers(MODEL, (STAGE,)), JobLayers(MODEL, halves))
+    agreed = AgreedMemory(None, (STATE, 2 * STATE))
+    job = Keeping(
+        *("keep", agreed, JobLayers(MODEL, halves), single(), lambda: None),
+        agreement_every=100,
+        of_strategy=lambda given: own if given == strategy else (),
+    )
+    decision = job.decide(planned)
+    assert decision.layers == 4, "of the pipeline without stages"
+    assert decision.peak_bytes == pytest.approx(predicted(4000, 4) + STATE)
+    assert job.decide(step(4000)).layers == 2, "another strategy is decided for itself"

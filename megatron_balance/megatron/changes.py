@@ -1,0 +1,148 @@
+"""From one strategy to another inside one training run: this rank's roles beside Megatron's own model,
+and the base layout's weights, whose all-gather waits until that model needs them
+([0024](../../docs/adr/0024-weights-move-optimizer-stays.md)).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.megatron.arguments import role_row_multiple
+from megatron_balance.megatron.base_layout import base_layout, optimizers_of
+from megatron_balance.megatron.groups import tensor_parallel
+from megatron_balance.megatron.place import Place
+from megatron_balance.megatron.roles import AttentionGroups, Role, Roles
+from megatron_balance.megatron.tokens import job_device
+from megatron_balance.training.pool import StrategyRanks, TensorParallel
+from megatron_balance.training.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from megatron_balance.megatron.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Changes:
+    """The roles of this rank under every candidate, and the base layout that owns weights and
+    gradients.
+    """
+
+    def __init__(self, job: Session, model: list[Any], optimizer: Any, model_config: Any) -> None:
+        """Make all roles. Collective over the world, when Megatron has built model and optimizer.
+
+        Raises:
+            ConfigError: a Megatron whose all-gather cannot be put off, or whose layout or model is
+                not one that strategies know.
+        """
+        self._job, self._model = job, model
+        if not hasattr(model_config, "get_builder_cls"):
+            raise ConfigError(
+                "strategies: roles are built from a model config, which Megatron-core has since 0.19; use that, or "
+                "leave strategies out"
+            )
+        layout = base_layout(model, optimizer, job.layout.pipelines[0])
+        config, communication = job.config, job.config.communication
+        timeout = timedelta(minutes=job.args.distributed_timeout_minutes)
+        others = [each for each in job.candidates if each != job.layout]
+        attention = AttentionGroups(job.gpus_per_node, timeout, communication.sms, safe=communication.safe)
+        self.roles = Roles(model_config, layout, others, timeout, attention)
+        for role in self.roles:
+            if role.model is not None:
+                job.adapt(role.model)
+        for each in optimizers_of(optimizer):
+            each._defer_param_sync = True
+        self.weights_are_old = False
+        """Whether Megatron's own model has older weights than the optimizer."""
+        self.stopwatch = Stopwatch(job_device())
+        traffic, gpus = self.roles.traffic(job.gpus_per_node), job.gpus()
+        self._predicted = {strategy: moved.described(gpus) for strategy, moved in traffic.items()}
+        log.info(
+            "strategies: %s; weights and gradients of a role take %.1f MB on this rank, of the largest; backward: %s",
+            *(", ".join(map(str, job.candidates)), self.roles.num_bytes / 1e6, config.backward),
+        )
+
+    def place(self, strategy: Strategy) -> Place | None:
+        """This rank's place under a strategy; None: it is left over."""
+        role = self.roles[strategy]
+        if role.seat is None:
+            return None
+        assert role.attention is not None, "every seat has ranks that it attends with"
+        tensor = role.seat.scheme.tensor
+        return Place(
+            role.seat.pipeline,
+            role.attention,
+            self._job.shape_of(tensor),
+            role_row_multiple(self._job.args, tensor),
+        )
+
+    def ranks(self, strategy: Strategy) -> StrategyRanks:
+        """All ranks as the tokens of a step find them; those that read are of the base layout."""
+        return StrategyRanks(self.roles.everyone, strategy, tuple(self.owner_ranks))
+
+    @property
+    def owner_ranks(self) -> list[int]:
+        """By rank of the base layout's pool, the global rank that reads its sequences: on the first
+        stage, of TP rank 0.
+        """
+        pool, parallel = self._job.pool, tensor_parallel()
+        assert parallel.group is not None
+        return [rank - parallel.group.rank() for rank in pool.joint.ranks[: pool.size]]
+
+    def tensor_parallel(self, role: Role) -> TensorParallel:
+        """Ranks that compute the same tokens in a role."""
+        if role.seat is None or role.seat.scheme.tensor == 1:
+            return TensorParallel()
+        return TensorParallel(role.groups.tp, dist.get_rank() - role.seat.tensor)
+
+    def begin(self, strategy: Strategy) -> Role:
+        """The role of this rank in a step, with today's weights. Collective over the world.
+
+        Gradients of the base layout give their memory back until `end`.
+        """
+        for chunk in self._model:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        with self.stopwatch.measured("pull"):
+            role = self.roles.pull(strategy)
+        if role.model is not None:
+            # `train` sets it on its own model's config alone, when roles are made already.
+            get_model_config(role.model).grad_scale_func = get_model_config(self._model[0]).grad_scale_func
+        return role
+
+    def end(self, role: Role, num_tokens: torch.Tensor) -> None:
+        """Bring the role's gradients to the owners' buffers, a mean over the step's tokens.
+        Collective over the world.
+        """
+        for chunk in self._model:
+            chunk.restore_grad_buffers(synchronize=False)
+        with self.stopwatch.measured("push"):
+            self.roles.push(role)
+            scale = 1.0 / num_tokens.clamp(min=1).float()
+            for gradient in self.roles.layout.gradients.values():
+                gradient.mul_(scale)
+        self.weights_are_old = True
+
+    def gather_weights(self, *, for_step: bool = False) -> None:
+        """Bring today's weights to Megatron's own model, unless it has them. Collective over the
+        world.
+
+        `for_step`: a training step on that model, behind which they are old again.
+        """
+        if self.weights_are_old:
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+        self.weights_are_old = for_step
+
+    def figures(self, strategy: Strategy) -> Mapping[str, Any]:
+        """Bytes and seconds of the last pull and push, as a step's record has them. Waits for the
+        device.
+        """
+        return {**self._predicted[strategy], **self.stopwatch.seconds()}

@@ -1,0 +1,132 @@
+"""Planner hydraulis with candidates: one `pretrain` that changes between mixes of tensor, pipeline and
+context parallelism, and trains as one rank does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.megatron.arguments import check_strategy_arguments
+from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.test_parity import SLOW
+from tests.support.pipeline_runs import worst_gradient
+
+pytestmark = pytest.mark.megatron
+
+LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
+"""Steps with a long document need context or tensor parallelism, the others do not."""
+SAMPLES = 2
+STEPS = 3
+LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
+CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
+"""No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
+
+
+def changes_of(run: Run) -> int:
+    """How often the strategy of a step was another than that of the step before."""
+    return sum(a != b for a, b in itertools.pairwise(run.column("strategy")))
+
+
+FLAGS: dict[str, Any] = {
+    **LONG,
+    "num-layers": 2,
+    "global-batch-size": SAMPLES,
+    "train-iters": STEPS,
+    "untie-embeddings-and-output-weights": False,
+}
+FIRST = ("tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1")
+"""The second leaves a rank over."""
+LAYOUT = "tp1-pp2-cp2"
+THEN = (LAYOUT, "tp1-pp1-cp2+tp1-pp1-cp1")
+"""The first one is the base layout of that run."""
+OWNED: dict[str, Any] = {"context-parallel-size": 1, "use-distributed-optimizer": True}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lengths = list(itertools.islice(itertools.cycle(LENGTHS), 200))
+    return write_corpus(tmp_path_factory.mktemp("mixed") / "documents", lengths)
+
+
+def test_a_run_that_changes_strategies_trains_like_one_rank_and_saves_todays_weights(
+    train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tied embeddings. Another run, on another base layout and with other candidates, starts from the
+    weights that this one saved. Every parameter's gradient before weights differ by rounding.
+    """
+    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed})
+    ours, theirs = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
+    one = train(1, "te_ring", {**at_once(flags), "save": theirs, "save-interval": STEPS}, entry="gradients")
+    planner = {"name": "hydraulis", "tokens_per_rank": 256, "within": "zeppelin"}
+    base = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "save": ours, "save-interval": STEPS}
+    run = train(4, {**planner, "strategies": list(FIRST)}, {**flags, **OWNED, **base}, config=CONFIG, entry="gradients")
+    assert_same_training(run, one)
+    assert worst_gradient(run.result.logs, one.result.logs, 1) < 1e-5
+    assert set(run.column("strategy")) == set(FIRST)
+    again = train(1, "te_ring", {**at_once(flags), "load": theirs, "train-iters": 2})
+    layout = {"pipeline-model-parallel-size": 2, "context-parallel-size": 2, "load": ours, "train-iters": 2}
+    other = train(
+        4, {**planner, "tokens_per_rank": 512, "strategies": list(THEN)}, {**flags, **OWNED, **layout}, config=CONFIG
+    )
+    assert_same_training(other, again)
+    assert set(other.column("strategy")) == set(THEN)
+    for step in (*run.steps, *other.steps):
+        if step["strategy"] == LAYOUT:
+            assert step["change"] == {}, "the base layout runs on Megatron's own model, and moves nothing more"
+        else:
+            assert min(step["change"][f"{way}_{of}"] for way in ("pull", "push") for of in ("bytes", "s")) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce work on the command line's layout alone"),
+        ({"num_experts": 8}, "experts are not cut by strategies"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout must be 0"),
+        ({"use_precision_aware_optimizer": True}, "keeps no fp32 weights"),
+        ({"world_size": 2}, "tp3-pp1-cp1: takes 3 ranks, and there are 2"),
+        ({"num_attention_heads": 8}, "TP 3 does not divide 8, attention heads"),
+        ({"num_query_groups": 4}, r"TP 3 does not divide 4, query groups \(--num-query-groups\)"),
+        ({"ffn_hidden_size": 64}, "TP 3 does not divide 64, the FFN's size"),
+        ({"vocab_size": 100}, "padded vocabulary, 128; pad it with --make-vocab-size-divisible-by 48"),
+        ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
+        ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
+    ],
+)
+def test_what_strategies_cannot_change_under_is_refused_all_at_once(flags: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "use_distributed_optimizer": True,
+        "num_experts": None,
+        "fp8": None,
+        "hidden_dropout": 0.0,
+        "world_size": 4,
+        "num_attention_heads": 12,
+        "num_query_groups": 6,
+        "group_query_attention": True,
+        "ffn_hidden_size": 96,
+        "vocab_size": 90,
+        "make_vocab_size_divisible_by": 16,
+        "tensor_model_parallel_size": 2,
+        "num_layers": 4,
+    }
+    named = tuple(map(Strategy.parse, ("tp3-pp1-cp1", "tp1-pp2-cp1")))
+    check_strategy_arguments(Arguments(given), named)
+    with pytest.raises(ConfigError, match=message):
+        check_strategy_arguments(Arguments({**given, **flags}), named)
+
+
+class Arguments(argparse.Namespace):
+    """Megatron's arguments, of which only some matter here."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(**given)
+
+    def __getattr__(self, name: str) -> Any:
+        return None

@@ -1,0 +1,25 @@
+"""Bytes of pulls and pushes, and the seconds that links take for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.training.weights import Traffic
+
+
+def test_seconds_are_those_of_the_fullest_link_or_nic():
+    """Four ranks on two nodes, a NIC for two; [way, rank, inside or between nodes, direction]."""
+    table = np.zeros((2, 4, 2, 2), dtype=np.int64)
+    table[0, :, 0] = [[100, 40], [40, 100], [0, 0], [0, 0]]
+    table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]
+    table[1, 3, 0] = [0, 500]
+    cluster = Cluster(4, 2, intra_bytes_per_s=100.0, nic_bytes_per_s=10.0, ranks_per_nic=2)
+    assert Traffic(table).described(cluster) == {
+        "pull_bytes": 200,
+        "pull_bytes_inter_node": 60,
+        "predicted_pull_s": 6.0,
+        "push_bytes": 0,
+        "push_bytes_inter_node": 0,
+        "predicted_push_s": 5.0,
+    }
