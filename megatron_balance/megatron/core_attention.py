@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.router import give_router
+from megatron_balance.megatron.router import check_router, give_router
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import Bound
 
@@ -222,6 +222,8 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
         ConfigError: a core attention that is not ours; the script builds its model past the layer
             spec.
     """
+    for name, module in model.named_modules():
+        check_router(module, name)
     for name, core in _core_attentions(model):
         if isinstance(core, BalancedCoreAttention):
             continue

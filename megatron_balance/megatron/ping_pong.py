@@ -71,6 +71,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(getattr(args, "moe_enable_routing_replay", False)),
         "moe_enable_routing_replay replays one routing a layer and microbatch; leave it out",
     ),
+    (
+        lambda args: args.num_experts is not None and args.moe_router_load_balancing_type == "sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn routes all rows of a microbatch at once",
+    ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (
         lambda args: bool(args.attention_output_gate),
