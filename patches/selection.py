@@ -20,6 +20,7 @@ from megatron_balance.patches import (
     moe_aux_loss,
     moe_routing,
     moe_splits,
+    mtp,
     ping_pong,
     pretrain,
     stage_transfers,
@@ -30,7 +31,7 @@ from megatron_balance.patches import (
 
 ENTRY = (arguments, pretrain)
 ALWAYS = (context_parallel_groups, data_iterator, forward_backward, training_log, checkpoint_args, dataset_helpers)
-SOMETIMES = (stage_transfers, ping_pong, moe_aux_loss, moe_routing, te_attention, moe_splits, torch_norm)
+SOMETIMES = (stage_transfers, ping_pong, moe_aux_loss, moe_routing, mtp, te_attention, moe_splits, torch_norm)
 
 
 def for_script() -> tuple[Patch, ...]:
@@ -54,6 +55,7 @@ def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
     used = {
         moe_aux_loss: experts,
         moe_routing: experts and args.moe_router_load_balancing_type == "sinkhorn",
+        mtp: bool(args.mtp_num_layers),
         te_attention: te_available(),
         moe_splits: on_cpu and experts,
         torch_norm: on_cpu and args.sequence_parallel,

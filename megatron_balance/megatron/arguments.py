@@ -137,14 +137,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--iterations-to-skip (and --result-rejected-tracker-filename) read batches past the planner; leave them out",
     ),
     (
-        _given("multi_latent_attention"),
-        "--multi-latent-attention applies rotary embeddings inside attention by its own rules; not supported",
-    ),
-    (
-        _given("mtp_num_layers"),
-        "--mtp-num-layers shifts tokens along static context-parallel ranks; multi-token prediction is not supported",
-    ),
-    (
         lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
         "--position-embedding-type must be rope, learned_absolute or none: yarn, mrope and relative cannot be applied "
         "by position",
@@ -291,6 +283,11 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
         "here the plan does",
     ),
     (
+        lambda args: bool(args.multi_latent_attention) and bool(args.apply_rope_fusion),
+        {"apply_rope_fusion": False},
+        "Fused rotary embeddings were left out (--no-rope-fusion): those of multi-latent attention take no positions",
+    ),
+    (
         _given("tp_comm_overlap"),
         {"tp_comm_overlap": False},
         "--tp-comm-overlap was left out: its buffers are for one fixed number of tokens",
@@ -351,6 +348,10 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--microbatch-group-size-per-virtual-pipeline-stage must be the number of pipeline stages",
     ),
     (
+        _given("mtp_num_layers"),
+        "--mtp-num-layers puts more layers onto the last stage, so stages would attend at different times",
+    ),
+    (
         _given("defer_embedding_wgrad_compute"),
         "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out",
     ),
@@ -402,6 +403,11 @@ PIPELINE_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _balances_by("global_aux_loss"),
         "--moe-router-load-balancing-type global_aux_loss counts over all replicas in every microbatch, and each runs "
         "a number of its own; use aux_loss",
+    ),
+    (
+        _given("mtp_num_layers"),
+        "--mtp-num-layers weights its loss by counts over all replicas in every microbatch, and each runs a number of "
+        "its own; leave it out",
     ),
     (
         _balances_by("sinkhorn"),

@@ -14,8 +14,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import NUM_COLUMNS
-from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
+from megatron_balance.megatron.data import num_columns
+from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
@@ -61,33 +61,32 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         parallel, device = tensor_parallel(), job_device()
         # One iterator a model chunk; a script's own provider may leave out those of chunks that
         # neither embed nor compute the loss.
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        iterator = next((each for each in iterators if each is not None), iter(()))
+        given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        iterator = next((each for each in given if each is not None), iter(()))
         planner = job.planner(forward_only)
         draw = planner.draw(num_microbatches)
         if draw.first is not None:
             assert job.train_data is not None, "samples are read by number only where they are ours"
             iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
-        mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
-        if not pool.reads:
-            mine = []  # another rank of this replica read the same samples
+        reads = draw.num_microbatches if parallel.is_source and pool.has_tokens else 0
+        mine, failure = read(iterator, reads, job.depths)
+        mine = mine if pool.reads else []  # another rank of this replica read the same samples
         shared = share_lengths(
             mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
         )
         planned = planner.plan(shared.lengths, announced=shared.announced)
         own = own_plans_of(planned, pool, num_microbatches)
-        recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
+        recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
         mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
         exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
+        rows = exchange.to_ranks(mine, num_columns(job.depths), parallel, device)
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
             parts = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in own[index]]
             return interleave(parts, job.row_multiple)
 
-        if not forward_only:
-            _count_flops(apart, pool.readers[pool.replica])
+        _count_flops(apart, pool.readers[pool.replica], forward_only=forward_only)
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
             [[exchange.counts[at] for at in of] for of in own],
@@ -97,7 +96,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         if planned.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
-        microbatches = Microbatches(job, planned, local, own, forward_only=forward_only)
+        counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
+        microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
@@ -202,10 +202,14 @@ class Microbatches:
         planned: PlannedStep,
         local: MakeLocal,
         own: Sequence[range],
+        counts: torch.Tensor | None,
         *,
         forward_only: bool,
     ) -> None:
-        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch."""
+        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch.
+
+        `counts`: of `mask_counts`, where further tokens are predicted.
+        """
         self._binder = job.binder(job.pool.attention)
         self._pipeline = job.pool.pipeline
         # Evaluation keeps nothing for a backward that does not come.
@@ -214,6 +218,7 @@ class Microbatches:
         self._planned = planned
         self._own = own
         self._local = local
+        self._counts = counts
         self._bound: dict[int, PlannedMicrobatch] = {}
         self._chunks = 0
         self._asked = [0] * len(own)
@@ -265,14 +270,16 @@ class Microbatches:
             for nano_batch, at in enumerate(self._own[index])
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
-        return planned_microbatch(self._local(index), bounds)
+        return planned_microbatch(self._local(index), bounds, None if self._counts is None else self._counts[index])
 
 
-def _count_flops(shared: PoolLengths, reader: int) -> None:
+def _count_flops(shared: PoolLengths, reader: int, *, forward_only: bool) -> None:
     """Tell Megatron's throughput line the sequences of this rank's replica.
 
-    It expects them on each of the replica's ranks.
+    It expects them on each of the replica's ranks, and none of evaluation.
     """
+    if forward_only:
+        return
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         own = np.array(lengths, dtype=np.int64)[owners == reader]
         # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron

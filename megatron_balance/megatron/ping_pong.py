@@ -75,6 +75,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.num_experts is not None and args.moe_router_load_balancing_type == "sinkhorn",
         "--moe-router-load-balancing-type sinkhorn routes all rows of a microbatch at once",
     ),
+    (
+        lambda args: bool(args.mtp_num_layers),
+        "--mtp-num-layers has layers outside the block in which nano-batches take turns",
+    ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (
         lambda args: bool(args.attention_output_gate),

@@ -112,9 +112,17 @@ class Session:
     @property
     def shape(self) -> AttentionShape:
         """Heads of this tensor-parallel rank."""
-        size = self.args.tensor_model_parallel_size
-        kv_heads = self.args.num_query_groups if self.args.group_query_attention else self.args.num_attention_heads
-        return AttentionShape(self.args.num_attention_heads // size, max(1, kv_heads // size), self.args.kv_channels)
+        args, size = self.args, self.args.tensor_model_parallel_size
+        if args.multi_latent_attention:
+            widest = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+            return AttentionShape(args.num_attention_heads // size, args.num_attention_heads // size, widest)
+        kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        return AttentionShape(args.num_attention_heads // size, max(1, kv_heads // size), args.kv_channels)
+
+    @property
+    def depths(self) -> int:
+        """How many tokens beyond the next one the model predicts."""
+        return self.args.mtp_num_layers or 0
 
     @property
     def dtype(self) -> torch.dtype:

@@ -50,8 +50,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--yaml-cfg": ("--yaml-cfg", "x.yaml"),
     "--iterations-to-skip": ("--iterations-to-skip", "3"),
     "--result-rejected-tracker-filename": ("--result-rejected-tracker-filename", "x"),
-    "--multi-latent-attention": ("--multi-latent-attention",),
-    "--mtp-num-layers": ("--mtp-num-layers", "1"),
     "yarn": ("--position-embedding-type", "yarn"),
     "mrope": ("--position-embedding-type", "mrope"),
     "relative": ("--position-embedding-type", "relative"),
@@ -120,6 +118,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("--hierarchical-context-parallel-sizes", "2", "2", "--cp-comm-type", "a2a+p2p"),
         {"hierarchical_context_parallel_sizes": None, "cp_comm_type": None},
     ),
+    "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
     "--overlap-moe-expert-parallel-comm": (
         ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
