@@ -6,7 +6,7 @@ from megatron_balance.patches import Patch, read
 
 _REPLACED = "a subclass (`megatron.router`) computes the same over the rows of all ranks; it relies on what this does"
 
-PATCHES = (
+SINKHORN = (
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
         wrap=read,
@@ -20,3 +20,18 @@ PATCHES = (
         why=_REPLACED,
     ),
 )
+BY_SAMPLE = (
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+        wrap=read,
+        reviewed={"9d100b0c254e": "0.19.x"},
+        why=_REPLACED,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
+        wrap=read,
+        reviewed={"e983604d3ade": "0.19.x"},
+        why="it weights a rank's share of the loss by the tokens that it is told",
+    ),
+)
+PATCHES = (*SINKHORN, *BY_SAMPLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_balance.megatron import cpu
+from megatron_balance.megatron.arguments import balances_by_sample
 from megatron_balance.patches import (
     Patch,
     arguments,
@@ -54,7 +55,6 @@ def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
     experts, on_cpu = args.num_experts is not None, cpu.installed()
     used = {
         moe_aux_loss: experts,
-        moe_routing: experts and args.moe_router_load_balancing_type == "sinkhorn",
         mtp: bool(args.mtp_num_layers),
         te_attention: te_available(),
         moe_splits: on_cpu and experts,
@@ -67,6 +67,10 @@ def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
         if not joint:
             interleaved = args.virtual_pipeline_model_parallel_size is not None
             patches += stage_transfers.INTERLEAVED if interleaved else stage_transfers.ONE_CHUNK
+    if experts and args.moe_router_load_balancing_type == "sinkhorn":
+        patches += moe_routing.SINKHORN
+    if balances_by_sample(args):
+        patches += moe_routing.BY_SAMPLE
     if nano_batches:
         patches += ping_pong.LAYERS
         patches += ping_pong.ROUTER if experts else ()

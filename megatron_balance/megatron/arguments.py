@@ -122,6 +122,10 @@ def _balances_by(kind: str) -> Callable[[Any], bool]:
     return asks
 
 
+balances_by_sample = _balances_by("seq_aux_loss")
+"""Whether a router's loss is taken over each sample."""
+
+
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
@@ -237,9 +241,13 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "leave it out",
     ),
     (
-        _balances_by("seq_aux_loss"),
-        "--moe-router-load-balancing-type seq_aux_loss is per sequence, a rank holds fragments of many; use aux_loss "
-        "or global_aux_loss",
+        lambda args: (
+            balances_by_sample(args)
+            and args.pipeline_model_parallel_size > 1
+            and bool({"moe", "mlp"} & set(args.recompute_modules or ()))
+        ),
+        "--recompute-modules moe and mlp route again when a pipeline has gone on to another microbatch, whose samples "
+        "seq_aux_loss would take; recompute whole layers (full), or use aux_loss",
     ),
     (
         _balances_by("quantile_balancing"),

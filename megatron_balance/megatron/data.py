@@ -168,12 +168,14 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return read
 
 
-def unpack(microbatch: Mapping[str, Tensor], depths: int = 0) -> Sequences:
+def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None) -> Sequences:
     """The sequences of a collated microbatch, with columns TOKEN, LABEL and LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
         depths: how many tokens ahead rows also say (`column`).
+        first_sample: number of the first sample, where rows say theirs in a last column; None: they
+            do not.
 
     Raises:
         DataError: the batch does not come from this data set (a sequence that does not open with
@@ -190,7 +192,10 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0) -> Sequences:
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
     rows = torch.stack(columns, dim=1)
-    return Sequences(torch.cat([rows, *_ahead(rows, positions, depths)], dim=1), lengths)
+    wide = [rows, *_ahead(rows, positions, depths)]
+    if first_sample is not None:
+        wide.append(torch.nonzero(held)[:, :1] + first_sample)
+    return Sequences(torch.cat(wide, dim=1), lengths)
 
 
 def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:

@@ -14,7 +14,6 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import num_columns
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
@@ -69,7 +68,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             assert job.train_data is not None, "samples are read by number only where they are ours"
             iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
         reads = draw.num_microbatches if parallel.is_source and pool.has_tokens else 0
-        mine, failure = read(iterator, reads, job.depths)
+        mine, failure = read(iterator, reads, job.depths, job.first_sample)
         mine = mine if pool.reads else []  # another rank of this replica read the same samples
         shared = share_lengths(
             mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
@@ -79,7 +78,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
         mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
         exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(mine, num_columns(job.depths), parallel, device)
+        rows = exchange.to_ranks(mine, job.num_columns, parallel, device)
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
@@ -180,7 +179,7 @@ def _run_ticks(
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]))
+        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]), num_samples=job.num_samples)
 
     binder = job.binder(job.pool.joint)
     run = TickRun(job.pool, binder, planned.ticks, microbatch, shapes, model, forward_only=forward_only)
@@ -218,7 +217,7 @@ class Microbatches:
         self._planned = planned
         self._own = own
         self._local = local
-        self._counts = counts
+        self._counts, self._num_samples = counts, job.num_samples
         self._bound: dict[int, PlannedMicrobatch] = {}
         self._chunks = 0
         self._asked = [0] * len(own)
@@ -270,7 +269,8 @@ class Microbatches:
             for nano_batch, at in enumerate(self._own[index])
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
-        return planned_microbatch(self._local(index), bounds, None if self._counts is None else self._counts[index])
+        counts = None if self._counts is None else self._counts[index]
+        return planned_microbatch(self._local(index), bounds, counts, self._num_samples)
 
 
 def _count_flops(shared: PoolLengths, reader: int, *, forward_only: bool) -> None:

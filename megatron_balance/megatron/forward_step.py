@@ -52,7 +52,10 @@ class PlannedMicrobatch:
 
 
 def planned_microbatch(
-    local: LocalMicrobatch, bounds: Sequence[LayerBounds | None], counts: torch.Tensor | None = None
+    local: LocalMicrobatch,
+    bounds: Sequence[LayerBounds | None],
+    counts: torch.Tensor | None = None,
+    num_samples: int = 0,
 ) -> PlannedMicrobatch:
     """A microbatch in Megatron's shapes.
 
@@ -60,9 +63,16 @@ def planned_microbatch(
         local: this rank's rows.
         bounds: its plans by nano-batch, None where they come later.
         counts: where further tokens are predicted, the sums of its masks by depth (`mask_counts`).
+        num_samples: of the pool, where rows say theirs in their last column; 0: they do not.
     """
     params = [
-        BalancedSeqParams(qkv_format="sbhd", layers=bound, position_ids=nano_batch.positions)
+        BalancedSeqParams(
+            qkv_format="sbhd",
+            layers=bound,
+            position_ids=nano_batch.positions,
+            samples=nano_batch.rows[:, -1] if num_samples else None,
+            num_samples=num_samples,
+        )
         for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
     ]
     if local.nano_batches:

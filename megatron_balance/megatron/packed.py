@@ -60,6 +60,9 @@ class BalancedSeqParams(PackedSeqParams):
     """The slot for the backward tick's plan, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
     """[T] int64: position of each local token, padding included; nano-batch by nano-batch."""
+    samples: torch.Tensor | None = None
+    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
+    num_samples: int = 0
     ahead: Ahead | None = None
     """Of a model that predicts further tokens."""
     nano_batches: tuple[BalancedSeqParams, ...] = ()

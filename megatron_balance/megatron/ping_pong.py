@@ -312,6 +312,8 @@ def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _
             projected, residual, layer.hidden_dropout
         )
     router = router_of(layer)
+    if isinstance(router, BalancedRouter):
+        router.of_microbatch = nano_batch.params
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
         given: dict[str, Any] = {"packed_seq_params": nano_batch.params} if _MLP_TAKES_PARAMS else {}
         mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, **given)

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.packed import BalancedSeqParams
 
 
 @dataclass(slots=True)
@@ -51,7 +53,10 @@ class BalancedRouter(TopKRouter):
         super().__init__(*args, **kwargs)
         self._kept = _Kept()
         self._by_nano_batch = False
+        self._num_samples = 0
         self._padding: Tensor | None = None
+        self.of_microbatch: BalancedSeqParams | None = None
+        """Parameters of what is routed now, where a loss asks for the samples of its rows."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and map [T, experts] of logits [T, 1, experts].
@@ -123,6 +128,51 @@ class BalancedRouter(TopKRouter):
             super()._apply_global_aux_loss,
             (probs, scores_for_aux_loss, routing_map),
             with_padding_mask,
+        )
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Probabilities [T, experts], behind which lies the loss of every sample of the microbatch.
+
+        Megatron takes it over the tokens of a sample, and the mean over samples; here every sample
+        counts by its tokens, which is the same for samples of as many.
+        """
+        if not self.get_aux_loss_coeff("seq_aux_loss"):
+            return probs
+        given = self.of_microbatch
+        assert given is not None, "the layer was told what it routes (`tell_samples`)"
+        assert given.samples is not None, "rows of a planned microbatch say their samples"
+        samples = given.samples
+        if self.config.sequence_parallel:
+            samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._num_samples = given.num_samples
+        wide = torch.cat([routing_map, samples[:, None]], dim=1)  # so that nano-batches keep both together
+        return self._balanced("seq_aux_loss", self._by_sample, (probs, scores_for_aux_loss, wide), with_padding_mask)
+
+    def _by_sample(self, probs: Tensor, scores: Tensor, wide: Tensor, with_padding_mask: bool) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        routed, samples = wide[:, :-1].to(scores.dtype), wide[:, -1]
+        counts = routed.new_zeros(self._num_samples, routed.shape[1]).index_add_(0, samples, routed)
+        dist.all_reduce(counts, group=self.tp_dp_cp_group)
+        tokens = counts.sum(1, keepdim=True) / self.topk
+        share = counts / tokens.clamp(min=1)
+        weighted = (scores * share[samples]).sum() * (coefficient * self.config.num_moe_experts / self.topk)
+        total = tokens.sum().clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            weighted / total,
+            "seq_load_balancing_loss",
+            self.tp_dp_cp_group,
+            needs_dp_avg=False,
+            valid_token_count=total / self.tp_cp_group.size(),
         )
 
     def _balanced(
@@ -201,11 +251,25 @@ def check_router(router: Any, name: str) -> None:
     Raises:
         ConfigError: the script built its model past the layer spec.
     """
-    if isinstance(router, TopKRouter) and router.routing_type == "sinkhorn" and not isinstance(router, BalancedRouter):
+    if not isinstance(router, TopKRouter) or isinstance(router, BalancedRouter):
+        return
+    if router.routing_type == "sinkhorn" or router.get_aux_loss_coeff("seq_aux_loss"):
         raise ConfigError(
-            f"{name} is Megatron's own router, which balances the tokens of a rank; with sinkhorn, build the model "
+            f"{name} is Megatron's own router, which balances the tokens of a rank; with sinkhorn or seq_aux_loss, "
+            "build the model "
             "from its model config (pretrain's first argument) instead of a model_provider of the script's own"
         )
+
+
+def tell_samples(model: torch.nn.Module) -> None:
+    """Let every layer's router know the parameters of what it routes, in forward and recomputation."""
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer) and isinstance(router_of(layer), BalancedRouter):
+            layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001  a hook's
+    router_of(layer).of_microbatch = kwargs["packed_seq_params"]
 
 
 def router_of(layer: Any) -> Any:

@@ -21,9 +21,14 @@ from megatron.core.utils import get_model_config
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
-from megatron_balance.megatron.arguments import check_joint_arguments, check_pipeline_arguments, row_multiple
-from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope, router
+from megatron_balance.megatron.arguments import (
+    balances_by_sample,
+    check_joint_arguments,
+    check_pipeline_arguments,
+    row_multiple,
+)
+from megatron_balance.megatron.data import DocumentDataset, num_columns
 from megatron_balance.megatron.groups import make_pool
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.planning import step_plans
@@ -56,6 +61,7 @@ class Session:
         self.args = args
         self.config = config
         self.te_patched = te_patched
+        check_samples(args, config)
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
         self.pipelines = runs_pipelines(args, config)
@@ -123,6 +129,21 @@ class Session:
     def depths(self) -> int:
         """How many tokens beyond the next one the model predicts."""
         return self.args.mtp_num_layers or 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a microbatch of the pool, where a loss asks for the sample of a row; else 0."""
+        return self.pool.num_replicas * self.args.micro_batch_size if balances_by_sample(self.args) else 0
+
+    @property
+    def first_sample(self) -> int | None:
+        """The number of the first sample that this replica reads of a microbatch, if anybody asks."""
+        return self.pool.replica * self.args.micro_batch_size if self.num_samples else None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a token's row."""
+        return num_columns(self.depths) + bool(self.num_samples)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -243,6 +264,8 @@ class Session:
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
             rope.install(chunk, self.args.max_position_embeddings)
+            if self.num_samples:
+                router.tell_samples(chunk)
             self._prepared.add(id(chunk))
         self._model = model
 
@@ -267,6 +290,19 @@ class Session:
         """Tell the other ranks why this one ends, or log which of them ended."""
         if self._roll is not None:
             self._roll.failed(error)
+
+
+def check_samples(args: argparse.Namespace, config: Run) -> None:
+    """Reject a loss of samples where a planner parts them.
+
+    Raises:
+        ConfigError: names the planner.
+    """
+    if config.planner is not None and config.planner.planner.plan_step is not None and balances_by_sample(args):
+        raise ConfigError(
+            f"planner {config.planner.name} makes microbatches of its own, and --moe-router-load-balancing-type "
+            "seq_aux_loss is a loss of the samples of a microbatch; use aux_loss, or another planner"
+        )
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:

@@ -29,18 +29,22 @@ def job_device() -> torch.device:
 
 
 def read(
-    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int, depths: int
+    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int, depths: int, first_sample: int | None
 ) -> tuple[list[Sequences], Exception | None]:
     """The sequences of this rank's microbatches, on the host, or the error that prevented it.
 
-    `depths`: of `unpack`.
+    `depths`, `first_sample`: of `unpack`.
     """
     microbatches: list[Sequences] = []
     try:
         for _ in range(num_microbatches):
             raw = next(data_iterator)
             microbatches.append(
-                unpack({name: raw[name] for name in ("tokens", "labels", "loss_mask", "position_ids")}, depths)
+                unpack(
+                    {name: raw[name] for name in ("tokens", "labels", "loss_mask", "position_ids")},
+                    depths,
+                    first_sample,
+                )
             )
     except Exception as error:  # raised again by share_lengths, on all ranks
         return [], error

@@ -78,6 +78,8 @@ def test_a_job_needs_only_what_it_uses() -> None:
     assert "multi_token_prediction" in targets(mtp_num_layers=1)
     assert "sinkhorn" not in targets(num_experts=4)
     assert targets(num_experts=4, moe_router_load_balancing_type="sinkhorn").count("sinkhorn") == 2
+    by_sample = targets(num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    assert by_sample.count("_apply_seq_aux_loss") == 1
     stages = targets(pipeline_model_parallel_size=2)
     assert "without_interleaving" in stages
     assert "with_interleaving" not in stages
