@@ -258,6 +258,9 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
+    self_check: bool = False
+    """Before the first training step, compare the loss of a tiny batch with a plan and without; end
+    where they differ by more than rounding. Megatron only."""
     accepted_data: str = ""
     """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
     on in others: the message that refuses to resume says it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,12 +101,29 @@ def attend(
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
     """
+    if params.alone:
+        return _attend_alone(query, key, value, params.alone, softmax_scale)
     bound = params.bound_now(number)
     width = value.shape[-1]
     query, key, value = (_widened(x, bound.shape.head_dim) for x in (query, key, value))
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
     return padded(out[..., :width], query.shape[0])
+
+
+def _attend_alone(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], softmax_scale: float
+) -> torch.Tensor:
+    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    for length in lengths:
+        q, k, v = (
+            x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
+        )
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True))
+        start += length
+    return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
 
 
 def _widened(x: torch.Tensor, width: int) -> torch.Tensor:

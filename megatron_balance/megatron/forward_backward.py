@@ -13,7 +13,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.megatron import session
+from megatron_balance.megatron import self_check, session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
@@ -55,20 +55,18 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 "process_non_loss_data_func"
             )
         job.prepare(model)
+        if job.unchecked and not forward_only:
+            _check_self(job, schedule, inner, model, kwargs)
         job.steps.begin(forward_only)
         pool = job.pool
-        parallel, device = tensor_parallel(), job_device()
-        # One iterator a model chunk; a script's own provider may leave out those of chunks that
-        # neither embed nor compute the loss.
-        given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        iterator = next((each for each in given if each is not None), iter(()))
+        parallel, device, iterator = tensor_parallel(), job_device(), _first_iterator(data_iterator)
         planner = job.planner(forward_only)
         draw = planner.draw(num_microbatches)
         if draw.first is not None:
             assert job.train_data is not None, "samples are read by number only where they are ours"
             iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
-        reads = draw.num_microbatches if parallel.is_source and pool.has_tokens else 0
-        mine, failure = read(iterator, reads, job.depths, job.first_sample)
+        reads = parallel.is_source and pool.has_tokens
+        mine, failure = read(iterator, draw.num_microbatches * reads, job.depths, job.first_sample)
         mine = mine if pool.reads else []  # another rank of this replica read the same samples
         shared = share_lengths(
             mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
@@ -111,6 +109,40 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return schedule
+
+
+def _first_iterator(given: Any) -> Iterator[Any]:
+    """The iterator of this rank, of one a model chunk.
+
+    A script's own provider may leave out those of chunks that neither embed nor compute the loss.
+    """
+    return next((each for each in (given if isinstance(given, list) else [given]) if each is not None), iter(()))
+
+
+def _check_self(
+    job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
+) -> None:
+    """Compare a tiny batch with a plan and without (`self_check`)."""
+    job.unchecked = False
+    chunks = model if isinstance(model, list) else [model]
+
+    def planned(iterator: Any, num_microbatches: int) -> Any:
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_only=True,
+            **kwargs,
+        )
+
+    def alone(whole: Sequence[PlannedMicrobatch]) -> Any:
+        rows = [[each.tokens.shape[1]] for each in whole]
+        shapes = StageShapes.of_step(rows, job.row_multiple, get_model_config(chunks[0]))
+        transfers = _planned_transfers(job.pool, shapes, chunks, kwargs)
+        return self_check.run_alone(inner, whole, model, kwargs | transfers)
+
+    self_check.check(job, planned, alone, chunks)
 
 
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:

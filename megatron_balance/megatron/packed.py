@@ -63,6 +63,8 @@ class BalancedSeqParams(PackedSeqParams):
     samples: torch.Tensor | None = None
     """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
     num_samples: int = 0
+    alone: tuple[int, ...] = ()
+    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan."""
     ahead: Ahead | None = None
     """Of a model that predicts further tokens."""
     nano_batches: tuple[BalancedSeqParams, ...] = ()

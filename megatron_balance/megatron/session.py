@@ -80,6 +80,8 @@ class Session:
         self._ledger, self._corpus = Ledger(), ""
         carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
+        self.unchecked = config.self_check
+        """Whether a self-check is still to come (`self_check`)."""
         self._model: Any = None
         self._keeping: Keeping | None = None
 
