@@ -6,6 +6,8 @@ then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from megatron_balance.megatron import cpu
@@ -42,13 +44,19 @@ def for_script() -> tuple[Patch, ...]:
     return tuple(patch for module in ENTRY for patch in module.PATCHES)
 
 
-def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
+def for_loop(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
+    """The patches of a job whose loop is not Megatron's `pretrain`; arguments as of `for_job`."""
+    return for_job(args, joint=joint, nano_batches=nano_batches, always=())
+
+
+def for_job(args: Any, *, joint: bool, nano_batches: bool, always: Sequence[ModuleType] = ALWAYS) -> tuple[Patch, ...]:
     """The patches of a job on this machine.
 
     Args:
         args: Megatron's, validated.
         joint: whether all pipeline stages attend together, under a schedule of ours.
         nano_batches: whether microbatches may run as two nano-batches.
+        always: modules of the patches that every such job has.
     """
     from megatron_balance.megatron.entry import te_available
 
@@ -60,7 +68,7 @@ def for_job(args: Any, *, joint: bool, nano_batches: bool) -> tuple[Patch, ...]:
         moe_splits: on_cpu and experts,
         torch_norm: on_cpu and args.sequence_parallel,
     }
-    chosen = (*ALWAYS, *(module for module, is_used in used.items() if is_used))
+    chosen = (*always, *(module for module, is_used in used.items() if is_used))
     patches = [patch for module in chosen for patch in module.PATCHES]
     if args.pipeline_model_parallel_size > 1:
         patches += stage_transfers.COMMUNICATOR

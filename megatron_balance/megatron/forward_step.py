@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_balance.megatron import session
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
 from megatron_balance.megatron.packed import Ahead, BalancedSeqParams
 from megatron_balance.runtime.attention import BackwardSlot
@@ -129,11 +129,12 @@ def forward_step(
     data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """Token losses [1, T] of the next microbatch, and the function that sums them."""
-    args: Any = get_args()
-    timers: Any = get_timers()
-    timers("batch-generator", log_level=2).start()
+    args, timers = session.current().args, get_model_config(model).timers
+    if timers is not None:
+        timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
-    timers("batch-generator").stop()
+    if timers is not None:
+        timers("batch-generator").stop()
     extra: dict[str, Any] = {"padding_mask": _padding_mask(batch, model, args)} if args.num_experts is not None else {}
     if batch.params.ahead is not None:
         extra["loss_mask"] = batch.params.ahead.masks[0]
@@ -173,7 +174,9 @@ def _validate(loss: torch.Tensor) -> None:
     They replay the step when a value is not a number or leaps: sums would leap with the number of
     tokens that a plan places on a rank.
     """
-    args: Any = get_args()
+    args = session.current().args
+    if not args.check_for_nan_in_loss_and_grad and not args.check_for_spiky_loss:
+        return
     state: Any = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
