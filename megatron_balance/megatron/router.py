@@ -163,7 +163,7 @@ class BalancedRouter(TopKRouter):
         dist.all_reduce(counts, group=self.tp_dp_cp_group)
         tokens = counts.sum(1, keepdim=True) / self.topk
         share = counts / tokens.clamp(min=1)
-        weighted = (scores * share[samples]).sum() * (coefficient * self.config.num_moe_experts / self.topk)
+        weighted = (scores * share[samples]).sum() * (coefficient * routed.shape[1] / self.topk)
         total = tokens.sum().clamp(min=1)
         return self.attach_and_log_load_balancing_loss(
             probs,

@@ -38,7 +38,8 @@ def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
     wanted = {TOKEN: tokens[held][None], LABEL: labels[held][None], LOSS_MASK: mask[held][None]}
     wanted[POSITION] = positions[held][None]
     for depth in range(1, DEPTHS + 1):
-        wanted = {which: roll_tensor(values, packed_seq_params=packed)[0] for which, values in wanted.items()}
+        rolled: Any = roll_tensor
+        wanted = {which: rolled(values, packed_seq_params=packed)[0] for which, values in wanted.items()}
         for which, values in wanted.items():
             found = rows[:, column(depth, which)]
             assert torch.equal(from_bits(found) if which == LOSS_MASK else found, values[0]), (depth, which)

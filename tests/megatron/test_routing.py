@@ -55,7 +55,7 @@ def test_sinkhorn_is_megatrons_and_rows_of_no_sequence_count_nowhere() -> None:
 
 
 def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_rank() -> None:
-    router = TopKRouter.__new__(TopKRouter)
+    router: Any = TopKRouter.__new__(TopKRouter)
     torch.nn.Module.__init__(router)
     router.routing_type = "aux_loss"
     check_router(router, "mlp.router")
@@ -133,12 +133,12 @@ def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(
 ) -> None:
     """Then the loss over a sample is that over the microbatch, which is Megatron's own code."""
     flags = {**BY_SAMPLE, "global-batch-size": 1, "micro-batch-size": 1, "moe-aux-loss-coeff": 0.2, "train-iters": 1}
-    runs = [
+    ours, megatrons = (
         train(1, "te_ring", {**flags, "moe-router-load-balancing-type": kind}) for kind in ("seq_aux_loss", "aux_loss")
-    ]
-    assert_same_training(*runs)
-    assert logged(runs[0].result, "seq_load_balancing_loss") == pytest.approx(
-        logged(runs[1].result, "load_balancing_loss"), rel=1e-5
+    )
+    assert_same_training(ours, megatrons)
+    assert logged(ours.result, "seq_load_balancing_loss") == pytest.approx(
+        logged(megatrons.result, "load_balancing_loss"), rel=1e-5
     )
 
 

@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
             )
             total = torch.stack([each["lm loss"] for each in stored]).sum(0)
             dist.all_reduce(total)
-            norm = optimizer.step()[1]
-            sys.stdout.write(f"step {json.dumps([float(total[0] / total[1]), float(norm)])}\n")
+            _, norm, _ = optimizer.step() or (True, 0.0, None)
+            sys.stdout.write(f"step {json.dumps([float(total[0] / total[1]), float(norm or 0)])}\n")
     dist.destroy_process_group()
     return 0
