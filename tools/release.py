@@ -65,11 +65,11 @@ REPLACED = {
     "pipeline-model-parallel-layout": "layout of stages: even",
     "tp-comm-overlap": "TP overlap: left out",
 }
-"""What a configuration asks for that this machine has not, and what runs in its place."""
+"""By flag that needs a GPU: its name, and its replacement."""
 
 
 def scaled(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int, list[str]]:
-    """Flags of the model, of the parallelism, ranks, and replacements of a configuration."""
+    """Split a configuration into flags of the model and of the parallelism, ranks and replacements."""
     flags = {name.removeprefix("--"): value for name, value in given.items()}
     model: dict[str, Any] = {"group-query-attention": bool(flags.get("group-query-attention"))}
     model |= {"num-query-groups": None, "swiglu": False, "disable-bias-linear": False, "normalization": "LayerNorm"}
@@ -89,6 +89,8 @@ def scaled(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int, 
     several = ("num-layers-per-virtual-pipeline-stage", "overlap-grad-reduce", "overlap-param-gather")
     for name in (*several, "tp-comm-overlap"):
         parallel[name] = model.pop(name, None)
+    if parallel[several[0]]:
+        parallel[several[0]] = 1
     return model, parallel, 2 ** (1 + sum(name in parallel for name in names[:2])), replaced
 
 
