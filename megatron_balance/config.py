@@ -262,6 +262,9 @@ class RunConfig(BaseModel):
     """How documents fill samples: `next_fit` opens the next one where a document does not fit;
     `best_fit` puts it into the fullest of a window that holds it, for fewer empty tokens. Another
     filling is another stream of samples: no run resumes from one in the other."""
+    self_check: bool = False
+    """Before the first training step, compare the loss of a tiny batch with a plan and without; end
+    where they differ by more than rounding. Megatron only."""
     accepted_data: str = ""
     """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
     on in others: the message that refuses to resume says it."""

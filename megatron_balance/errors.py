@@ -33,6 +33,10 @@ class PlanMismatchError(BalanceError):
     """Ranks that planned alone disagree; names the ranks."""
 
 
+class SelfCheckError(BalanceError):
+    """The loss with a plan is not that without."""
+
+
 class PatchError(BalanceError):
     """The source of something we patch is not the source we reviewed; names the target."""
 

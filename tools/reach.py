@@ -35,7 +35,7 @@ def words_of(config: dict[str, Any]) -> list[str]:
         if value is True:
             words.append(flag)
         elif value not in (False, None):
-            text = str(value)
+            text = str(value).replace("${REPEAT}", "1")  # the number of a repetition, set by who runs the test
             several = text.startswith("[") and text.endswith("]") and " " in text
             words += [flag, *(text[1:-1] if several else text).replace('"', "").split()]
     return words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any, Literal, TypeAlias
 
@@ -129,6 +129,10 @@ def _balances_by(kind: str) -> Callable[[Any], bool]:
     return asks
 
 
+balances_by_sample = _balances_by("seq_aux_loss")
+"""Whether a router's loss is taken over each sample."""
+
+
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
@@ -140,26 +144,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--yaml-cfg replaces all options, --balance-* included; give the flags on the command line",
     ),
     (
-        lambda args: (
-            args.cuda_graph_impl != "none"
-            or args.enable_cuda_graph
-            or args.external_cuda_graph
-            or args.optimizer_cuda_graph
-        ),
-        "CUDA graphs replay fixed shapes and addresses, plans change every step; leave out --cuda-graph-impl and "
-        "--optimizer-cuda-graph",
-    ),
-    (
         lambda args: bool(args.iterations_to_skip) or args.result_rejected_tracker_filename is not None,
         "--iterations-to-skip (and --result-rejected-tracker-filename) read batches past the planner; leave them out",
-    ),
-    (
-        _given("multi_latent_attention"),
-        "--multi-latent-attention applies rotary embeddings inside attention by its own rules; not supported",
-    ),
-    (
-        _given("mtp_num_layers"),
-        "--mtp-num-layers shifts tokens along static context-parallel ranks; multi-token prediction is not supported",
     ),
     (
         lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
@@ -203,7 +189,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         ),
         "--attention-backend local puts Megatron's own core attention over any layer spec; leave it out",
     ),
-    (_given("tp_comm_overlap"), "--tp-comm-overlap allocates buffers for one fixed number of tokens; leave it out"),
     (_given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
     (
         lambda args: args.fp4 is not None,
@@ -225,9 +210,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--use-distributed-optimizer",
     ),
     (
-        lambda args: args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes,
-        "--hybrid-context-parallel and --hierarchical-context-parallel-sizes are other answers to the same question; "
-        "choose one",
+        _given("hybrid_context_parallel"),
+        "--hybrid-context-parallel is another answer to the same question; choose one",
     ),
     (
         lambda args: args.hybrid_layer_pattern is not None or args.experimental_attention_variant is not None,
@@ -244,10 +228,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: args.decoder_seq_length is not None or args.decoder_num_layers is not None,
         "--decoder-seq-length and --decoder-num-layers: encoder-decoder models are not supported",
-    ),
-    (
-        _given("overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm runs layers out of order on other streams; leave it out",
     ),
     (
         _given("fine_grained_activation_offloading"),
@@ -268,18 +248,18 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "leave it out",
     ),
     (
-        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
-        "--moe-token-dispatcher-type allgather needs equal numbers of tokens on all ranks; use alltoall",
+        lambda args: (
+            balances_by_sample(args)
+            and args.pipeline_model_parallel_size > 1
+            and bool({"moe", "mlp"} & set(args.recompute_modules or ()))
+        ),
+        "--recompute-modules moe and mlp route again when a pipeline has gone on to another microbatch, whose samples "
+        "seq_aux_loss would take; recompute whole layers (full), or use aux_loss",
     ),
     (
-        _balances_by("seq_aux_loss"),
-        "--moe-router-load-balancing-type seq_aux_loss is per sequence, a rank holds fragments of many; use aux_loss "
-        "or global_aux_loss",
-    ),
-    (
-        lambda args: _balances_by("sinkhorn")(args) or _balances_by("quantile_balancing")(args),
-        "--moe-router-load-balancing-type sinkhorn and quantile_balancing route by what shares a rank; use aux_loss "
-        "or global_aux_loss",
+        _balances_by("quantile_balancing"),
+        "--moe-router-load-balancing-type quantile_balancing takes no padding, and ranks hold unequal numbers of "
+        "tokens; use sinkhorn, aux_loss or global_aux_loss",
     ),
     (
         lambda args: args.moe_expert_capacity_factor is not None or args.moe_expert_rank_capacity_factor is not None,
@@ -287,6 +267,73 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "plan; leave it out",
     ),
 )
+
+
+def _asks_for_graphs(args: Any) -> bool:
+    names = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
+    return args.cuda_graph_impl not in (None, "none") or any(getattr(args, name) for name in names)
+
+
+LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+        {"moe_token_dispatcher_type": "alltoall"},
+        "--moe-token-dispatcher-type allgather was set to alltoall: ranks hold unequal numbers of tokens",
+    ),
+    (
+        _asks_for_graphs,
+        {
+            "cuda_graph_impl": "none",
+            "enable_cuda_graph": False,
+            "external_cuda_graph": False,
+            "optimizer_cuda_graph": False,
+        },
+        "CUDA graphs (--cuda-graph-impl, --optimizer-cuda-graph) were left out: they replay fixed shapes and "
+        "addresses, plans change every step",
+    ),
+    (
+        _given("hierarchical_context_parallel_sizes"),
+        {"hierarchical_context_parallel_sizes": None, "cp_comm_type": None},
+        "--hierarchical-context-parallel-sizes was left out: it says how Megatron's own attention exchanges keys; "
+        "here the plan does",
+    ),
+    (
+        lambda args: bool(args.multi_latent_attention) and bool(args.apply_rope_fusion),
+        {"apply_rope_fusion": False},
+        "Fused rotary embeddings were left out (--no-rope-fusion): those of multi-latent attention take no positions",
+    ),
+    (
+        _given("tp_comm_overlap"),
+        {"tp_comm_overlap": False},
+        "--tp-comm-overlap was left out: its buffers are for one fixed number of tokens",
+    ),
+    (
+        _given("overlap_moe_expert_parallel_comm"),
+        {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
+        "--overlap-moe-expert-parallel-comm was left out: it runs layers out of order; the planner distca overlaps "
+        "the experts' exchange with another half of the microbatch",
+    ),
+)
+"""Flags that change how fast a step is and no number of it: when asked for, the values that they are
+set to, and the sentence of the log.
+"""
+
+
+def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:
+    """Switch off in `args`, and in Megatron's `configs` made of them, what plans cannot use.
+
+    Returns the sentences for the log.
+    """
+    told: list[str] = []
+    for asked, values, sentence in LEFT_OUT:
+        if not asked(_OfAnyVersion(args)):
+            continue
+        told.append(sentence)
+        for holder in (args, *configs):
+            for name, value in values.items():
+                if hasattr(holder, name):
+                    setattr(holder, name, value)
+    return told
 
 
 UNEQUAL_STAGES = (
@@ -314,6 +361,10 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
             not in (None, args.pipeline_model_parallel_size)
         ),
         "--microbatch-group-size-per-virtual-pipeline-stage must be the number of pipeline stages",
+    ),
+    (
+        _given("mtp_num_layers"),
+        "--mtp-num-layers puts more layers onto the last stage, so stages would attend at different times",
     ),
     (
         _given("defer_embedding_wgrad_compute"),
@@ -368,6 +419,16 @@ PIPELINE_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--moe-router-load-balancing-type global_aux_loss counts over all replicas in every microbatch, and each runs "
         "a number of its own; use aux_loss",
     ),
+    (
+        _given("mtp_num_layers"),
+        "--mtp-num-layers weights its loss by counts over all replicas in every microbatch, and each runs a number of "
+        "its own; leave it out",
+    ),
+    (
+        _balances_by("sinkhorn"),
+        "--moe-router-load-balancing-type sinkhorn balances over all replicas in every microbatch, and each runs a "
+        "number of its own; use aux_loss",
+    ),
 )
 """Flags that cannot work where every replica is a pipeline with microbatches of its own."""
 
@@ -404,6 +465,12 @@ STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda args: args.num_experts is not None,
         "--num-experts: experts are not cut by strategies; train a dense model",
     ),
+    (
+        _given("multi_latent_attention"),
+        "--multi-latent-attention: its down-projections are on every tensor-parallel rank, which the exchange of "
+        "weights does not know; leave it out",
+    ),
+    (_given("mtp_num_layers"), "--mtp-num-layers: its layers have no place in a strategy's stages; leave it out"),
     (lambda args: args.fp8 is not None, "--fp8-format: weights of roles are not quantised; use bf16"),
     (
         lambda args: args.hidden_dropout > 0,

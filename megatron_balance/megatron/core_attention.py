@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.router import give_router
+from megatron_balance.megatron.router import check_router, give_router
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import Bound
 
@@ -41,8 +41,13 @@ class BalancedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
-        """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword."""
+        """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword.
+
+        `k_channels`, `v_channels`: of multi-latent attention; tensors say them again at each call.
+        """
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(
@@ -64,9 +69,9 @@ class BalancedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """Attention of query [T, 1, H, D] over key and value [T, 1, G, D].
+        """Attention of query and key [T, 1, H or G, D] and value [T, 1, G, V]; see `attend`.
 
-        Rows lie as the plan laid them out. Returns [T, 1, H * D].
+        Rows lie as the plan laid them out. Returns [T, 1, H * V].
         """
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
@@ -89,14 +94,42 @@ def attend(
 ) -> torch.Tensor:
     """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
 
-    Query [T, 1, H, D], key and value [T, 1, G, D]; returns [T, 1, H * D].
+    Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
+    attention squeezes the second dimension away, and its V is another width than D: the narrower one
+    gets zeros, which change no score and no output, and travels so.
 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
     """
+    if params.alone:
+        return _attend_alone(query, key, value, params.alone, softmax_scale)
     bound = params.bound_now(number)
+    width = value.shape[-1]
+    query, key, value = (_widened(x, bound.shape.head_dim) for x in (query, key, value))
     q, k, v = rows_of(query, key, value, bound)
-    return padded(balanced_attention(q, k, v, bound, softmax_scale, params.backward), query.shape[0])
+    out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
+    return padded(out[..., :width], query.shape[0])
+
+
+def _attend_alone(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], softmax_scale: float
+) -> torch.Tensor:
+    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    for length in lengths:
+        q, k, v = (
+            x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
+        )
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True))
+        start += length
+    return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, 1, heads, width] of [rows, 1, heads, D] or [rows, heads, D], zeros behind D."""
+    x = x[:, None] if x.dim() == 3 else x
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def rows_of(
@@ -173,6 +206,24 @@ def _replace(layer: ModuleSpec) -> int:
     return 1
 
 
+def planned_mtp_block(spec: Any) -> Any:
+    """A copy of the spec of the layers that predict further tokens, with our core attention and
+    router; None: this stage has none.
+
+    Raises:
+        ConfigError: a layer without a core attention of its own.
+    """
+    if spec is None:
+        return None
+    result = copy.deepcopy(spec)
+    for layer in result.layer_specs:
+        if not _replace(layer.submodules.mtp_model_layer):
+            raise ConfigError(
+                "--mtp-num-layers: a layer's spec has no self-attention with a core_attention submodule; leave it out"
+            )
+    return result
+
+
 def _core_of(attention: Any) -> Any:
     return getattr(getattr(attention, "submodules", None), "core_attention", None)
 
@@ -222,10 +273,12 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
         ConfigError: a core attention that is not ours; the script builds its model past the layer
             spec.
     """
+    for name, module in model.named_modules():
+        check_router(module, name)
     for name, core in _core_attentions(model):
         if isinstance(core, BalancedCoreAttention):
             continue
-        if te_patched and type(core).__name__ == "TEDotProductAttention":
+        if te_patched and type(core).__name__ == "TEDotProductAttention" and not core.config.multi_latent_attention:
             continue
         raise ConfigError(
             f"{name}.core_attention is {type(core).__name__}, which knows nothing of plans. Build the model from its "

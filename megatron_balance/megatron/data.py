@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol, cast
@@ -35,6 +35,22 @@ TOKEN, LABEL, LOSS_MASK = range(3)
 The loss mask travels as its bits, so any weight arrives exactly.
 """
 NUM_COLUMNS = 3
+POSITION = 3
+"""Behind the three columns, for every token that is predicted further: those of the token so far
+ahead, and its position. Zeros where the sequence has none.
+"""
+PER_DEPTH = 4
+
+
+def num_columns(depths: int) -> int:
+    """Columns of a row, with those of tokens up to `depths` ahead."""
+    return NUM_COLUMNS + depths * PER_DEPTH
+
+
+def column(depth: int, which: int) -> int:
+    """The column TOKEN, LABEL, LOSS_MASK or (from depth 1) POSITION of the token `depth` ahead."""
+    return which if depth == 0 else NUM_COLUMNS + (depth - 1) * PER_DEPTH + which
+
 
 DatasetTriple = tuple["DocumentDataset | None", "DocumentDataset | None", "DocumentDataset | None"]
 
@@ -153,11 +169,14 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return read
 
 
-def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
+def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None) -> Sequences:
     """The sequences of a collated microbatch, with columns TOKEN, LABEL and LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
+        depths: how many tokens ahead rows also say (`column`).
+        first_sample: number of the first sample, where rows say theirs in a last column; None: they
+            do not.
 
     Raises:
         DataError: the batch does not come from this data set (a sequence that does not open with
@@ -173,7 +192,21 @@ def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
     ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
-    return Sequences(torch.stack(columns, dim=1), lengths)
+    rows = torch.stack(columns, dim=1)
+    wide = [rows, *_ahead(rows, positions, depths)]
+    if first_sample is not None:
+        wide.append(torch.nonzero(held)[:, :1] + first_sample)
+    return Sequences(torch.cat(wide, dim=1), lengths)
+
+
+def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
+    """By depth from 1: rows [T, 4] of the tokens so far ahead."""
+    wide = torch.cat([rows, positions[:, None]], dim=1)
+    for depth in range(1, depths + 1):
+        ahead = torch.zeros_like(wide)
+        ahead[:-depth] = wide[depth:]
+        ahead[ahead[:, POSITION] != positions + depth] = 0  # another sequence's, or none
+        yield ahead
 
 
 def document_datasets_provider(

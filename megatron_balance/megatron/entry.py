@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
-from megatron_balance.megatron.arguments import check_arguments, device_of
+from megatron_balance.megatron.arguments import check_arguments, device_of, leave_out
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,10 @@ def _say_what_was_set(args: Any, cfg_container: Any) -> None:
     if args.num_experts is not None and not any(word.startswith("--moe-token-dispatcher-type") for word in sys.argv):
         log.warning("--moe-token-dispatcher-type was set to alltoall: allgather needs equal numbers of tokens")
     ddp = getattr(cfg_container, "ddp", None)
+    transformer = getattr(getattr(cfg_container, "model", None), "transformer", None)
+    configs = (transformer, ddp, getattr(cfg_container, "optimizer", None))
+    for sentence in leave_out(args, [each for each in configs if each is not None]):
+        log.warning("%s", sentence)
     if args.ddp_average_in_collective:
         log.warning("--ddp-average-in-collective was left out: a loss per token is summed, then divided")
         args.ddp_average_in_collective = False

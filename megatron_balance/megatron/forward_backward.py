@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,8 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import session
-from megatron_balance.megatron.data import NUM_COLUMNS
-from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
+from megatron_balance.megatron import self_check, session
+from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.microbatches import MakeLocal, Microbatches
 from megatron_balance.megatron.pipeline_ticks import TickRun
@@ -51,6 +50,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 "process_non_loss_data_func"
             )
         job.prepare(model)
+        if job.unchecked and not forward_only:
+            _check_self(job, schedule, inner, model, kwargs)
         job.steps.begin(forward_only)
         if forward_only and job.changes is not None:
             job.changes.gather_weights()
@@ -64,7 +65,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 job.changes.gather_weights(for_step=True)
         own = own_plans_of(planned, pool, num_microbatches)
         exchange = TokenExchange(found.apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(found.mine, NUM_COLUMNS, tensor_parallel(), job_device())
+        rows = exchange.to_ranks(found.mine, job.num_columns, tensor_parallel(), job_device())
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
@@ -80,7 +81,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         if planned.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
-        microbatches = Microbatches(job, planned, local, own, forward_only=forward_only)
+        counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
+        microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
@@ -101,24 +103,54 @@ def _planned_step(
     job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
 ) -> tuple[PlannedStep, PoolLengths, Read]:
     """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan."""
-    pool, parallel, device = job.pool, tensor_parallel(), job_device()
-    # One iterator a model chunk; a script's own provider may leave out those of chunks that neither
-    # embed nor compute the loss.
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    iterator = next((each for each in iterators if each is not None), iter(()))
+    pool, parallel, device, iterator = job.pool, tensor_parallel(), job_device(), _first_iterator(data_iterator)
     planner = job.planner(forward_only)
     draw = planner.draw(num_microbatches)
     if draw.first is not None:
         assert job.train_data is not None, "samples are read by number only where they are ours"
         iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
-    mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
-    if not pool.reads:
-        mine = []  # another rank of this replica read the same samples
+    reads = parallel.is_source and pool.has_tokens
+    mine, failure = read(iterator, draw.num_microbatches * reads, job.depths, job.first_sample)
+    mine = mine if pool.reads else []  # another rank of this replica read the same samples
     shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
     planned = planner.plan(shared.lengths, announced=shared.announced)
-    recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
+    recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
     mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
     return planned, shared, Read(mine, apart)
+
+
+def _first_iterator(given: Any) -> Iterator[Any]:
+    """The iterator of this rank, of one a model chunk.
+
+    A script's own provider may leave out those of chunks that neither embed nor compute the loss.
+    """
+    return next((each for each in (given if isinstance(given, list) else [given]) if each is not None), iter(()))
+
+
+def _check_self(
+    job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
+) -> None:
+    """Compare a tiny batch with a plan and without (`self_check`)."""
+    job.unchecked = False
+    chunks = model if isinstance(model, list) else [model]
+
+    def planned(iterator: Any, num_microbatches: int) -> Any:
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_only=True,
+            **kwargs,
+        )
+
+    def alone(whole: Sequence[PlannedMicrobatch]) -> Any:
+        rows = [[each.tokens.shape[1]] for each in whole]
+        shapes = StageShapes.of_step(rows, job.row_multiple, get_model_config(chunks[0]))
+        transfers = _planned_transfers(job.pool, shapes, chunks, kwargs)
+        return self_check.run_alone(inner, whole, model, kwargs | transfers)
+
+    self_check.check(job, planned, alone, chunks)
 
 
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
@@ -187,7 +219,7 @@ def _run_ticks(
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]))
+        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]), num_samples=job.num_samples)
 
     binder = job.binder(job.pool.joint)
     run = TickRun(job.pool, binder, planned.ticks, microbatch, shapes, model, forward_only=forward_only)
@@ -200,7 +232,7 @@ def _run_ticks(
 def _count_flops(shared: PoolLengths, reader: int) -> None:
     """Tell Megatron's throughput line the sequences of this rank's replica.
 
-    It expects them on each of the replica's ranks.
+    It expects them on each of the replica's ranks, and none of evaluation.
     """
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         own = np.array(lengths, dtype=np.int64)[owners == reader]

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_balance.megatron.data import LABEL, LOSS_MASK, TOKEN
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron import session
+from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
+from megatron_balance.megatron.packed import Ahead, BalancedSeqParams
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import LayerBounds
@@ -50,27 +51,75 @@ class PlannedMicrobatch:
         return dataclasses.replace(self, params=joined)
 
 
-def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[LayerBounds | None]) -> PlannedMicrobatch:
+def planned_microbatch(
+    local: LocalMicrobatch,
+    bounds: Sequence[LayerBounds | None],
+    counts: torch.Tensor | None = None,
+    num_samples: int = 0,
+) -> PlannedMicrobatch:
     """A microbatch in Megatron's shapes.
 
-    `bounds`: its plans by nano-batch, None where they come later.
+    Args:
+        local: this rank's rows.
+        bounds: its plans by nano-batch, None where they come later.
+        counts: where further tokens are predicted, the sums of its masks by depth (`mask_counts`).
+        num_samples: of the pool, where rows say theirs in their last column; 0: they do not.
     """
     params = [
-        BalancedSeqParams(qkv_format="sbhd", layers=bound, position_ids=nano_batch.positions)
+        BalancedSeqParams(
+            qkv_format="sbhd",
+            layers=bound,
+            position_ids=nano_batch.positions,
+            samples=nano_batch.rows[:, -1] if num_samples else None,
+            num_samples=num_samples,
+        )
         for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
     ]
     if local.nano_batches:
         positions = torch.cat([nano_batch.positions for nano_batch in local.nano_batches])
         params = [BalancedSeqParams(qkv_format="sbhd", position_ids=positions, nano_batches=tuple(params))]
     rows = local.rows[None]
+    tokens, labels = rows[..., TOKEN].contiguous(), rows[..., LABEL].contiguous()
+    loss_mask, positions = from_bits(rows[..., LOSS_MASK]), local.positions[None]
+    if counts is not None:
+        params[0].ahead = _ahead(rows, (tokens, positions, labels, loss_mask), counts)
     return PlannedMicrobatch(
-        tokens=rows[..., TOKEN].contiguous(),
-        labels=rows[..., LABEL].contiguous(),
-        loss_mask=from_bits(rows[..., LOSS_MASK]),
-        position_ids=local.positions[None],
+        tokens=tokens,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=positions,
         padding_mask=local.padding[None],
         params=params[0],
     )
+
+
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
+    """Values ahead of rows [1, T, C]; `own`: their tokens, positions, labels and loss mask."""
+    depths = range(1, len(counts))
+    tokens, positions, labels, loss_mask = own
+    mean = counts[0] / mpu.get_data_parallel_world_size(with_context_parallel=True)
+    weighted = [from_bits(rows[..., column(at, LOSS_MASK)]) * (counts[0] / counts[at].clamp(min=1)) for at in depths]
+    return Ahead(
+        tokens=(tokens, *(rows[..., column(at, TOKEN)].contiguous() for at in depths)),
+        positions=(positions, *(rows[..., column(at, POSITION)].contiguous() for at in depths)),
+        labels=(labels, *(rows[..., column(at, LABEL)].contiguous() for at in depths)),
+        masks=((mean / loss_mask.numel()).expand_as(loss_mask), *weighted),
+        count=mean,
+    )
+
+
+def mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
+    """Sums over the pool of the loss masks [microbatches, 1 + depths] fp32 of a step's rows [T, C].
+
+    Collective over the data- and context-parallel ranks of a stage; nothing is read on the host.
+    """
+    masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
+    counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return counts
 
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -80,12 +129,15 @@ def forward_step(
     data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """Token losses [1, T] of the next microbatch, and the function that sums them."""
-    args: Any = get_args()
-    timers: Any = get_timers()
-    timers("batch-generator", log_level=2).start()
+    args, timers = session.current().args, get_model_config(model).timers
+    if timers is not None:
+        timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
-    timers("batch-generator").stop()
+    if timers is not None:
+        timers("batch-generator").stop()
     extra: dict[str, Any] = {"padding_mask": _padding_mask(batch, model, args)} if args.num_experts is not None else {}
+    if batch.params.ahead is not None:
+        extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
     return losses, partial(summed_loss, batch.loss_mask)
 
@@ -122,7 +174,9 @@ def _validate(loss: torch.Tensor) -> None:
     They replay the step when a value is not a number or leaps: sums would leap with the number of
     tokens that a plan places on a rank.
     """
-    args: Any = get_args()
+    args = session.current().args
+    if not args.check_for_nan_in_loss_and_grad and not args.check_for_spiky_loss:
+        return
     state: Any = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+import torch
+
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
@@ -31,10 +33,14 @@ class Microbatches:
         planned: PlannedStep,
         local: MakeLocal,
         own: Sequence[range],
+        counts: torch.Tensor | None = None,
         *,
         forward_only: bool,
     ) -> None:
-        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch."""
+        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch.
+
+        `counts`: of `mask_counts`, where further tokens are predicted.
+        """
         place = job.place(planned.step.strategy)
         assert place is not None, "a rank that is left over runs no microbatch"
         self._job = job
@@ -45,6 +51,7 @@ class Microbatches:
         self._planned = planned
         self._own = own
         self._local = local
+        self._counts, self._num_samples = counts, job.num_samples
         self._bound: dict[int, PlannedMicrobatch] = {}
         self._chunks = 0
         self._asked = [0] * len(own)
@@ -100,4 +107,5 @@ class Microbatches:
             for nano_batch, at in enumerate(self._own[index])
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
-        return planned_microbatch(self._local(index), bounds)
+        counts = None if self._counts is None else self._counts[index]
+        return planned_microbatch(self._local(index), bounds, counts, self._num_samples)

@@ -12,6 +12,37 @@ from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import LayerBounds
 
 
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """Values of the tokens that lie ahead of each row in its own sequence, for multi-token prediction.
+
+    By depth, from 0 for the row itself, each [1, T]: tokens, positions, labels and masks. Rows with
+    no token so far ahead have zeros. A mask is weighted: its sum over the pool is that of depth 0,
+    since Megatron weights a rank's share of the loss by the counts of that rank. `count`: the mean
+    of a rank, as a scalar tensor; the mask of depth 0 has it as its sum.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    masks: tuple[torch.Tensor, ...]
+    count: torch.Tensor
+
+    def rolled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One of these tensors, one token ahead, and a count, as Megatron's `roll_tensor` gives them.
+
+        Labels of depth 0 come as a copy. Padding stays where it is.
+        """
+        if tensor.dtype == torch.bool:
+            return tensor, self.count
+        for by_depth in (self.tokens, self.positions, self.labels, self.masks):
+            for depth, each in enumerate(by_depth):
+                if each is tensor:
+                    return by_depth[depth + 1], self.count
+        assert not tensor.is_floating_point(), "only the mask of the microbatch is rolled"
+        return self.labels[1], self.count
+
+
 @dataclass
 class BalancedSeqParams(PackedSeqParams):
     """PackedSeqParams that carry the bound plan of one microbatch.
@@ -29,6 +60,13 @@ class BalancedSeqParams(PackedSeqParams):
     """The slot for the backward tick's plan, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
     """[T] int64: position of each local token, padding included; nano-batch by nano-batch."""
+    samples: torch.Tensor | None = None
+    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
+    num_samples: int = 0
+    alone: tuple[int, ...] = ()
+    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan."""
+    ahead: Ahead | None = None
+    """Of a model that predicts further tokens."""
     nano_batches: tuple[BalancedSeqParams, ...] = ()
     """The parameters of each ping-pong nano-batch, in place of `bound`."""
 

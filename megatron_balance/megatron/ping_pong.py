@@ -71,6 +71,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(getattr(args, "moe_enable_routing_replay", False)),
         "moe_enable_routing_replay replays one routing a layer and microbatch; leave it out",
     ),
+    (
+        lambda args: args.num_experts is not None and args.moe_router_load_balancing_type == "sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn routes all rows of a microbatch at once",
+    ),
+    (
+        lambda args: bool(args.mtp_num_layers),
+        "--mtp-num-layers has layers outside the block in which nano-batches take turns",
+    ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (
         lambda args: bool(args.attention_output_gate),
@@ -304,6 +312,8 @@ def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _
             projected, residual, layer.hidden_dropout
         )
     router = router_of(layer)
+    if isinstance(router, BalancedRouter):
+        router.of_microbatch = nano_batch.params
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
         given: dict[str, Any] = {"packed_seq_params": nano_batch.params} if _MLP_TAKES_PARAMS else {}
         mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, **given)

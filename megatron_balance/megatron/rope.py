@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
@@ -22,11 +24,15 @@ class PositionRotary(torch.nn.Module):
     inner: RotaryEmbedding
     _table: torch.Tensor | None
 
-    def __init__(self, inner: RotaryEmbedding, max_positions: int) -> None:
-        """Wrap `inner`; positions are below `max_positions`."""
+    def __init__(self, inner: RotaryEmbedding, max_positions: int, *, of_rows: bool = False) -> None:
+        """Wrap `inner`; positions are below `max_positions`.
+
+        `of_rows`: for multi-latent attention, which squeezes the batch out of packed sequences.
+        """
         super().__init__()
         object.__setattr__(self, "inner", inner)  # not a submodule: names in checkpoints stay as they were
-        self._max_positions = max_positions
+        self._max_positions, self._of_rows = max_positions, of_rows
+        self._concentration: float | None = None
         self._table = None
 
     def get_rotary_seq_len(
@@ -50,14 +56,21 @@ class PositionRotary(torch.nn.Module):
         positions: torch.Tensor | int,
         packed_seq: bool = False,
         cp_group: torch.distributed.ProcessGroup | None = None,
-    ) -> torch.Tensor:
-        """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module."""
+    ) -> torch.Tensor | tuple[torch.Tensor, float]:
+        """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module.
+
+        For multi-latent attention [T, 1, D]. Of YaRN also the factor of concentration, as Megatron's.
+        """
         if not isinstance(positions, torch.Tensor):
             return self.inner(positions, packed_seq=packed_seq, cp_group=cp_group)
         table = self._table
         if table is None or table.device != positions.device:
-            self._table = table = self.inner.get_emb(self._max_positions).to(positions.device)
-        return table[positions]
+            made = self.inner.get_emb(self._max_positions)
+            table, self._concentration = made if isinstance(made, tuple) else (made, None)
+            self._table = table = table.to(positions.device)
+        found = table[positions]
+        found = found[:, 0] if self._of_rows else found
+        return found if self._concentration is None else (found, self._concentration)
 
 
 def install(model: torch.nn.Module, max_positions: int) -> None:
@@ -70,9 +83,10 @@ def install(model: torch.nn.Module, max_positions: int) -> None:
         rotary = vars(module)["_modules"].get("rotary_pos_emb")
         if rotary is None or isinstance(rotary, PositionRotary):
             continue
-        if type(rotary) is not RotaryEmbedding:
+        if type(rotary) not in (RotaryEmbedding, YarnRotaryEmbedding):
             raise ConfigError(
                 f"rotary embedding {type(rotary).__name__} cannot be applied by explicit positions; "
-                "use --position-embedding-type rope, learned_absolute or none"
+                "use --position-embedding-type rope, yarn, learned_absolute or none"
             )
-        module.rotary_pos_emb = PositionRotary(rotary, max_positions)
+        of_rows = isinstance(module, MultiLatentAttention)
+        module.rotary_pos_emb = PositionRotary(rotary, max_positions, of_rows=of_rows)

@@ -19,9 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.packed import BalancedSeqParams
 
 
 @dataclass(slots=True)
@@ -48,6 +53,33 @@ class BalancedRouter(TopKRouter):
         super().__init__(*args, **kwargs)
         self._kept = _Kept()
         self._by_nano_batch = False
+        self._num_samples = 0
+        self._padding: Tensor | None = None
+        self.of_microbatch: BalancedSeqParams | None = None
+        """Parameters of what is routed now, where a loss asks for the samples of its rows."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and map [T, experts] of logits [T, 1, experts].
+
+        `padding_mask` [T, 1]: rows of no sequence.
+        """
+        self._padding = None if padding_mask is None else padding_mask.reshape(-1)
+        return super().routing(logits, padding_mask)
+
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and map [T, experts], balanced over all ranks that share the microbatch.
+
+        Megatron's balances the rows of a rank, so routes would depend on what a plan put there.
+        """
+        if not self.training:
+            return super().sinkhorn_load_balancing(logits)
+        with torch.no_grad():
+            balanced = sinkhorn_of_pool(logits.float(), self._padding, self.tp_dp_cp_group)
+            chosen = torch.topk(balanced, k=self.topk, dim=1).indices
+        single = self.topk == 1
+        scores = torch.sigmoid(logits) if single else torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, value=True)
+        return scores * routing_map, routing_map
 
     @contextmanager
     def routing_nano_batch(self, number: int, num_nano_batches: int) -> Iterator[None]:
@@ -98,6 +130,51 @@ class BalancedRouter(TopKRouter):
             with_padding_mask,
         )
 
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Probabilities [T, experts], behind which lies the loss of every sample of the microbatch.
+
+        Megatron takes it over the tokens of a sample, and the mean over samples; here every sample
+        counts by its tokens, which is the same for samples of as many.
+        """
+        if not self.get_aux_loss_coeff("seq_aux_loss"):
+            return probs
+        given = self.of_microbatch
+        assert given is not None, "the layer was told what it routes (`tell_samples`)"
+        assert given.samples is not None, "rows of a planned microbatch say their samples"
+        samples = given.samples
+        if self.config.sequence_parallel:
+            samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._num_samples = given.num_samples
+        wide = torch.cat([routing_map, samples[:, None]], dim=1)  # so that nano-batches keep both together
+        return self._balanced("seq_aux_loss", self._by_sample, (probs, scores_for_aux_loss, wide), with_padding_mask)
+
+    def _by_sample(self, probs: Tensor, scores: Tensor, wide: Tensor, with_padding_mask: bool) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        routed, samples = wide[:, :-1].to(scores.dtype), wide[:, -1]
+        counts = routed.new_zeros(self._num_samples, routed.shape[1]).index_add_(0, samples, routed)
+        dist.all_reduce(counts, group=self.tp_dp_cp_group)
+        tokens = counts.sum(1, keepdim=True) / self.topk
+        share = counts / tokens.clamp(min=1)
+        weighted = (scores * share[samples]).sum() * (coefficient * routed.shape[1] / self.topk)
+        total = tokens.sum().clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            weighted / total,
+            "seq_load_balancing_loss",
+            self.tp_dp_cp_group,
+            needs_dp_avg=False,
+            valid_token_count=total / self.tp_cp_group.size(),
+        )
+
     def _balanced(
         self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool
     ) -> Tensor:
@@ -118,6 +195,47 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(firsts), torch.cat(seconds)
 
 
+SINKHORN_TOLERANCE = 1e-4
+"""Mean change of the factors of experts, below which Megatron's iteration ends."""
+SINKHORN_EPSILON = 1e-8
+
+
+def sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """Megatron's `sinkhorn` over the rows of all ranks of `group`; this rank's part [T, experts].
+
+    Collective. Every rank adds up the same sums in the same order, so all end at the same
+    iteration. Megatron's reads the change on the host, too.
+
+    Args:
+        logits: [T, experts] fp32.
+        padding: [T], True for rows that count nowhere; None: all count.
+        group: the ranks that share the microbatch.
+    """
+    cost = torch.exp(logits)
+    if padding is not None:
+        cost = cost.masked_fill(padding[:, None], 0)
+    experts = logits.shape[1]
+    counted = torch.full((1,), float(len(logits)), device=logits.device) if padding is None else (~padding).sum()[None]
+    rows = _sum_in_order(counted.float(), group).clamp(min=1)
+    of_expert = cost.new_ones(experts)
+    change = float("inf")
+    while change > SINKHORN_TOLERANCE:
+        of_row = 1 / rows / ((of_expert * cost).sum(1) + SINKHORN_EPSILON)
+        before = of_expert
+        of_expert = 1 / experts / (_sum_in_order((of_row[:, None] * cost).sum(0), group) + SINKHORN_EPSILON)
+        change = float((before - of_expert).abs().mean())
+    return of_expert * cost * of_row[:, None]
+
+
+def _sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum [n] over the ranks of a group of `values` [n], of the same bits on every rank."""
+    if group.size() == 1:
+        return values
+    parts = values.new_empty(group.size() * len(values))
+    dist.all_gather_into_tensor(parts, values.contiguous(), group=group)
+    return parts.view(group.size(), -1).sum(0)
+
+
 def give_router(mlp: Any) -> None:
     """Change what a layer spec says of its MLP: experts behind Megatron's own router get ours."""
     submodules = (
@@ -125,6 +243,33 @@ def give_router(mlp: Any) -> None:
     )
     if isinstance(submodules, MoESubmodules) and submodules.router is TopKRouter:
         submodules.router = BalancedRouter
+
+
+def check_router(router: Any, name: str) -> None:
+    """Reject a router that is not ours where Megatron's would route by what shares a rank.
+
+    Raises:
+        ConfigError: the script built its model past the layer spec.
+    """
+    if not isinstance(router, TopKRouter) or isinstance(router, BalancedRouter):
+        return
+    if router.routing_type == "sinkhorn" or router.get_aux_loss_coeff("seq_aux_loss"):
+        raise ConfigError(
+            f"{name} is Megatron's own router, which balances the tokens of a rank; with sinkhorn or seq_aux_loss, "
+            "build the model "
+            "from its model config (pretrain's first argument) instead of a model_provider of the script's own"
+        )
+
+
+def tell_samples(model: torch.nn.Module) -> None:
+    """Let every layer's router know the parameters of what it routes, in forward and recomputation."""
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer) and isinstance(router_of(layer), BalancedRouter):
+            layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001  a hook's
+    router_of(layer).of_microbatch = kwargs["packed_seq_params"]
 
 
 def router_of(layer: Any) -> Any:

@@ -24,15 +24,16 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
+from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope, router
 from megatron_balance.megatron.arguments import (
+    balances_by_sample,
     check_joint_arguments,
     check_pipeline_arguments,
     check_strategy_arguments,
     row_multiple,
 )
 from megatron_balance.megatron.changes import Changes
-from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.megatron.data import DocumentDataset, num_columns
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.place import Place
@@ -66,6 +67,7 @@ class Session:
         self.args = args
         self.config = config
         self.te_patched = te_patched
+        check_samples(args, config)
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
         self.pipelines = runs_pipelines(args, config)
@@ -90,6 +92,8 @@ class Session:
         self._ledger, self._corpus = Ledger(), ""
         carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
+        self.unchecked = config.self_check
+        """Whether a self-check is still to come (`self_check`)."""
         self._model: Any = None
         self._keeping: Keeping | None = None
 
@@ -149,8 +153,32 @@ class Session:
 
     def shape_of(self, size: int) -> AttentionShape:
         """Heads of one of `size` tensor-parallel ranks."""
-        kv_heads = self.args.num_query_groups if self.args.group_query_attention else self.args.num_attention_heads
-        return AttentionShape(self.args.num_attention_heads // size, max(1, kv_heads // size), self.args.kv_channels)
+        args = self.args
+        if args.multi_latent_attention:
+            widest = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+            return AttentionShape(args.num_attention_heads // size, args.num_attention_heads // size, widest)
+        kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        return AttentionShape(args.num_attention_heads // size, max(1, kv_heads // size), args.kv_channels)
+
+    @property
+    def depths(self) -> int:
+        """How many tokens beyond the next one the model predicts."""
+        return self.args.mtp_num_layers or 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a microbatch of the pool, where a loss asks for the sample of a row; else 0."""
+        return self.pool.num_replicas * self.args.micro_batch_size if balances_by_sample(self.args) else 0
+
+    @property
+    def first_sample(self) -> int | None:
+        """The number of the first sample that this replica reads of a microbatch, if anybody asks."""
+        return self.pool.replica * self.args.micro_batch_size if self.num_samples else None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a token's row."""
+        return num_columns(self.depths) + bool(self.num_samples)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -309,6 +337,8 @@ class Session:
                 continue
             self.adapt(chunk)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
+            if self.num_samples:
+                router.tell_samples(chunk)
             self._prepared.add(id(chunk))
         self._model = model
 
@@ -339,6 +369,19 @@ class Session:
         """Tell the other ranks why this one ends, or log which of them ended."""
         if self._roll is not None:
             self._roll.failed(error)
+
+
+def check_samples(args: argparse.Namespace, config: Run) -> None:
+    """Reject a loss of samples where a planner parts them.
+
+    Raises:
+        ConfigError: names the planner.
+    """
+    if config.planner is not None and config.planner.planner.plan_step is not None and balances_by_sample(args):
+        raise ConfigError(
+            f"planner {config.planner.name} makes microbatches of its own, and --moe-router-load-balancing-type "
+            "seq_aux_loss is a loss of the samples of a microbatch; use aux_loss, or another planner"
+        )
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:

@@ -29,14 +29,23 @@ def job_device() -> torch.device:
 
 
 def read(
-    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int
+    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int, depths: int, first_sample: int | None
 ) -> tuple[list[Sequences], Exception | None]:
-    """The sequences of this rank's microbatches, on the host, or the error that prevented it."""
+    """The sequences of this rank's microbatches, on the host, or the error that prevented it.
+
+    `depths`, `first_sample`: of `unpack`.
+    """
     microbatches: list[Sequences] = []
     try:
         for _ in range(num_microbatches):
             raw = next(data_iterator)
-            microbatches.append(unpack({name: raw[name] for name in ("tokens", "labels", "loss_mask", "position_ids")}))
+            microbatches.append(
+                unpack(
+                    {name: raw[name] for name in ("tokens", "labels", "loss_mask", "position_ids")},
+                    depths,
+                    first_sample,
+                )
+            )
     except Exception as error:  # raised again by share_lengths, on all ranks
         return [], error
     return microbatches, None
@@ -58,7 +67,12 @@ def numbered(
 
 
 def recall(
-    wanted: Sequence[Held], data: DocumentDataset | None, pool: Pool, parallel: TensorParallel, device: torch.device
+    wanted: Sequence[Held],
+    data: DocumentDataset | None,
+    pool: Pool,
+    parallel: TensorParallel,
+    device: torch.device,
+    depths: int,
 ) -> Recalled:
     """Read documents of earlier steps again, each on one of the ranks that read.
 
@@ -77,7 +91,7 @@ def recall(
         try:
             for held, owner in zip(wanted, owners, strict=True):
                 if owner == pool.rank:
-                    rows.append((held.number, _read_again(data, held)))
+                    rows.append((held.number, _read_again(data, held, depths)))
         except Exception as error:  # raised below, on all ranks
             failure = error
     failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
@@ -92,9 +106,9 @@ def recall(
     return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
 
 
-def _read_again(data: DocumentDataset, held: Held) -> torch.Tensor:
+def _read_again(data: DocumentDataset, held: Held, depths: int) -> torch.Tensor:
     """Rows [n, C] of a document that waited."""
-    sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()})
+    sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
     lengths = sample.lengths
     if held.place >= len(lengths) or lengths[held.place] != held.length:
         raise DataError(

@@ -15,10 +15,12 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import (
+    LEFT_OUT,
     REFUSALS,
     add_balance_arguments,
     check_arguments,
     device_of,
+    leave_out,
     row_multiple,
 )
 
@@ -46,12 +48,8 @@ def parse(*words: str) -> argparse.Namespace:
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "--yaml-cfg": ("--yaml-cfg", "x.yaml"),
-    "CUDA graphs": ("--cuda-graph-impl", "local"),
-    "CUDA graphs.*--optimizer-cuda-graph": ("--optimizer-cuda-graph",),
     "--iterations-to-skip": ("--iterations-to-skip", "3"),
     "--result-rejected-tracker-filename": ("--result-rejected-tracker-filename", "x"),
-    "--multi-latent-attention": ("--multi-latent-attention",),
-    "--mtp-num-layers": ("--mtp-num-layers", "1"),
     "yarn": ("--position-embedding-type", "yarn"),
     "mrope": ("--position-embedding-type", "mrope"),
     "relative": ("--position-embedding-type", "relative"),
@@ -65,26 +63,24 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--log-max-attention-logit": ("--log-max-attention-logit",),
     "--window-size": ("--window-size", "(128,0)"),
     "--attention-backend": ("--attention-backend", "local"),
-    "--tp-comm-overlap": ("--tp-comm-overlap",),
     "--fp8-recipe custom": ("--fp8-format", "hybrid", "--fp8-recipe", "custom"),
     "--fp4-format": ("--fp4-format", "e2m1"),
     "--use-megatron-fsdp": ("--use-megatron-fsdp",),
     "--use-torch-fsdp2": ("--use-torch-fsdp2",),
     "--hybrid-context-parallel": ("--hybrid-context-parallel",),
-    "--hierarchical-context-parallel-sizes": ("--hierarchical-context-parallel-sizes", "2", "2"),
     "--hybrid-layer-pattern": ("--hybrid-layer-pattern", "M*M*"),
     "--experimental-attention-variant": ("--experimental-attention-variant", "gated_delta_net"),
     "--heterogeneous-layers-config": ("--heterogeneous-layers-config-path", "x.json"),
     "--decoder-seq-length": ("--decoder-seq-length", "64"),
-    "--overlap-moe-expert-parallel-comm": ("--overlap-moe-expert-parallel-comm",),
     "--fine-grained-activation-offloading": ("--fine-grained-activation-offloading",),
     "--inprocess-restart": ("--inprocess-restart",),
     "--perform-rl-step": ("--perform-rl-step",),
     "--logits-load-dir": ("--logits-load-dir", "x"),
     "--tensor-parallel-num-weight-shards": ("--tensor-parallel-num-weight-shards", "2"),
-    "allgather": ("--num-experts", "8", "--moe-token-dispatcher-type", "allgather"),
-    "seq_aux_loss": (*EXPERTS, "--moe-router-load-balancing-type", "seq_aux_loss"),
-    "sinkhorn": (*EXPERTS, "--moe-router-load-balancing-type", "sinkhorn"),
+    "seq_aux_loss": (
+        *(*EXPERTS, "--moe-router-load-balancing-type", "seq_aux_loss", "--pipeline-model-parallel-size", "2"),
+        *("--recompute-granularity", "selective", "--recompute-modules", "moe"),
+    ),
     "quantile_balancing": (*EXPERTS, "--moe-router-load-balancing-type", "quantile_balancing"),
     "--moe-expert-capacity-factor": (*EXPERTS, "--moe-expert-capacity-factor", "1.0"),
 }
@@ -112,6 +108,46 @@ def test_what_remains_passes() -> None:
     check_arguments(parse(*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"))
     check_arguments(parse("--reset-position-ids", "--reset-attention-mask"))
     check_arguments(parse("--position-embedding-type", "learned_absolute"))
+
+
+SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "allgather was set to alltoall": (
+        ("--num-experts", "8", "--moe-token-dispatcher-type", "allgather"),
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    "CUDA graphs": (("--cuda-graph-impl", "local"), {"cuda_graph_impl": "none"}),
+    "--optimizer-cuda-graph": (("--optimizer-cuda-graph",), {"optimizer_cuda_graph": False}),
+    "--hierarchical-context-parallel-sizes": (
+        ("--hierarchical-context-parallel-sizes", "2", "2", "--cp-comm-type", "a2a+p2p"),
+        {"hierarchical_context_parallel_sizes": None, "cp_comm_type": None},
+    ),
+    "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
+    "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
+    "--overlap-moe-expert-parallel-comm": (
+        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+        {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("sentence", "words", "values"), [(key, *rest) for key, rest in SWITCHED.items()])
+def test_a_flag_that_changes_no_number_is_switched_off_and_named(
+    sentence: str, words: tuple[str, ...], values: dict[str, Any]
+) -> None:
+    """In the arguments, and in what Megatron made of them before."""
+    args, config = parse(*words), argparse.Namespace(**{name: object() for name in values}, other=1)
+    check_arguments(args)
+    (told,) = leave_out(args, [config])
+    assert sentence in told
+    assert {name: getattr(args, name) for name in values} == {k: v for k, v in vars(config).items() if k != "other"}
+    assert {name: getattr(args, name) for name in values} == values
+    assert leave_out(args, [config]) == []
+
+
+def test_every_flag_that_is_switched_off_is_tested() -> None:
+    tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
+    assert all(any(asked(args) for args in tried) for asked, _, _ in LEFT_OUT)
+    assert leave_out(parse(), []) == []
 
 
 def test_what_plans_need_is_the_default() -> None:

@@ -89,6 +89,8 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_saves_todays_wei
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
         ({"overlap_grad_reduce": True}, "--overlap-grad-reduce work on the command line's layout alone"),
         ({"num_experts": 8}, "experts are not cut by strategies"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: its down-projections"),
+        ({"mtp_num_layers": 1}, "no place in a strategy's stages"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout must be 0"),
         ({"use_precision_aware_optimizer": True}, "keeps no fp32 weights"),
         ({"world_size": 2}, "tp3-pp1-cp1: takes 3 ranks, and there are 2"),

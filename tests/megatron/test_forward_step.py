@@ -28,7 +28,7 @@ def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: p
             seen.append((message, float(result)))
 
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=True)
-    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step.session, "current", lambda: SimpleNamespace(args=args))
     monkeypatch.setattr(forward_step, "get_rerun_state_machine", State)
     for tokens in (1, 100, 0):
         mask, losses = torch.ones(tokens), torch.full((tokens,), 3.0)

@@ -22,7 +22,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "patches"
 INSTALLED = Path(str(megatron.core.__file__)).parents[2]
 NO_PATCHES = ("__init__", "digest", "report", "selection")
 DENSE = {
+    "moe_router_load_balancing_type": "aux_loss",
     "num_experts": None,
+    "mtp_num_layers": None,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "sequence_parallel": False,
@@ -73,6 +75,11 @@ def test_a_job_needs_only_what_it_uses() -> None:
     assert targets(ping_pong=True).count("megatron.core") == 4
     assert "get_tokens_per_expert" in targets(num_experts=4)
     assert "TopKRouter" in targets(num_experts=4, ping_pong=True)
+    assert "multi_token_prediction" in targets(mtp_num_layers=1)
+    assert "sinkhorn" not in targets(num_experts=4)
+    assert targets(num_experts=4, moe_router_load_balancing_type="sinkhorn").count("sinkhorn") == 2
+    by_sample = targets(num_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    assert by_sample.count("_apply_seq_aux_loss") == 1
     stages = targets(pipeline_model_parallel_size=2)
     assert "without_interleaving" in stages
     assert "with_interleaving" not in stages

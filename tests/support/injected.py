@@ -19,6 +19,7 @@ PLACES = {
     "forward": "megatron_balance.runtime.executor:ForwardRun.launch",
     "relay": "megatron_balance.runtime.transport.relay:_Thread.post",
     "backward": "megatron_balance.runtime.executor:BackwardRun.launch",
+    "attention": "megatron_balance.megatron.core_attention:balanced_attention",
     "log": "megatron_balance.training.log:StepLog.finish",
     "save": "megatron.core.dist_checkpointing:save",
     "evaluation": "megatron_balance.planning.step_planner:StepPlanner.plan_evaluation",
@@ -29,7 +30,10 @@ KINDS = ("kill", "stop", "exception", "memory", "exit")
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` at call number `call` (from 1) of the place, on rank `rank`."""
+    """`kind` at call number `call` (from 1) of the place, on rank `rank`.
+
+    Wrong: every call gives half as much again.
+    """
 
     place: str
     kind: str
@@ -54,6 +58,8 @@ def install(fault: Fault, rank: int) -> None:
     @functools.wraps(real)
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
+        if fault.kind == "wrong":
+            return real(*args, **kwargs) * 1.5
         if calls[0] == fault.call:
             sys.stderr.write(f"injected: {fault.kind} at {fault.place}\n")
             sys.stderr.flush()

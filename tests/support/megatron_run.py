@@ -54,11 +54,11 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain"]
+Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain", "loop"]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
 and gradients written (`pipeline_runs`), or with gradients alone; roles of several strategies
 (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone, on the CPU
-but without balance.
+but without balance; a loop of its own (`loop_runs`).
 """
 
 
@@ -325,6 +325,11 @@ def _enter(job: Job) -> int:
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code
+    if job.entry == "loop":
+        from tests.support import loop_runs
+
+        entry.set_up_logging()
+        return loop_runs.run(list(job.argv))
     if job.entry == "roles":
         from tests.support import role_runs
 

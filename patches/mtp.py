@@ -1,0 +1,64 @@
+"""Multi-token prediction: the next token's values where a plan puts tokens anywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.megatron.core_attention import planned_mtp_block
+from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.patches import Patch, read
+
+
+def looked_up(roll_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """`roll_tensor` that looks up what lies ahead in a planned microbatch."""
+
+    @functools.wraps(roll_tensor)
+    def rolled(
+        tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+    ) -> Any:
+        if tensor is not None and isinstance(packed_seq_params, BalancedSeqParams):
+            assert packed_seq_params.ahead is not None, "the microbatch was read with what lies ahead"
+            return packed_seq_params.ahead.rolled(tensor)
+        return roll_tensor(tensor, shifts, dims, cp_group, packed_seq_params)
+
+    return rolled
+
+
+def planned(get_gpt_mtp_block_spec: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder of a block's spec, with our core attention and router in its layers."""
+
+    @functools.wraps(get_gpt_mtp_block_spec)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        return planned_mtp_block(get_gpt_mtp_block_spec(*args, **kwargs))
+
+    return get
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
+        wrap=planned,
+        role="wrapped",
+        why="Megatron takes the layers that predict further tokens from its own spec, not from the model config's",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:roll_tensor",
+        wrap=looked_up,
+        reviewed={"980b86a01aa9": "0.19.x"},
+        why="Megatron shifts rows along its static context-parallel ranks; the next token may lie on any rank",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        wrap=read,
+        reviewed={"99c65592ee06": "0.19.x"},
+        why="a share of the loss is weighted by the counts that it takes of the rolled mask",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
+        wrap=read,
+        reviewed={"b5996e917e64": "0.19.x"},
+        why="it rolls tokens, positions and padding, in that order, the same objects that it was given",
+    ),
+)
