@@ -139,6 +139,7 @@ def arguments_of(
         "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": mpu.get_context_parallel_world_size(),
+        "data_parallel_size": mpu.get_data_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
         "group_query_attention": True,
         "params_dtype": model_config.params_dtype,
