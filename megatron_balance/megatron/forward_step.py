@@ -139,7 +139,7 @@ def forward_step(
     if batch.params.ahead is not None:
         extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
-    return losses, partial(summed_loss, batch.loss_mask)
+    return losses, partial(checked_loss, batch.loss_mask)
 
 
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
@@ -164,8 +164,14 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    _validate(loss / num_tokens.clamp(min=1))
     return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
+
+
+def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
+    """`summed_loss`, with the checks of the loss that this run's arguments ask for."""
+    found = summed_loss(loss_mask, losses)
+    _validate(found[0] / found[1].clamp(min=1))
+    return found
 
 
 def _validate(loss: torch.Tensor) -> None:

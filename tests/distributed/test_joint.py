@@ -62,7 +62,7 @@ def nano_batch_step(
         pytest.param(2, 1, (FIRST,), Way(again=True), id="whole, again"),
         pytest.param(2, 1, (FIRST, SECOND), Way(streams=True), id="nano-batches", marks=pytest.mark.product),
         pytest.param(2, 2, (FIRST, SECOND), Way(again=True, streams=True), id="nano-batches, chunks, again"),
-        pytest.param(4, 2, (FIRST, SECOND), Way(), id="nano-batches, four stages, chunks"),
+        pytest.param(4, 2, (FIRST, SECOND), Way(), id="nano-batches, four stages", marks=pytest.mark.product),
     ],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(

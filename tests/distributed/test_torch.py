@@ -21,9 +21,9 @@ WAYS = [
     Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=3),
     Way(model="llama", planner="distca", parallel="ddp", steps=3),
     Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=3),
-    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2),
 ]
-"""Every two choices meet in one of them at least; all, over 20 steps: tools/torch_parity.py."""
+COMPILED_LLAMA = Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2)
+"""With it every two choices meet in one of them; all, over 20 steps: tools/torch_parity.py."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def world() -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=Way.name)
+@pytest.mark.parametrize("way", [*WAYS, pytest.param(COMPILED_LLAMA, marks=pytest.mark.product)], ids=Way.name)
 def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> None:
     if way.model == "llama":
         pytest.importorskip("transformers")

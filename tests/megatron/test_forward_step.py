@@ -32,7 +32,7 @@ def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: p
     monkeypatch.setattr(forward_step, "get_rerun_state_machine", State)
     for tokens in (1, 100, 0):
         mask, losses = torch.ones(tokens), torch.full((tokens,), 3.0)
-        loss, counted, report = forward_step.summed_loss(mask, losses)
+        loss, counted, report = forward_step.checked_loss(mask, losses)
         assert (float(loss), int(counted)) == (3.0 * tokens, tokens)
         assert report["lm loss"].tolist() == [3.0 * tokens, tokens]
     assert [value for message, value in seen if message == "Spiky loss"] == [3.0, 3.0, 0.0]

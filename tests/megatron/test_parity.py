@@ -57,7 +57,11 @@ def options_of(planner: str) -> dict[str, Any]:
 
 # Every planner without layers (with both: below, on eight ranks); with any of them the planner that
 # has both by default.
-LAYERED: list[Any] = [(planner, "never", False) for planner in PLANNERS]
+LAYERED: list[Any] = [
+    # Others train in plain PyTorch (tests/distributed/test_torch.py), by the same patterns.
+    pytest.param(planner, "never", False, marks=() if planner in ONE_OF_EACH else (pytest.mark.product,))
+    for planner in PLANNERS
+]
 LAYERED += [
     ("te_ring", "always", True),
     ("zeppelin", "always", True),
@@ -84,7 +88,11 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
 
 @pytest.mark.parametrize(
     ("planner", "num_ranks"),
-    [*(pytest.param(name, 8, marks=OTHERS[name]) for name in ONE_OF_EACH), ("te_ring", 2), ("zeppelin", 2)],
+    [
+        *(pytest.param(name, 8, marks=() if name == "zeppelin" else (pytest.mark.product,)) for name in ONE_OF_EACH),
+        ("te_ring", 2),
+        ("zeppelin", 2),
+    ],
 )
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
     steps = 4 if planner == "zeppelin" else 2  # with all three queues
@@ -98,7 +106,8 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "group_size"), [(4, None), (4, 2), pytest.param(8, 4, marks=pytest.mark.product)]
+    ("num_ranks", "group_size"),
+    [pytest.param(4, None, marks=pytest.mark.product), (4, 2), pytest.param(8, 4, marks=pytest.mark.product)],
 )
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
     """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
@@ -230,7 +239,13 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:3]))
 
 
-@pytest.mark.parametrize("layers", [{}, {**EXPERTS, "moe-aux-loss-coeff": 0.2}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param({}, id="dense", marks=pytest.mark.product),
+        pytest.param({**EXPERTS, "moe-aux-loss-coeff": 0.2}, id="experts"),
+    ],
+)
 def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, layers: dict[str, Any]) -> None:
     """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
     and all attend.

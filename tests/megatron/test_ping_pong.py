@@ -43,6 +43,7 @@ def one_rank(train: Train) -> Run:
     return run
 
 
+@pytest.mark.product  # four ranks, below, stand for them
 def test_eight_ranks_train_like_one(train: Train, one_rank: Run) -> None:
     """With planner distca nano-batches are the default."""
     run = train(8, "distca", {**EIGHT, "train-iters": 6}, config={**two_nodes(8), "backward": "keep"})
