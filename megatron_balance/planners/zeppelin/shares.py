@@ -18,7 +18,7 @@ longest sequences, over all groups, and to deal the others whole (`_spread`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
@@ -93,27 +93,34 @@ class Shares:
 
     def give(self, seq: int, group: int, share: float) -> None:
         """Add a share of a sequence."""
-        self._change(seq, ((group, share),))
+        own = self.of[seq].copy()
+        self.load[group] += share * self.work[seq]
+        self.held[group] += share * self.tokens[seq]
+        own[group] = own.get(group, 0.0) + share
+        self.on[group].add(seq)
+        self.of[seq] = own
+        if len(own) > 1:
+            self.cut.add(seq)
 
     def hand(self, seq: int, src: int, dst: int, work: float) -> None:
         """Move so much work of a sequence from one group to another."""
-        share = min(work / self.work[seq], self.of[seq][src])
-        self._change(seq, ((src, -share), (dst, share)))
-
-    def _change(self, seq: int, changes: Sequence[tuple[int, float]]) -> None:
-        own, load, held = self.of[seq].copy(), self.load, self.held
-        before = len(own)
-        for group, share in changes:
-            load[group] += share * self.work[seq]
-            held[group] += share * self.tokens[seq]
-            new = own.get(group, 0.0) + share
-            if new <= _NOTHING:
-                if own.pop(group, None) is not None:
-                    self.on[group].discard(seq)
-                continue
-            if group not in own:
-                self.on[group].add(seq)
-            own[group] = new
+        own, whole, load, held = self.of[seq].copy(), self.work[seq], self.load, self.held
+        share, before = work / whole, len(own)
+        had, has = own[src], own.get(dst, 0.0)
+        share = min(share, had)
+        moved = share * self.tokens[seq]
+        load[src] -= share * whole
+        load[dst] += share * whole
+        held[src] -= moved
+        held[dst] += moved
+        if had - share > _NOTHING:
+            own[src] = had - share
+        else:
+            del own[src]
+            self.on[src].discard(seq)
+        if has + share > _NOTHING:
+            own[dst] = has + share
+            self.on[dst].add(seq)
         self.of[seq] = own
         if len(own) > 1:
             self.cut.add(seq)
@@ -229,17 +236,17 @@ def placements(
     yield placed
     if above:
         even = placed.copy()
-        yield from _offered(even, level_tokens(even), even.uneven_tokens)
-    yield from _offered(placed, level_work(placed), placed.uneven_work)
-    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens)
+        yield from _offered(even, level_tokens(even), even.uneven_tokens())
+    yield from _offered(placed, level_work(placed), placed.uneven_work())
+    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
 
 
-def _offered(placed: Shares, steps: Iterator[None], uneven: Callable[[], float]) -> Iterator[Shares]:
-    """The placement whenever it has become clearly more even, and at the end."""
-    last = uneven()
+def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Shares]:
+    """The placement whenever it has become clearly more even, and at the end; `steps`: how uneven it
+    is after each, `last` before the first.
+    """
     behind = False
-    for _ in steps:
-        now = uneven()
+    for now in steps:
         behind = now > last * _LESS
         if not behind:
             last = now
@@ -319,66 +326,80 @@ def _levelled(levels: Sequence[float], amount: float) -> list[float]:
     return [max(0.0, top - level) for level in levels]
 
 
-def level_work(placed: Shares) -> Iterator[None]:
-    """Hand work from the groups with most to those with least, step by step."""
-    mean, load = placed.mean_work, placed.load
+def level_work(placed: Shares) -> Iterator[float]:
+    """Hand work from the groups with most to those with least, step by step; yields the work of the
+    fullest group above the mean.
+    """
+    mean, load, work, tokens, of = placed.mean_work, placed.load, placed.work, placed.tokens, placed.of
+    most = load.index(max(load))
     for _ in range(_STEPS * placed.num_groups):
-        most, least = load.index(max(load)), load.index(min(load))
+        least = load.index(min(load))
         if load[most] <= mean * (1 + _TOLERANCE):
             return
         need = min(load[most] - mean, mean - load[least])
-        parts = {seq: placed.of[seq][most] * placed.work[seq] for seq in sorted(placed.on[most])}
+        parts = {seq: of[seq][most] * work[seq] for seq in sorted(placed.on[most])}
         # One that both have already, else the shortest that is enough: fewest keys travel.
-        enough = [seq for seq in parts if least in placed.of[seq] and parts[seq] >= need]
-        enough = enough or [seq for seq in parts if parts[seq] >= need]
+        enough = [seq for seq, part in parts.items() if part >= need]
+        enough = [seq for seq in enough if least in of[seq]] or enough
         if enough:
-            seq = min(enough, key=lambda seq: (placed.tokens[seq], seq))
+            seq = min(enough, key=lambda seq: (tokens[seq], seq))
         else:
             seq = max(parts, key=parts.__getitem__)
         placed.hand(seq, most, least, min(need, parts[seq]))
-        yield
+        most = load.index(max(load))
+        yield load[most] - mean
 
 
-def level_tokens(placed: Shares) -> Iterator[None]:
+def level_tokens(placed: Shares) -> Iterator[float]:
     """Trade equal work of other density between the groups with most and with fewest tokens, step by
-    step.
+    step; yields the tokens of the fullest group above the mean.
     """
     mean, held = placed.mean_tokens, placed.held
+    density = [tokens / work for tokens, work in zip(placed.tokens, placed.work, strict=True)]
+    most = held.index(max(held))
     for _ in range(_STEPS * placed.num_groups):
-        most, least = held.index(max(held)), held.index(min(held))
+        least = held.index(min(held))
         if held[most] <= mean * (1 + _TOLERANCE):
             return
-        trade = _best_trade(placed, most, least, min(held[most] - mean, mean - held[least]))
+        trade = _best_trade(placed, density, (most, least), min(held[most] - mean, mean - held[least]))
         if trade is None:
             return
         sparse, dense, amount = trade
         placed.hand(sparse, most, least, amount)
         placed.hand(dense, least, most, amount)
-        yield
+        most = held.index(max(held))
+        yield held[most] - mean
 
 
-def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int, int, float] | None:
-    """(sequence from `most`, sequence from `least`, work to trade) with the most tokens that move for
-    the tokens that are cut anew; at most `need` move.
+def _best_trade(
+    placed: Shares, density: Sequence[float], groups: tuple[int, int], need: float
+) -> tuple[int, int, float] | None:
+    """(sequence from the first group, sequence from the second, work to trade) with the most tokens
+    that move for the tokens that are cut anew; at most `need` move. `density`: tokens of a second of
+    work of each sequence.
     """
+    most, least = groups
     work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
     there = [
-        (dense, tokens[dense] / work[dense], of[dense][least] * work[dense], tokens[dense] * (most not in of[dense]))
+        (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else tokens[dense])
         for dense in placed.on[least]
     ]
-    best: tuple[float, int, int, float] | None = None
+    best, chosen = 0.0, (0, 0, 0.0)
     for sparse in placed.on[most]:
-        density, part = tokens[sparse] / work[sparse], of[sparse][most] * work[sparse]
-        cut = tokens[sparse] * (least not in of[sparse])
-        for dense, other, all_of_it, also_cut in there:
-            gained = density - other  # by a second of work; none if both are the same sequence
+        own, part = density[sparse], of[sparse][most] * work[sparse]
+        base = mean if least in of[sparse] else mean + tokens[sparse]
+        for other, dense, all_of_it, also_cut in there:
+            gained = own - other  # by a second of work; none if both are the same sequence
             if gained > 0:
-                amount = min(need / gained, part, all_of_it)
-                score = amount * gained / (mean + cut + also_cut)
-                if best is None or score >= best[0]:
-                    rank = (score, -sparse, -dense, amount)
-                    best = rank if best is None else max(best, rank)
-    return None if best is None else (-best[1], -best[2], best[3])
+                amount = need / gained
+                if amount > part:
+                    amount = part
+                if amount > all_of_it:
+                    amount = all_of_it
+                score = amount * gained / (base + also_cut)
+                if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
+                    best, chosen = score, (sparse, dense, amount)
+    return chosen if best > 0 else None
 
 
 def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
