@@ -9,6 +9,7 @@ exchange with another waits for its busier end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import inf
 
@@ -69,11 +70,29 @@ class GroupCosts:
         self.backward = backward[0] / forward[0]
         self.key_s = max(0.0, forward[1] - self.cost.launch_s(1)) / _TYPICAL
         self.linear_s = self.cost.linear_s(1.0)
+        self._share_heads()
+
+    def _share_heads(self) -> None:
         self.heads = self.model.num_heads / -(-self.model.num_heads // self.size)
+
+    def of_size(self, size: int) -> GroupCosts:
+        """Those of groups of another size."""
+        other = copy(self)
+        other.size = size
+        other._share_heads()
+        return other
 
     @property
     def num_groups(self) -> int:
         return self.cluster.num_ranks // self.size
+
+    def bound_s(self, lengths: Sequence[int]) -> float:
+        """Seconds that no placement comes below: work and tokens even, all keys hidden."""
+        tokens = np.array([sum(lengths) / self.num_groups])
+        before_s, after_s = _trade_s(tokens, self)
+        attention_s = sum(map(self.work_s, lengths)) / self.num_groups * (1 + self.backward)
+        linear_s = tokens * self.linear_s / self.size
+        return attention_s + float(((1 + _GRADIENT) * (before_s + after_s) + 3 * linear_s)[0])
 
     def work_s(self, length: int) -> float:
         """Seconds of a group for the attention of a whole sequence, forward."""

@@ -291,7 +291,7 @@ def _cut(placed: Shares, seq: int, groups: Sequence[int]) -> None:
 def num_parts(work: Sequence[float], num_groups: int, above: float) -> list[int]:
     """Groups that each sequence begins on: whole where it fits in the mean work and `above` of it."""
     fits = sum(work) / num_groups * (1 + above)
-    return [min(num_groups, max(1, ceil(own / fits - 0.1))) for own in work]
+    return [1 if own <= fits else min(num_groups, max(1, ceil(own / fits - 0.1))) for own in work]
 
 
 def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
@@ -391,11 +391,7 @@ def _best_trade(
         for other, dense, all_of_it, also_cut in there:
             gained = own - other  # by a second of work; none if both are the same sequence
             if gained > 0:
-                amount = need / gained
-                if amount > part:
-                    amount = part
-                if amount > all_of_it:
-                    amount = all_of_it
+                amount = min(need / gained, part, all_of_it)
                 score = amount * gained / (base + also_cut)
                 if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
                     best, chosen = score, (sparse, dense, amount)

@@ -9,32 +9,47 @@ priced (`shares`, `estimate`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array, sums
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
 from megatron_balance.planners.zeppelin.shares import Kept, Shares, Trimmed, num_parts, placements, zigzag_edges
 from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
 
-_STARTS = (0.0, None)
-"""Ways to begin (`shares.placements`) that are always tried."""
-
-_FEWER_CUTS = (0.15, 0.3, 0.5, 0.8)
-"""Those that are tried where keys are waited for."""
-
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
 """Smaller shares of a sequence are left out; the second where cuts are to be fewer."""
+
+
+class _Search(NamedTuple):
+    """Ways to begin (`shares.placements`): those that are always tried, and those that are where
+    keys that are waited for are `showing` of a layer's seconds.
+    """
+
+    always: tuple[float | None, ...]
+    fewer_cuts: tuple[float, ...]
+    showing: float
+
+
+_SEARCH = _Search((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
+_OF_MANY = _Search((0.0,), (0.3, 0.8), 0.12)
+_MANY = 32
+"""Over more groups than these the second search is made: the longest sequence alone never fills
+them, and a way takes as much longer as there are more groups.
+"""
 
 _HIDDEN = 0.03
 """Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
@@ -101,14 +116,16 @@ def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostMod
             )
         sizes = [asked.size]
     at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
-    chosen = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
+    costs = GroupCosts(cost, cluster, model, sizes[at])
+    chosen = _cheapest(lengths, costs, asked)
     step = 0 if chosen is None else _direction(chosen.estimate)
     while step and 0 <= at + step < len(sizes):
         at += step
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
-        other = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
-        if other is None or (chosen and other.estimate.seconds >= _BETTER * chosen.estimate.seconds):
+        costs, below_s = costs.of_size(sizes[at]), _BETTER * chosen.estimate.seconds if chosen else inf
+        other = None if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked)
+        if other is None or other.estimate.seconds >= below_s:
             break
         chosen = other
     return chosen
@@ -124,9 +141,10 @@ def _direction(price: Estimate) -> int:
 def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen | None:
     """The cheapest placement within the capacity over groups of one size."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
+    search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
     work = [costs.work_s(length) for length in lengths]
     found: Chosen | None = None
-    for starts, least in ((_STARTS, _LEAST_SHARE), (_FEWER_CUTS, _LEAST_OF_FEW)):
+    for starts, least in ((search.always, _LEAST_SHARE), (search.fewer_cuts, _LEAST_OF_FEW)):
         kept: list[Kept] = []
         for above in _distinct(starts, work, costs.num_groups) if costs.num_groups > 1 else starts[:1]:
             kept += [placed.kept() for placed in placements(work, lengths, costs.num_groups, above)]
@@ -143,7 +161,7 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
         if best is not None:
             at, price = best
             found = Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
-        if costs.num_groups == 1 or (found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds):
+        if costs.num_groups == 1 or (found and found.estimate.exposed_s < search.showing * found.estimate.seconds):
             break
     return found
 
@@ -170,39 +188,39 @@ def group_sizes(cluster: Cluster) -> list[int]:
 def shared_zone(chosen: Chosen, cluster: Cluster) -> SharedZone:
     """The zone of a placement: every group's fragments in near-equal runs on its ranks."""
     size, node_size = chosen.size, cluster.node_size
-    held: list[list[tuple[int, int, int]]] = [[] for _ in range(cluster.num_ranks // size)]
+    held: list[tuple[int, int, int, int]] = []
     for seq, (length, own) in enumerate(zip(chosen.lengths, chosen.of, strict=True)):
         groups = sorted(own)
+        if len(groups) == 1:
+            held.append((groups[0], seq, 0, length))
+            continue
         edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
         last = len(edges) - 2
         for at, group in enumerate(groups):
             for chunk in sorted({at, last - at}):
                 if edges[chunk] < edges[chunk + 1]:
-                    held[group].append((seq, edges[chunk], edges[chunk + 1]))
-    rows = [
-        (group * size + place, *run)
-        for group, own in enumerate(held)
-        for place, runs in enumerate(_runs(own, size))
-        for run in runs
-    ]
+                    held.append((group, seq, edges[chunk], edges[chunk + 1]))
     crosses = size > node_size or any(
         min(groups) * size // node_size != max(groups) * size // node_size for groups in chosen.of
     )
     together = size > 1 or any(len(groups) > 1 for groups in chosen.of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
-    return SharedZone(name, Rows.of(Placed.WIDTH, rows), size, chosen.estimate.num_waves)
+    return SharedZone(name, as_rows(_on_ranks(held, cluster.num_ranks, size)), size, chosen.estimate.num_waves)
 
 
-def _runs(rows: Sequence[tuple[int, int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Near-equal runs of the tokens of rows (seq, start, stop), one a rank."""
-    total, at, taken, so_far = sum(stop - start for _, start, stop in rows), 0, 0, 0
-    for place in range(size):
-        wanted, run = total * (place + 1) // size, list[tuple[int, int, int]]()
-        while so_far < wanted:
-            seq, start, stop = rows[at]
-            amount = min(wanted - so_far, stop - start - taken)
-            run.append((seq, start + taken, start + taken + amount))
-            so_far, taken = so_far + amount, taken + amount
-            if start + taken == stop:
-                at, taken = at + 1, 0
-        yield run
+def _on_ranks(rows: Sequence[tuple[int, int, int, int]], num_ranks: int, size: int) -> Ints:
+    """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
+    by_group = np.array(sorted(rows, key=itemgetter(0)), dtype=np.int64).reshape(-1, Placed.WIDTH)
+    length = by_group[:, Placed.STOP] - by_group[:, Placed.START]
+    begin = np.cumsum(length) - length
+    tokens = sums(by_group[:, Placed.RANK], length, num_ranks // size)
+    # Tokens of all groups in a row: where a rank's begin, and where rows are cut.
+    edges = (np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size
+    cuts = np.unique(np.concatenate([begin, edges.ravel()[edges.ravel() < length.sum()]]))
+    row = np.searchsorted(begin, cuts, side="right") - 1
+    cut = by_group[row]
+    cut[:, Placed.RANK] = np.searchsorted(edges.ravel(), cuts, side="right") - 1
+    first = cuts - begin[row]
+    cut[:, Placed.STOP] = cut[:, Placed.START] + first + np.diff(cuts, append=length.sum())
+    cut[:, Placed.START] += first
+    return cut
