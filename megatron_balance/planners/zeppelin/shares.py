@@ -18,9 +18,9 @@ longest sequences, over all groups, and to deal the others whole (`_spread`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
 from typing import NamedTuple
@@ -37,6 +37,9 @@ _TOLERANCE = 0.01
 
 _STEPS = 4
 """Steps of each levelling, for each group, at most."""
+
+_TRADED = 12
+"""Sequences of each of two groups among which a trade is looked for."""
 
 _LESS = 0.7
 """A placement is offered whenever what is uneven has become this much less."""
@@ -384,8 +387,14 @@ def _best_trade(
         (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else tokens[dense])
         for dense in placed.on[least]
     ]
+    here: Iterable[int] = placed.on[most]
+    if len(there) > _TRADED or len(placed.on[most]) > _TRADED:
+        # Those with which the other group's mean is traded for most tokens.
+        mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
+        there = nlargest(_TRADED, there, key=lambda each: ((mean_here - each[0]) * each[2], -each[1]))
+        here = nlargest(_TRADED, here, key=lambda seq: ((density[seq] - mean_there) * of[seq][most] * work[seq], -seq))
     best, chosen = 0.0, (0, 0, 0.0)
-    for sparse in placed.on[most]:
+    for sparse in here:
         own, part = density[sparse], of[sparse][most] * work[sparse]
         base = mean if least in of[sparse] else mean + tokens[sparse]
         for other, dense, all_of_it, also_cut in there:
