@@ -258,10 +258,10 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
-    sample_filling: Literal["next_fit", "best_fit"] = "next_fit"
-    """How documents fill samples: `next_fit` opens the next one where a document does not fit;
-    `best_fit` puts it into the fullest of a window that holds it, for fewer empty tokens. Another
-    filling is another stream of samples: no run resumes from one in the other."""
+    sample_filling: Literal["next_fit", "best_fit"] = "best_fit"
+    """How documents fill samples: `best_fit` puts each into the fullest of a window that holds it, for
+    fewer empty tokens; `next_fit` opens the next one where a document does not fit. Another filling
+    is another stream of samples: no run resumes from one in the other."""
     self_check: bool = False
     """Before the first training step, compare the loss of a tiny batch with a plan and without; end
     where they differ by more than rounding. Megatron only."""

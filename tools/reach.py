@@ -4,7 +4,7 @@
 
 CHECKOUT: a checkout of Megatron-LM. Reads `tests/functional_tests/test_cases/*/*/model_config.yaml`
 and hands the flags of each that pretrains a decoder to the installed Megatron's parser and to our
-checks (`megatron/arguments.py`, `megatron/data.py`). Files and GPUs are not looked at. `--before`:
+checks (`megatron/arguments.py`, `megatron/corpora.py`). Files and GPUs are not looked at. `--before`:
 with the flags that had to be given by hand while they were not set for the user. `--list` names the
 configurations. Prints a table of suites, then the reasons by how many configurations each keeps
 out, and how many it keeps out alone.
@@ -50,7 +50,7 @@ def pretrains(path: Path, config: dict[str, Any]) -> bool:
 def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """The reasons why a command line does not start, by their first words."""
     from megatron_balance.megatron.arguments import REFUSALS, reasons_in
-    from megatron_balance.megatron.data import data_reasons
+    from megatron_balance.megatron.corpora import data_reasons
     from megatron_balance.megatron.documents import names_corpus
 
     told = io.StringIO()

@@ -8,11 +8,11 @@ them.
 
 from __future__ import annotations
 
-import re
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -22,9 +22,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.megatron.corpora import DataArguments, data_reasons, open_corpus, sources
 from megatron_balance.training.sequences import Sequences, to_bits
-from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Filling, Piece, split_documents
-from megatron_balance.workloads.idx import CorpusIndex, read_index
+from megatron_balance.workloads.blend import Blend, shares
+from megatron_balance.workloads.documents import (
+    DEFAULT_FILLING,
+    CutPolicy,
+    DocumentStream,
+    Filling,
+    Piece,
+    split_documents,
+)
+from megatron_balance.workloads.order_cache import Corpus
 
 PADDING = -1
 """position_ids of tokens that belong to no sequence."""
@@ -52,18 +61,7 @@ def column(depth: int, which: int) -> int:
     return which if depth == 0 else NUM_COLUMNS + (depth - 1) * PER_DEPTH + which
 
 
-DatasetTriple = tuple["DocumentDataset | None", "DocumentDataset | None", "DocumentDataset | None"]
-
-
-class DataArguments(Protocol):
-    """The arguments of Megatron that are read here."""
-
-    data_path: Sequence[str] | None
-    split: str | None
-    seq_length: int
-    seed: int
-    dataloader_type: str
-    eval_iters: int
+DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class DataOptions:
     seq_length: int
     seed: int
     policy: CutPolicy = "split"
-    filling: Filling = "next_fit"
+    filling: Filling = DEFAULT_FILLING
     vocab_size: int | None = None
     """Ids from here on cannot be embedded; None: not checked."""
     mmap: bool = True
@@ -87,7 +85,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        index: CorpusIndex,
+        corpus: Corpus,
         documents: range,
         num_samples: int | None,
         options: DataOptions,
@@ -96,7 +94,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         """Open the tokens and number the documents.
 
         Args:
-            index: of a corpus that was checked at opening.
+            corpus: opened and checked.
             documents: the part of the corpus this data set draws from.
             num_samples: how many samples Megatron will ask for; None: one epoch.
             options: context length, shuffle seed, cutting.
@@ -105,12 +103,11 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         self.split = split
         self.options = options
         self.stream = DocumentStream(
-            index.document_lengths, options.seq_length, options.seed, options.policy, documents, options.filling
+            corpus, options.seq_length, options.seed, options.policy, documents, options.filling
         )
         self.num_samples = self.stream.num_samples(0) if num_samples is None else num_samples
-        self._first_sequence = index.first_sequence
-        self._lengths = index.document_lengths
-        self._tokens = IndexedDataset(index.prefix, mmap=options.mmap)
+        self._index = corpus.index
+        self._tokens = IndexedDataset(corpus.index.prefix, mmap=options.mmap)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -152,11 +149,11 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
     def _read(self, piece: Piece) -> np.ndarray:
         """Tokens of a piece, and the one behind it where the document has one."""
-        stop = min(piece.stop + 1, int(self._lengths[piece.document]))
+        stop = min(piece.stop + 1, self._index.tokens_of(range(piece.document, piece.document + 1)))
         # A document's Megatron sequences lie one behind the other, so reading on from its first one
         # is reading the document.
         read = self._tokens.get(
-            int(self._first_sequence[piece.document]), offset=piece.start, length=stop - piece.start
+            int(self._index.first_sequence[piece.document]), offset=piece.start, length=stop - piece.start
         )
         assert isinstance(read, np.ndarray)  # a multimodal corpus would give its mode as well; read_index refuses one
         limit = self.options.vocab_size
@@ -167,6 +164,56 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
                 f"the model's vocabulary has {limit}; use the tokenizer (or --vocab-size) that the corpus was made with"
             )
         return read
+
+
+class DocumentBlend(Dataset[dict[str, Tensor]]):
+    """Samples of several corpora in turn, in proportion to weights; each sample is of one corpus."""
+
+    def __init__(
+        self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int | None
+    ) -> None:
+        """Deal samples of `parts`.
+
+        Args:
+            parts: the corpora, of one split.
+            weights: of each, in samples; None: as many as an epoch of each has.
+            num_samples: how many samples Megatron will ask for; None: an epoch of each.
+
+        Raises:
+            ConfigError: weights that cannot be.
+        """
+        self.parts = tuple(parts)
+        self.split = parts[0].split
+        whole = num_samples is None or weights is None
+        counts = [part.stream.num_samples(0) for part in parts] if whole else shares(cast("Sequence[float]", weights))
+        self.blend = Blend(counts)
+        self.num_samples = sum(counts) if num_samples is None else num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample_lengths(self, index: int) -> tuple[int, ...]:
+        """Lengths of the sequences of sample `index`."""
+        corpus, at = self.blend.locate(index)
+        return self.parts[corpus].sample_lengths(at)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        each = [part.fingerprint() for part in self.parts]
+        return hashlib.sha256(f"{each} {self.blend.counts.tolist()}".encode()).hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        """16 hex digits of all that decides which documents sample i holds."""
+        return self._fingerprint
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sample `index`, as a `DocumentDataset` has it."""
+        corpus, at = self.blend.locate(index)
+        return self.parts[corpus][at]
+
+
+Documents: TypeAlias = DocumentDataset | DocumentBlend
+"""Samples of whole documents, by number."""
 
 
 def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None) -> Sequences:
@@ -214,7 +261,7 @@ def document_datasets_provider(
     vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
     *,
     policy: CutPolicy = "split",
-    filling: Filling = "next_fit",
+    filling: Filling = DEFAULT_FILLING,
 ) -> DatasetTriple:
     """Megatron's data set provider: train, validation and test sets of whole documents.
 
@@ -231,7 +278,7 @@ def document_datasets_provider(
 document_datasets_provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def make_provider(policy: CutPolicy, filling: Filling = "next_fit") -> Callable[..., DatasetTriple]:
+def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
     """`document_datasets_provider` with cut policy and filling of the balance configuration."""
     provider = partial(document_datasets_provider, policy=policy, filling=filling)
     provider.is_distributed = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -239,14 +286,19 @@ def make_provider(policy: CutPolicy, filling: Filling = "next_fit") -> Callable[
 
 
 def build_datasets(
-    args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy, filling: Filling = "next_fit"
+    args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments.
 
     A split that no samples are asked of, or that holds no document, gives None.
+
+    Raises:
+        ConfigError: arguments that cannot work with whole documents.
+        DataError: a corpus is damaged or empty.
     """
-    prefix = corpus_prefix(args)
-    index = read_index(prefix)
+    reasons = data_reasons(args)
+    if reasons:
+        raise ConfigError("; ".join((*reasons, "or keep the script's own data set with 'data: script'")))
     options = DataOptions(
         args.seq_length,
         args.seed,
@@ -255,81 +307,28 @@ def build_datasets(
         vocab_size=getattr(args, "padded_vocab_size", None),
         mmap=getattr(args, "mmap_bin_files", True),
     )
-    parts = split_documents(index.num_documents, parse_split(args.split))
-    datasets: list[DocumentDataset | None] = []
-    for part, wanted, split in zip(parts, num_samples, (Split.train, Split.valid, Split.test), strict=True):
-        filled = bool(index.document_lengths[part.start : part.stop].any())
-        if wanted != 0 and not filled and split is not Split.test:
+    opened: dict[str, Corpus] = {}
+    datasets: list[Documents | None] = []
+    for source, wanted, split in zip(sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
+        parts: list[DocumentDataset] = []
+        weights: list[float] = []
+        for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
+            if prefix not in opened:
+                opened[prefix] = open_corpus(prefix, args)
+            index = opened[prefix].index
+            documents = split_documents(index.num_documents, source.split)[source.part]
+            if index.tokens_of(documents):
+                parts.append(DocumentDataset(opened[prefix], documents, wanted, options, split))
+                weights += [] if source.weights is None else [source.weights[at]]
+        if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
+            less = " or set --eval-iters 0" if split is Split.valid else ""
             raise ConfigError(
-                f"--split {args.split}: leaves no documents of {index.num_documents} in {prefix} for the {split.name} "
-                "set; "
-                f"give it a larger share{' or set --eval-iters 0' if split is Split.valid else ''}"
+                f"{source.flag}: leaves no documents of {' '.join(source.prefixes) or 'any corpus'} for the "
+                f"{split.name} set; give it a larger share{less}"
             )
-        datasets.append(DocumentDataset(index, part, wanted, options, split) if wanted != 0 and filled else None)
+        alone = parts[0] if len(parts) == 1 else None
+        datasets.append(alone or (DocumentBlend(parts, weights or None, wanted) if parts else None))
     train, valid, test = datasets
-    return train, valid, test
-
-
-def data_reasons(args: DataArguments) -> list[str]:
-    """The reasons why whole documents cannot be read under these arguments; empty: they can."""
-    reasons: list[str] = []
-    for name in ("train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path"):
-        if getattr(args, name, None):
-            reasons.append(
-                f"--{name.replace('_', '-')}: whole documents are read from one corpus; give --data-path PREFIX and "
-                "--split"
-            )
-    if args.dataloader_type != "single":
-        reasons.append(
-            f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; "
-            "use single"
-        )
-    if getattr(args, "phase_transition_iterations", None):
-        reasons.append(
-            "--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one"
-        )
-    if getattr(args, "fim_data", False):
-        reasons.append("--fim-data rearranges documents, and whole documents are delivered as they are; leave it out")
-    path = _without_weight(args.data_path)
-    if not path and not reasons:
-        reasons.append(
-            "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "
-            "preprocess_data.py"
-        )
-    elif len(path) > 1:
-        reasons.append(
-            f"--data-path {' '.join(path)}: {len(path)} values, a blend; whole documents are read from exactly one "
-            "PREFIX"
-        )
-    return reasons
-
-
-def _without_weight(path: Sequence[str] | None) -> list[str]:
-    """--data-path without the weight of a blend of one corpus, as in `1.0 PREFIX`."""
-    given = list(path or ())
-    return given[1:] if len(given) == 2 and re.fullmatch(r"[0-9]*\.?[0-9]+", given[0]) else given
-
-
-def corpus_prefix(args: DataArguments) -> str:
-    """The one corpus that --data-path names.
-
-    Raises:
-        ConfigError: none, several (a blend), or another way of naming data; all reasons at once.
-    """
-    reasons = data_reasons(args)
-    if reasons:
-        raise ConfigError("; ".join((*reasons, "or keep the script's own data set with 'data: script'")))
-    return _without_weight(args.data_path)[0]
-
-
-def parse_split(split: str | None) -> tuple[float, float, float]:
-    """Weights of train, validation and test from --split ("969, 30, 1"), as Megatron reads it."""
-    weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
-    if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
-        raise ConfigError(
-            f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1"
-        )
-    train, valid, test = (*weights, 0.0, 0.0)[:3]
     return train, valid, test

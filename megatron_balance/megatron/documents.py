@@ -8,18 +8,10 @@ from typing import Any
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import DocumentDataset, make_provider
+from megatron_balance.megatron.corpora import CORPUS_OPTIONS
+from megatron_balance.megatron.data import DocumentBlend, DocumentDataset, make_provider
 
 log = logging.getLogger(__name__)
-
-CORPUS_OPTIONS = (
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
-)
 
 
 def names_corpus(args: Any) -> bool:
@@ -52,12 +44,12 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
         )
     elif getattr(given, "func", given).__module__ != DocumentDataset.__module__:
         log.warning(
-            "data: %s of the script is replaced by whole documents from --data-path (%s)", named, job.config.documents
+            "data: %s of the script is replaced by whole documents of the corpora (%s)", named, job.config.documents
         )
 
     def build(*args: Any, **kwargs: Any) -> Any:
         train, valid, test = provider(*args, **kwargs)
-        job.train_data = train if isinstance(train, DocumentDataset) else None
+        job.train_data = train if isinstance(train, (DocumentDataset, DocumentBlend)) else None
         return train, valid, test
 
     if getattr(provider, "is_distributed", False):

@@ -58,7 +58,7 @@ def training(cfg_container: Any) -> Iterator[None]:
     """
     from megatron.training import get_args
 
-    from megatron_balance.megatron.data import data_reasons
+    from megatron_balance.megatron.corpora import data_reasons
     from megatron_balance.megatron.documents import names_corpus
     from megatron_balance.megatron.gpt import give_layer_spec
     from megatron_balance.megatron.session import Session, opened

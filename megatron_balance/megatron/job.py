@@ -8,7 +8,7 @@ from typing import Protocol
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.megatron.data import Documents
 from megatron_balance.planning.run import Run
 from megatron_balance.training.pool import Pool
 
@@ -29,7 +29,7 @@ class PlannedJob(Protocol):
     """Strategies that training changes between; none: it runs the layout."""
     ping_pong: bool
     """Whether microbatches run as two nano-batches."""
-    train_data: DocumentDataset | None
+    train_data: Documents | None
     """The training samples if they are ours."""
 
     @property

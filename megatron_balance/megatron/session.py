@@ -33,7 +33,7 @@ from megatron_balance.megatron.arguments import (
     row_multiple,
 )
 from megatron_balance.megatron.changes import Changes
-from megatron_balance.megatron.data import DocumentDataset, num_columns
+from megatron_balance.megatron.data import Documents, num_columns
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.place import Place
@@ -83,7 +83,7 @@ class Session:
         self.steps = StepLog(log_target(args, config))
         self.bind_ahead = BindAhead()
         """Where the plans of coming microbatches are looked up."""
-        self.train_data: DocumentDataset | None = None
+        self.train_data: Documents | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
         self._roll: RollCall | None = None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, DataError
-from megatron_balance.megatron.data import DocumentDataset, unpack
+from megatron_balance.megatron.data import Documents, unpack
 from megatron_balance.training.ledger import Held
 from megatron_balance.training.nano_batches import NOTHING, Recalled
 from megatron_balance.training.plans import Draw
@@ -51,9 +51,7 @@ def read(
     return microbatches, None
 
 
-def numbered(
-    data: DocumentDataset, draw: Draw, micro_batch_size: int, pool: Pool
-) -> Iterator[Mapping[str, torch.Tensor]]:
+def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
     """The microbatches of this rank's replica by the numbers of their samples, in place of Megatron's
     iterator, which counts on where a step drew less.
 
@@ -68,7 +66,7 @@ def numbered(
 
 def recall(
     wanted: Sequence[Held],
-    data: DocumentDataset | None,
+    data: Documents | None,
     pool: Pool,
     parallel: TensorParallel,
     device: torch.device,
@@ -106,7 +104,7 @@ def recall(
     return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
 
 
-def _read_again(data: DocumentDataset, held: Held, depths: int) -> torch.Tensor:
+def _read_again(data: Documents, held: Held, depths: int) -> torch.Tensor:
     """Rows [n, C] of a document that waited."""
     sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
     lengths = sample.lengths

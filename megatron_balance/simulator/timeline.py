@@ -2,22 +2,27 @@
 open.
 
 One process a rank, one track a stream: the forward of one layer, then its backward, of one
-microbatch.
+microbatch. A span of an exchange says the bytes that the rank sends and receives in it, and with
+whom; an arrow goes from the span that sends to the one that receives; a counter of each rank is the
+bytes that it has under way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import Phase, phase_of
 
 MOST_RANKS = 128
 """The event engine traces: it keeps every op of every rank."""
@@ -42,12 +47,65 @@ def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") ->
     )
     call = events(plan, machine, policy, (linear[0], linear[1]), trace=True)
     second = float(call.forward.end_s.max())
-    spans = [*_linear(linear[0], "forward"), *(_span(each, "forward", 0.0) for each in call.forward.occupied)]
-    spans += [
-        *_linear(linear[1], "backward", second),
-        *(_span(each, "backward", second) for each in call.backward.occupied),
-    ]
-    return {"traceEvents": [*_names(spans, machine), *_numbered(spans)], "displayTimeUnit": "ms"}
+    ranks = compile_ranks(plan, policy)
+    moved: list[dict[str, Any]] = []
+    spans: list[dict[str, Any]] = []
+    for name, backward, offset_s, outcome in (
+        ("forward", False, 0.0, call.forward),
+        ("backward", True, second, call.backward),
+    ):
+        own = [_span(each, name, offset_s) for each in outcome.occupied]
+        moved += _movements(own, phase_of(ranks, machine, backward=backward), len(moved))
+        spans += [*_linear(linear[backward], name, offset_s), *own]
+    numbered = _numbered([*spans, *moved])
+    return {"traceEvents": [*_names(spans, machine), *numbered], "displayTimeUnit": "ms"}
+
+
+def _movements(spans: list[dict[str, Any]], phase: Phase, first: int) -> list[dict[str, Any]]:
+    """Arrows and counters of a phase; spans of exchanges are told their bytes and peers.
+
+    `first`: number from which arrows are counted.
+    """
+    by_place = {(s["pid"], s["args"]["exchange"], s["name"].rsplit(" ", 1)[0], s["tid"]): s for s in spans}
+    made: list[dict[str, Any]] = []
+    under_way: dict[int, list[tuple[float, int]]] = {}
+    for (a, b), stream, num_bytes in _transfers(phase, by_place):
+        for end, way, other in ((a, "sent", b), (b, "received", a)):
+            args = end["args"]
+            args[f"{way}_bytes"] = args.get(f"{way}_bytes", 0) + num_bytes
+            args["peers"] = sorted({*args.get("peers", ()), other["pid"]})
+            under_way.setdefault(end["pid"], []).extend([(end["ts"], num_bytes), (end["ts"] + end["dur"], -num_bytes)])
+        arrow = {"name": "transfer", "cat": a["cat"], "id": first + len(made)}
+        middle = b["ts"] + b["dur"] / 2
+        made += [
+            {**arrow, "ph": "s", "ts": min(a["ts"], middle), "pid": a["pid"], "tid": stream},
+            {**arrow, "ph": "f", "bp": "e", "ts": middle, "pid": b["pid"], "tid": stream},
+        ]
+    for rank, changes in sorted(under_way.items()):
+        level = 0
+        for ts in sorted({ts for ts, _ in changes}):
+            level += sum(change for at, change in changes if at == ts)
+            made.append({"name": "bytes under way", "ph": "C", "ts": ts, "pid": rank, "args": {"bytes": level}})
+    return made
+
+
+def _transfers(
+    phase: Phase, by_place: dict[tuple[int, int, str, str], dict[str, Any]]
+) -> Iterator[tuple[tuple[dict[str, Any], dict[str, Any]], str, int]]:
+    """(Span that sends, span that receives), stream and bytes of every hop.
+
+    A collective is as many hops as pairs of ranks that it moves something between.
+    """
+    for flow in phase.flows:
+        a, b = (by_place[rank, flow.exchange, flow.leg, flow.stream] for rank in (flow.a, flow.b))
+        yield (a, b), flow.stream, flow.num_bytes
+    for group in phase.collectives:
+        for row, a in enumerate(group.ranks):
+            for column, b in enumerate(group.ranks):
+                num_bytes = int(group.num_bytes[row, column])
+                if num_bytes and row != column:
+                    ends = (by_place[rank, group.exchange, "direct", group.stream] for rank in (a, b))
+                    yield (next(ends), next(ends)), group.stream, num_bytes
 
 
 def _linear(seconds: Floats, phase: str, offset_s: float = 0.0) -> list[dict[str, Any]]:
@@ -74,7 +132,8 @@ def _span(each: Occupied, phase: str, offset_s: float) -> dict[str, Any]:
 def _tracks(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
     """A number for every stream of every rank, "compute" first."""
     tracks = sorted(
-        {(span["pid"], span["tid"]) for span in spans}, key=lambda track: (track[0], track[1] != "compute", track[1])
+        {(span["pid"], span["tid"]) for span in spans if "tid" in span},
+        key=lambda track: (track[0], track[1] != "compute", track[1]),
     )
     first: dict[int, int] = {}
     for at, (rank, _) in enumerate(tracks):
@@ -84,7 +143,7 @@ def _tracks(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
 
 def _numbered(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     tracks = _tracks(spans)
-    return [{**span, "tid": tracks[span["pid"], span["tid"]]} for span in spans]
+    return [{**span, "tid": tracks[span["pid"], span["tid"]]} if "tid" in span else span for span in spans]
 
 
 def _names(spans: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:

@@ -19,13 +19,14 @@ import hashlib
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.idx import read_index
+from megatron_balance.workloads.order_cache import Corpus
 
 CutPolicy = Literal["split", "truncate"]
 """`split`: what is left of a document longer than the context is a document of its own; `truncate`:
@@ -37,6 +38,7 @@ Filling = Literal["next_fit", "best_fit"]
 sample that has room, of the `WINDOW` last ones that are not full.
 """
 
+DEFAULT_FILLING: Filling = "best_fit"
 WINDOW = 64
 
 # A global batch spans two epochs at most, unless an epoch is smaller than a batch.
@@ -163,17 +165,18 @@ class DocumentStream:
 
     def __init__(
         self,
-        document_lengths: NDArray[np.int64],
+        corpus: NDArray[np.int64] | Corpus,
         seq_length: int,
         seed: int,
         policy: CutPolicy = "split",
         documents: range | None = None,
-        filling: Filling = "next_fit",
+        filling: Filling = DEFAULT_FILLING,
     ) -> None:
         """Cut and number the documents; nothing is packed before a sample is asked for.
 
         Args:
-            document_lengths: [documents] of the whole corpus, in tokens.
+            corpus: opened, or the lengths [documents] of all its documents, in tokens. Where it has a
+                cache, pieces and orders are mapped from its files.
             seq_length: context length and most tokens of a sample.
             seed: of the shuffles, at least 0.
             policy: `split` or `truncate`.
@@ -193,11 +196,21 @@ class DocumentStream:
             raise ConfigError(f"document policy {policy!r}: choose 'split' or 'truncate'")
         if filling not in ("next_fit", "best_fit"):
             raise ConfigError(f"filling of samples {filling!r}: choose 'next_fit' or 'best_fit'")
-        part = range(len(document_lengths)) if documents is None else documents
-        if part.step != 1 or part.start < 0 or part.stop > len(document_lengths):
-            raise ConfigError(f"documents {part} are not a run of the corpus's {len(document_lengths)} documents")
-        self._pieces = cut(document_lengths[part.start : part.stop], seq_length, policy)
-        self._pieces[:, 0] += part.start
+        cache = corpus.cache if isinstance(corpus, Corpus) else None
+        num_documents = corpus.index.num_documents if isinstance(corpus, Corpus) else len(corpus)
+        part = range(num_documents) if documents is None else documents
+        if part.step != 1 or part.start < 0 or part.stop > num_documents:
+            raise ConfigError(f"documents {part} are not a run of the corpus's {num_documents} documents")
+
+        def pieces() -> NDArray[np.int64]:
+            lengths = corpus.index.document_lengths if isinstance(corpus, Corpus) else corpus
+            found = cut(lengths[part.start : part.stop], seq_length, policy)
+            found[:, 0] += part.start
+            return found
+
+        self._cut = None if cache is None else cache.under("pieces", seq_length, policy, part)
+        self._cache = None if cache is None else cache.under(seq_length, seed, policy, part, filling, WINDOW)
+        self._pieces = pieces() if self._cut is None else self._cut.get("pieces", pieces)
         if not len(self._pieces):
             raise DataError(
                 f"documents {part.start} to {part.stop} of the corpus hold no token; choose another split or corpus"
@@ -206,14 +219,22 @@ class DocumentStream:
         self.seed = seed
         self.policy: CutPolicy = policy
         self.filling: Filling = filling
-        self._lengths = self._pieces[:, 2] - self._pieces[:, 1]
         self._first_sample = [0]  # of each epoch known so far
         self._epochs: dict[int, Epoch] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the arrays that are mapped: pickled, they would be copies."""
+        return self.__dict__ if self._cut is None else {**self.__dict__, "_pieces": None, "_epochs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._cut is not None:
+            self._pieces = self._cut.get("pieces", _missing)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one epoch."""
-        return int(self._lengths.sum())
+        return int(_lengths(self._pieces).sum())
 
     @property
     def num_pieces(self) -> int:
@@ -245,7 +266,7 @@ class DocumentStream:
 
     def lengths_of(self, index: int) -> tuple[int, ...]:
         """Lengths in tokens of the sequences of sample `index`."""
-        return tuple(self._lengths[self._members(index)].tolist())
+        return tuple(_lengths(self._pieces[self._members(index)]).tolist())
 
     def lengths_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Lengths of all sequences of samples [start, stop), in order: what a pool reads in one
@@ -257,6 +278,11 @@ class DocumentStream:
         """16 hex digits of everything sample(i) depends on; a resumed run that shows another one
         would lose or repeat tokens.
         """
+        if self._cache is None:
+            return self._digest()
+        return bytes(self._cache.get("fingerprint", lambda: np.frombuffer(self._digest().encode(), np.uint8))).decode()
+
+    def _digest(self) -> str:
         how = self.policy if self.filling == "next_fit" else f"{self.policy} {self.filling} {WINDOW}"
         digest = hashlib.sha256(f"{self.seq_length} {self.seed} {how} ".encode())
         digest.update(self._pieces.astype("<i8").tobytes())
@@ -274,21 +300,45 @@ class DocumentStream:
 
     def _filled(self, order: NDArray[np.int64]) -> Epoch:
         """The samples of pieces in that order."""
-        lengths = self._lengths[order]
+        lengths = _lengths(self._pieces)[order]
         if self.filling == "next_fit":
             return Epoch(order, pack(lengths, self.seq_length))
         packed = pack_best_fit(lengths, self.seq_length)
         return Epoch(order[packed.order], packed.bounds)
 
+    def _packed(self, epoch: int) -> Epoch:
+        """The samples of an epoch, computed or from the cache."""
+
+        def make() -> Epoch:
+            return self._filled(shuffled(len(self._pieces), self.seed, epoch))
+
+        if self._cache is None:
+            return make()
+
+        def flat() -> NDArray[np.int64]:
+            made = make()
+            return np.concatenate([made.order, made.bounds])
+
+        found = self._cache.get(f"epoch{epoch}", flat)
+        return Epoch(found[: len(self._pieces)], found[len(self._pieces) :])
+
     def _epoch(self, epoch: int) -> Epoch:
         packed = self._epochs.pop(epoch, None)
         if packed is None:
-            order = shuffled(len(self._pieces), self.seed, epoch)
-            packed = self._filled(order)
+            packed = self._packed(epoch)
             if len(self._epochs) == KEPT_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
         self._epochs[epoch] = packed  # last in the dict: the least recently used one goes first
         return packed
+
+
+def _missing() -> NDArray[np.int64]:
+    raise DataError("the cached order of the documents is gone from its folder; start the run again")
+
+
+def _lengths(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens of pieces [n, 3]."""
+    return pieces[:, 2] - pieces[:, 1]
 
 
 def open_stream(
@@ -297,12 +347,12 @@ def open_stream(
     seed: int,
     policy: CutPolicy = "split",
     documents: range | None = None,
-    filling: Filling = "next_fit",
+    filling: Filling = DEFAULT_FILLING,
 ) -> DocumentStream:
     """The stream over a Megatron corpus, from its index alone: any process plans ahead with it,
     without torch and without the tokens.
     """
-    return DocumentStream(read_index(prefix).document_lengths, seq_length, seed, policy, documents, filling)
+    return DocumentStream(Corpus(read_index(prefix)), seq_length, seed, policy, documents, filling)
 
 
 def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:

@@ -22,6 +22,7 @@ import filecmp
 import os
 import struct
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,30 +45,57 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorpusIndex:
-    """Contents of a `.idx`, checked against the `.bin` beside it."""
+    """A `.idx` mapped into memory: what no one looks at takes none, and processes share the rest."""
 
     prefix: str
     dtype: np.dtype[np.integer]
-    first_token: NDArray[np.int64]
-    """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`.
-    """
+    lengths: NDArray[np.int32]
+    """[sequences] of Megatron, in tokens."""
+    pointers: NDArray[np.int64]
+    """[sequences] byte offsets in the `.bin`."""
     first_sequence: NDArray[np.int64]
-    """[documents + 1]: the same in Megatron's sequences, which is how its IndexedDataset is asked
-    for tokens.
+    """[documents + 1]: document i is the sequences first_sequence[i] to first_sequence[i + 1], by
+    which Megatron's IndexedDataset is asked for tokens.
     """
+
+    def __reduce__(self) -> tuple[Callable[[str], CorpusIndex], tuple[str]]:
+        return map_index, (self.prefix,)  # a mapped array would be pickled as a copy
 
     @property
     def num_documents(self) -> int:
-        return len(self.first_token) - 1
+        return len(self.first_sequence) - 1
 
     @property
     def num_tokens(self) -> int:
-        return int(self.first_token[-1])
+        return self.first_token_of(self.num_documents)
+
+    @property
+    def first_token(self) -> NDArray[np.int64]:
+        """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`.
+
+        Computed from the whole index.
+        """
+        ends = np.append(self.pointers, self._end_bytes) // self.dtype.itemsize
+        return ends[self.first_sequence]
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """[documents] lengths in tokens, zeros included."""
+        """[documents] lengths in tokens, zeros included. Computed from the whole index."""
         return np.diff(self.first_token)
+
+    def first_token_of(self, document: int) -> int:
+        """Where a document begins in the `.bin`, in tokens; of `num_documents`: where it ends."""
+        sequence = int(self.first_sequence[document])
+        at = int(self.pointers[sequence]) if sequence < len(self.pointers) else self._end_bytes
+        return at // self.dtype.itemsize
+
+    def tokens_of(self, documents: range) -> int:
+        """Tokens of a run of documents."""
+        return self.first_token_of(documents.stop) - self.first_token_of(documents.start) if documents else 0
+
+    @property
+    def _end_bytes(self) -> int:
+        return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
 
     def largest_token(self) -> int:
         """Largest token id of the corpus; reads the whole `.bin`."""
@@ -90,28 +118,53 @@ def bin_path(prefix: str) -> Path:
 
 
 def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
-    """Open the corpus at `prefix` and check that its two files belong together.
+    """Open the corpus at `prefix` and check all of its index, and that its two files belong together.
 
     Raises:
         DataError: a file is missing, truncated, too long, not Megatron's, or the corpus holds no
             tokens.
     """
+    index = map_index(prefix)
+    check_index(index)
+    return index
+
+
+def map_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
+    """Open the corpus at `prefix`: sizes of files and the header are checked, not what the index says
+    of documents (`check_index`).
+
+    Raises:
+        DataError: a file is missing, is not Megatron's, or the index has another size than its header
+            says, or is empty.
+    """
     prefix = prefix_of(prefix)
     path = idx_path(prefix)
-    bin_bytes = _size(bin_path(prefix), prefix)
+    _size(bin_path(prefix), prefix)
     idx_bytes = _size(path, prefix)
     try:
         with path.open("rb") as stream:
             num_sequences, num_boundaries, dtype = _read_header(stream, path, idx_bytes)
-            body = stream.read()
+        if num_sequences == 0 or num_boundaries < 2:
+            raise DataError(
+                f"{path}: the corpus is empty, it has {num_sequences} sequences in {max(num_boundaries - 1, 0)} "
+                "documents"
+            )
+        body = np.memmap(path, dtype=np.uint8, mode="r", offset=HEADER.size)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    lengths, pointers, boundaries = _split_body(body, num_sequences, num_boundaries)
-    _check_documents(path, lengths, pointers, boundaries, dtype.itemsize)
-    ends = np.zeros(num_sequences + 1, dtype=np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    _check_bin(prefix, bin_bytes, int(ends[-1]), dtype)
-    return CorpusIndex(prefix, dtype, first_token=ends[boundaries], first_sequence=boundaries)
+    return CorpusIndex(prefix, dtype, *_split_body(body, num_sequences, num_boundaries))
+
+
+def check_index(index: CorpusIndex) -> None:
+    """Check that lengths, offsets and boundaries fit one another and the `.bin`.
+
+    Reads the whole index.
+
+    Raises:
+        DataError: they do not, or the corpus holds no tokens.
+    """
+    _check_documents(idx_path(index.prefix), index.lengths, index.pointers, index.first_sequence, index.dtype.itemsize)
+    check_bin(index)
 
 
 def _size(path: Path, prefix: str) -> int:
@@ -162,7 +215,7 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
 
 
 def _split_body(
-    body: bytes, num_sequences: int, num_boundaries: int
+    body: NDArray[np.uint8], num_sequences: int, num_boundaries: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind
     the header.
@@ -179,10 +232,6 @@ def _check_documents(
     """Lengths, offsets and boundaries must describe documents that follow one another without gap
     or overlap.
     """
-    if len(lengths) == 0 or len(boundaries) < 2:
-        raise DataError(
-            f"{path}: the corpus is empty, it has {len(lengths)} sequences in {max(len(boundaries) - 1, 0)} documents"
-        )
     if (lengths < 0).any():
         at = int(np.argmax(lengths < 0))
         raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
@@ -202,7 +251,14 @@ def _check_documents(
         )
 
 
-def _check_bin(prefix: str, bin_bytes: int, num_tokens: int, dtype: np.dtype[np.integer]) -> None:
+def check_bin(index: CorpusIndex) -> None:
+    """Check that the `.bin` holds the tokens that the index describes.
+
+    Raises:
+        DataError: it does not, or there are none.
+    """
+    prefix, dtype, num_tokens = index.prefix, index.dtype, index.num_tokens
+    bin_bytes = _size(bin_path(prefix), prefix)
     if num_tokens == 0:
         raise DataError(f"{idx_path(prefix)}: the corpus is empty, none of its documents has a token")
     expected = num_tokens * dtype.itemsize

@@ -23,10 +23,11 @@ from megatron.training import global_vars
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
-from megatron_balance.megatron import data
+from megatron_balance.megatron import corpora, data
 from megatron_balance.training.sequences import from_bits
 from megatron_balance.workloads.documents import CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
+from megatron_balance.workloads.order_cache import Corpus
 
 pytestmark = pytest.mark.megatron
 
@@ -55,12 +56,17 @@ def dataset(
 ) -> data.DocumentDataset:
     index = read_index(prefix)
     chosen = data.DataOptions(SEQ_LENGTH, 7, policy, **options)  # pyright: ignore[reportArgumentType]
-    return data.DocumentDataset(index, range(index.num_documents), num_samples, chosen)
+    return data.DocumentDataset(Corpus(index), range(index.num_documents), num_samples, chosen)
 
 
 def arguments(prefix: str, **changed: object) -> Any:
     usual: dict[str, object] = {
         "data_path": [prefix],
+        "data_args_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "per_split_data_args_path": None,
         "split": "100,0,0",
         "seq_length": SEQ_LENGTH,
         "seed": 7,
@@ -219,16 +225,16 @@ def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: 
     expected = [
         range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs
     ]
-    ours = split_documents(num_documents, data.parse_split(split))
+    ours = split_documents(num_documents, corpora.parse_split(split))
     assert [list(part) for part in ours] == [list(part) for part in expected]
 
 
 def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix, split="60,25,15", eval_iters=2))
     train, valid, test = data.document_datasets_provider((100, 20, 10))
-    assert train is not None
-    assert valid is not None
-    assert test is not None
+    assert isinstance(train, data.DocumentDataset)
+    assert isinstance(valid, data.DocumentDataset)
+    assert isinstance(test, data.DocumentDataset)
     assert [(part.split, len(part)) for part in (train, valid, test)] == [
         (Split.train, 100),
         (Split.valid, 20),
@@ -246,7 +252,7 @@ def test_every_rank_is_asked_for_data(prefix: str, monkeypatch: pytest.MonkeyPat
     assert provider.is_distributed is True  # pyright: ignore[reportFunctionMemberAccess]
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix))
     train, valid, test = provider((8, 0, 0), vp_stage=0)
-    assert train is not None
+    assert isinstance(train, data.DocumentDataset)
     assert train.stream.policy == "truncate"
     assert (valid, test) == (None, None)
 
@@ -258,7 +264,7 @@ def test_a_test_set_without_documents_is_left_out(prefix: str) -> None:
 
 def test_full_validation_reads_one_epoch(prefix: str) -> None:
     valid = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, None, 4), "split")[1]
-    assert valid is not None
+    assert isinstance(valid, data.DocumentDataset)
     assert len(valid) == valid.stream.num_samples(0)
 
 
@@ -278,16 +284,15 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
     ("changed", "error", "sentence"),
     [
         ({"data_path": None}, ConfigError, "--data-path: missing; name a corpus"),
+        ({"data_path": ["0", "a", "1", "b"]}, DataError, "a.bin: No such file"),
         (
-            {"data_path": ["0.3", "a", "0.7", "b"]},
+            {"data_path": None, "per_split_data_args_path": "paths.json"},
             ConfigError,
-            "--data-path 0.3 a 0.7 b: 4 values, a blend; .* exactly one PREFIX",
+            "the data paths: expected PREFIX, ",
         ),
-        (
-            {"data_path": None, "train_data_path": ["a"]},
-            ConfigError,
-            "--train-data-path: whole documents are read from one corpus",
-        ),
+        ({"data_path": None, "data_args_path": "/nowhere/paths"}, ConfigError, "/nowhere/paths: cannot be read"),
+        ({"data_path": None, "train_data_path": ["/nowhere/a"]}, DataError, "/nowhere/a.bin: No such file"),
+        ({"multiple_validation_sets": True}, ConfigError, "--multiple-validation-sets: .* as one set"),
         ({"fim_data": True}, ConfigError, "--fim-data rearranges documents"),
         (
             {"fim_data": True, "dataloader_type": "cyclic"},
@@ -298,14 +303,21 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
         ({"phase_transition_iterations": [5]}, ConfigError, "--phase-transition-iterations"),
         ({"split": "0,0,0"}, ConfigError, "--split 0,0,0: expected up to three weights"),
         ({"split": "1,2,3,4"}, ConfigError, "--split 1,2,3,4: expected up to three weights"),
-        ({"split": "0,1,0"}, ConfigError, "leaves no documents of 12 in .* for the train set"),
+        ({"split": "0,1,0"}, ConfigError, "leaves no documents of .* for the train set"),
         ({"split": "1,0,0"}, ConfigError, "for the valid set; give it a larger share or set --eval-iters 0"),
         ({"data_path": ["/nowhere/corpus"]}, DataError, "/nowhere/corpus.bin: No such file"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
-    prefix: str, changed: dict[str, object], error: type[BalanceError], sentence: str
+    prefix: str,
+    changed: dict[str, object],
+    error: type[BalanceError],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("paths.json").write_text('{"train": []}')
     with pytest.raises(error, match=sentence):
         data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
 
@@ -342,3 +354,90 @@ def test_token_ids_that_the_model_cannot_embed_are_named(prefix: str) -> None:
         DataError, match=r"token ids from \d+ to 999, the model's vocabulary has 500; use the tokenizer"
     ):
         list(map(train.__getitem__, range(len(train))))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    """A corpus of 30 documents of one token id, 1500."""
+    with CorpusWriter(tmp_path / "other", "int32") as writer:
+        for length in range(1, 31):
+            writer.add_document(np.full(length, 1500))
+    return str(tmp_path / "other")
+
+
+def is_other(sample: dict[str, torch.Tensor]) -> bool:
+    return bool((sample["tokens"] == 1500).any())
+
+
+def test_a_blend_deals_samples_of_its_corpora_by_weight(prefix: str, other: str) -> None:
+    args = arguments(prefix, data_path=["3", prefix, "1", other], split="80,20,0", eval_iters=1)
+    train, valid, _ = data.build_datasets(args, (80, 16, 0), "split")
+    assert train is not None
+    assert valid is not None
+    for samples in (train, valid):
+        of_other = [is_other(samples[index]) for index in range(16)]
+        assert [sum(of_other[at : at + 4]) for at in range(0, 16, 4)] == [1, 1, 1, 1]
+    alone = data.build_datasets(arguments(prefix, split="80,20,0", eval_iters=1), (80, 16, 0), "split")[0]
+    assert alone is not None
+    mine = [train[index]["tokens"].tolist() for index in range(80) if not is_other(train[index])]
+    assert mine == [alone[index]["tokens"].tolist() for index in range(60)]
+    assert train.sample_lengths(5) == data.unpack({name: column[None] for name, column in train[5].items()}).lengths
+    heavier = data.build_datasets(arguments(prefix, data_path=["4", prefix, "1", other]), (80, 0, 0), "split")[0]
+    assert heavier is not None
+    assert len({train.fingerprint(), alone.fingerprint(), heavier.fingerprint()}) == 3
+
+
+def test_full_validation_of_a_blend_reads_an_epoch_of_each(prefix: str, other: str) -> None:
+    args = arguments(prefix, data_path=["9", prefix, "1", other], split="50,50,0", eval_iters=1)
+    valid = data.build_datasets(args, (8, None, 0), "split")[1]
+    assert isinstance(valid, data.DocumentBlend)
+    read = [tuple(valid[index]["tokens"].tolist()) for index in range(len(valid))]
+    each = [part[index]["tokens"] for part in valid.parts for index in range(len(part))]
+    assert sorted(read) == sorted(tuple(tokens.tolist()) for tokens in each)
+
+
+def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "paths").write_text(f"0.5 {prefix} 0.5 {other}\n")
+    (tmp_path / "splits").write_text(f'{{"train": "{prefix}", "valid": ["{other}"], "test": "{other}"}}')
+    blend = data.build_datasets(
+        arguments(prefix, data_path=None, data_args_path=str(tmp_path / "paths")), (8, 0, 0), "split"
+    )
+    assert blend[0] is not None
+    assert [is_other(blend[0][index]) for index in range(4)] == [False, True, False, True]
+    by_flags = {"train_data_path": [prefix], "valid_data_path": ["1.0", other]}
+    for given in (by_flags, {"per_split_data_args_path": str(tmp_path / "splits")}):
+        args = arguments(prefix, data_path=None, split=None, eval_iters=1, **given)
+        train, valid, _ = data.build_datasets(args, (20, 8, 0), "split")
+        assert train is not None
+        assert valid is not None
+        assert train.fingerprint() == data.build_datasets(arguments(prefix), (8, 0, 0), "split")[0].fingerprint()  # type: ignore[union-attr]
+        assert not any(is_other(train[index]) for index in range(20))
+        assert all(is_other(valid[index]) for index in range(8))
+
+
+def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = data.build_datasets(arguments(prefix), (60, 0, 0), "split")[0]
+    monkeypatch.setattr(corpora, "CACHED_FROM", 1)
+    args = arguments(prefix, data_cache_path=str(tmp_path / "kept"))
+    first = data.build_datasets(args, (60, 0, 0), "split")[0]
+    assert usual is not None
+    assert first is not None
+    samples = [first[index]["tokens"].tolist() for index in range(60)]
+    assert samples == [usual[index]["tokens"].tolist() for index in range(60)]
+    assert first.fingerprint() == usual.fingerprint()
+
+    def sorts(*_: object) -> None:
+        raise AssertionError("the order is kept")
+
+    for name in ("cut", "shuffled", "pack_best_fit"):
+        monkeypatch.setattr(f"megatron_balance.workloads.documents.{name}", sorts)
+    monkeypatch.setattr("megatron_balance.workloads.idx._check_documents", sorts)
+    again = data.build_datasets(args, (60, 0, 0), "split")[0]
+    assert again is not None
+    assert [again[index]["tokens"].tolist() for index in range(60)] == samples
+    assert again.fingerprint() == usual.fingerprint()
+    text = pickle.dumps(again)
+    assert pickle.loads(text)[5]["tokens"].tolist() == samples[5]
+    assert len(text) < 4000, "maps are opened again, not copied"

@@ -110,7 +110,7 @@ def test_samples_hold_whole_pieces_up_to_the_context_length(
 def test_a_sample_ends_only_where_the_next_piece_does_not_fit_or_the_epoch_ends(
     lengths: list[int], seq_length: int, seed: int
 ) -> None:
-    stream = DocumentStream(np.array(lengths), seq_length, seed)
+    stream = DocumentStream(np.array(lengths), seq_length, seed, filling="next_fit")
     for epoch in range(3):
         samples = range(stream.first_sample(epoch), stream.first_sample(epoch + 1))
         for index in samples[:-1]:

@@ -32,7 +32,8 @@ STARTS = np.cumsum(DOCUMENTS) - DOCUMENTS
 
 
 def stream(seed: int = 5) -> DocumentStream:
-    return DocumentStream(DOCUMENTS, CONTEXT, seed)
+    # Samples with room: full ones leave fewer steps in which documents wait.
+    return DocumentStream(DOCUMENTS, CONTEXT, seed, filling="next_fit")
 
 
 def tokens_of(piece: Piece) -> torch.Tensor:

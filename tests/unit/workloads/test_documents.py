@@ -159,11 +159,11 @@ def test_the_fingerprint_sees_every_input() -> None:
         ({"filling": "worst"}, ConfigError, "filling of samples 'worst': choose 'next_fit' or 'best_fit'"),
         ({"documents": range(1, 4)}, ConfigError, "documents range"),
         ({"documents": range(0)}, DataError, "documents 0 to 0 of the corpus hold no token"),
-        ({"document_lengths": array(0, 0, 0)}, DataError, "hold no token"),
+        ({"corpus": array(0, 0, 0)}, DataError, "hold no token"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, object], error: type[Exception], sentence: str) -> None:
-    usual: dict[str, object] = {"document_lengths": array(3, 4, 5), "seq_length": 8, "seed": 1}
+    usual: dict[str, object] = {"corpus": array(3, 4, 5), "seq_length": 8, "seed": 1}
     with pytest.raises(error, match=sentence):
         DocumentStream(**(usual | arguments))  # pyright: ignore[reportArgumentType]
 
