@@ -63,7 +63,7 @@ class _Tables(NamedTuple):
         )
 
     def moving(self, rank: int, kind: Kind, side: int) -> _Regions:
-        """What `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`)."""
+        """Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`)."""
         chosen = (self.moved[:, side] == rank) & (self.moved[:, Transfer.KIND] == kind)
         return _Regions(self.moving_op[chosen], self.moved[chosen, Transfer.REGION])
 

@@ -1,5 +1,5 @@
-"""What of the NCCL path needs no GPU: random programs under the rendezvous of NCCL's hosts, and what
-ranks give to their streams, checked for races.
+"""Parts of the NCCL path that need no GPU: random programs under the rendezvous of NCCL's hosts, and
+what ranks give to their streams, checked for races.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Drawn:
         return f"{self.planner}, {self.way}, {self.case}"
 
     def recorded(self) -> Recorded:
-        """What the rank gives to its streams, forward and backward."""
+        """Launches, events and waits that the rank gives to its streams, forward and backward."""
         plans = [plan(self.planner, self.case)]
         if self.two_nano_batches:
             plans.append(plan(self.planner, replace(self.case, batch=Batch(self.case.batch.lengths[::-1][:3]))))
