@@ -13,10 +13,11 @@ FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/megatron-balance
 
-# The patches are reviewed against this version's source. --no-deps: the image's own torch stays.
-ARG MEGATRON_CORE=0.19.2
-RUN pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" \
- && pip install --no-cache-dir "psutil>=5.9"
+# All that is installed here stands in locks, with hashes, but a Transformer Engine that the base lacks.
+# megatron-core: the patches are reviewed against exactly that source. --no-deps: the base's own torch
+# and NumPy stay, and so do its constraints, which are set aside for this step alone.
+COPY scripts/locks scripts/locks
+RUN PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps --require-hashes -r scripts/locks/image.txt
 
 # The image's own Transformer Engine serves from this version up: what Megatron's lock file held
 # after 0.19. Only an older one, or none, is replaced: its extension is then compiled against the
@@ -32,16 +33,25 @@ RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9
         "transformer-engine-torch==${TRANSFORMER_ENGINE}"; \
     fi
 
-# Gurobi is one of the solvers of the remap; its licence is the user's: mount it and set
-# GRB_LICENSE_FILE.
-ARG GUROBIPY=13.0.3
-RUN pip install --no-cache-dir "gurobipy==${GUROBIPY}"
+# Gurobi, proprietary, is one of the solvers of the remap: only with --build-arg GUROBI=1. Its licence is
+# the user's: mount it and set GRB_LICENSE_FILE.
+ARG GUROBI=
+RUN if [ -n "${GUROBI}" ]; then pip install --no-cache-dir --no-deps --require-hashes -r scripts/locks/gurobi.txt; fi
 
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_balance megatron_balance
 COPY patches patches
 COPY configs configs
-RUN pip install --no-cache-dir . && megatron-balance --help >/dev/null
+COPY scripts/sbom.py scripts/sbom.py
+# setuptools builds the package from a folder of its own, and leaves with it.
+RUN PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps --require-hashes --target /tmp/build -r scripts/locks/build.txt \
+ && PYTHONPATH=/tmp/build pip install --no-cache-dir --no-deps --no-build-isolation . \
+ && rm -r /tmp/build \
+ && megatron-balance --help >/dev/null
+# What the image adds to its base, as CycloneDX. What Gurobi adds has a bill of its own.
+RUN mkdir -p /usr/share/sbom \
+ && python scripts/sbom.py scripts/locks/image.txt >/usr/share/sbom/megatron-balance.cdx.json \
+ && if [ -n "${GUROBI}" ]; then python scripts/sbom.py scripts/locks/gurobi.txt >/usr/share/sbom/gurobi.cdx.json; fi
 
 # Which NCCL wins: the image's, in the system's library path. Its torch is linked against that one,
 # and the network plugins of the image (HPC-X, RDMA and SHARP) were built for it. A wheel of NCCL

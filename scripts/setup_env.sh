@@ -2,13 +2,10 @@
 # Creates or refreshes .venv in the repository; made to be sourced.
 #
 #   source scripts/setup_env.sh
-#   setup_env train dev        # extras of pyproject.toml; sets PYTHON to the environment's interpreter
+#   setup_env train        # a lock in scripts/locks: train (the demo) or dev (the tests); sets PYTHON to the interpreter
 #
-# Nothing is installed twice: each extra leaves a stamp with the checksum of what it was installed from.
-
-# What the tests and the demo were measured with. pyproject.toml allows more; a cluster brings its own torch.
-TESTED_TORCH="torch==2.13.0"
-TESTED_MEGATRON="megatron-core==0.19.2"
+# All that is installed stands in the lock, with the hashes of its files; scripts/lock.sh writes them. Nothing is
+# installed twice: each lock leaves a stamp with the checksum of what it was installed from.
 
 # Wheels whose Python files the tests read, to hold our calls against the real signatures. They are
 # unpacked into .venv/upstream, without what they need, and never imported: 1.5 MB to fetch.
@@ -39,28 +36,27 @@ find_python() {
   return 1
 }
 
-install_extra() {
-  local extra=$1
-  case "$extra" in
-    base) "$PYTHON" -m pip install -qq --editable . ;;
-    train)
-      # --no-deps: the wheel alone is what is needed, torch is pinned by us.
-      "$PYTHON" -m pip install -qq "$TESTED_TORCH" numpy packaging psutil &&
-        "$PYTHON" -m pip install -qq --no-deps "$TESTED_MEGATRON"
-      ;;
-    *) "$PYTHON" -m pip install -qq --editable ".[$extra]" ;;
-  esac
+# Installs a lock and, in place, the package itself; what it needs to be built is in the lock, too.
+install_lock() {
+  "$PYTHON" -m pip install -qq --no-deps --require-hashes --requirement "scripts/locks/$1.txt" &&
+    "$PYTHON" -m pip install -qq --no-deps --no-build-isolation --editable .
 }
+
+# Prints the entry of one requirement of a lock: its line and the hashes below it.
+locked() { awk -v "wanted=$2" '/^[a-z]/ { found = $1 == wanted } found && !/#/' "$1"; }
 
 # Unpacks the Python files of the wheels in UPSTREAM into .venv/upstream. A wheel that cannot be had is
 # no error: the tests that read it skip, and say so.
 unpack_upstream() {
-  local folder=$1 one wheels status=0
+  local folder=$1 one wheels entry status=0
   wheels=$(mktemp -d) || return 1
   rm -rf "$folder"
   mkdir -p "$folder"
   for one in "${UPSTREAM[@]}"; do
-    if ! "$PYTHON" -m pip download -qq --no-deps --only-binary :all: --dest "$wheels" "$one" >&2; then
+    entry="$wheels/${one%%=*}.txt"
+    locked "$(repository)/scripts/locks/upstream.txt" "$one" >"$entry"
+    if ! "$PYTHON" -m pip download -qq --no-deps --only-binary :all: --dest "$wheels" \
+      --require-hashes --requirement "$entry" >&2; then
       say "The wheel of $one could not be had; the tests that read its signatures will skip."
       status=1
     fi
@@ -90,7 +86,7 @@ PROGRAM
 }
 
 setup_env() {
-  local top python wanted extra stamp started
+  local lock=$1 top python wanted stamp started
   top=$(repository)
   PYTHON="$top/.venv/bin/python"
   if ! "$PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
@@ -99,18 +95,17 @@ setup_env() {
     rm -rf "$top/.venv"
     "$python" -m venv "$top/.venv" || { say "error: '$python -m venv .venv' failed; see above."; return 1; }
   fi
-  wanted=$({ metadata "$top/pyproject.toml"; cat "$top/scripts/setup_env.sh"; "$PYTHON" --version; echo "$top"; } | cksum)
-  for extra in base "$@"; do
-    stamp="$top/.venv/.installed-$extra"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && continue
+  wanted=$({ metadata "$top/pyproject.toml"; cat "$top/scripts/setup_env.sh" "$top/scripts/locks/$lock.txt"; "$PYTHON" --version; echo "$top"; } | cksum)
+  stamp="$top/.venv/.installed-$lock"
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     started=$SECONDS
-    say "Installing '$extra' into .venv (torch alone is some gigabytes the first time) ..."
-    (cd "$top" && install_extra "$extra") || { say "error: installing '$extra' failed; pip's message is above."; return 1; }
+    say "Installing $(grep -c '^[a-z]' "$top/scripts/locks/$lock.txt") packages of scripts/locks/$lock.txt into .venv, by hash (torch alone is some gigabytes the first time) ..."
+    (cd "$top" && install_lock "$lock") || { say "error: installing scripts/locks/$lock.txt failed; pip's message is above."; return 1; }
     echo "$wanted" >"$stamp"
-    say "Installed '$extra' in $((SECONDS - started)) s"
-  done
+    say "Installed in $((SECONDS - started)) s"
+  fi
   stamp="$top/.venv/.installed-upstream"
-  if [[ " $* " == *" dev "* ]] && [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  if [ "$lock" = dev ] && [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     if unpack_upstream "$top/.venv/upstream"; then echo "$wanted" >"$stamp"; fi
   fi
 }

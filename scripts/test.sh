@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup_env.sh
 source scripts/setup_env.sh
-setup_env train torch dev
+setup_env dev
 
 step() { printf '\n== %s\n' "$1" >&2; }
 bin=.venv/bin

@@ -1,7 +1,5 @@
 """Random plans under the rendezvous of NCCL's hosts: whether any rank would stand in a group call
-for ever, with nothing connected before.
-
-python -m tools.rendezvous [--plans 10000] [--first 0] [--passing on | off | both] [--quiet]
+for ever, with nothing connected before: `python -m tools.faults rendezvous`.
 
 Of every two plans one is small (one to eight ranks) and one is of 16 to 64 ranks in nodes of four or
 eight, with a remap or a replayed backward, or both, and lengths as GitHub's. Planners, routing, the
@@ -13,11 +11,7 @@ have one order (`compile.batches.verify_issue_order`), and must all go through i
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -106,39 +100,3 @@ def tried(program: Drawn, *, passing: bool) -> str:
         said = said or "though there is one order"
         said = f"{len(hangs)} ranks hang, rank {min(hangs)} in {hangs[min(hangs)].name}; {said}"
     return said
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Try programs; 1 if any hangs or has no order."""
-    parser = argparse.ArgumentParser(prog="tools.rendezvous", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--plans", type=int, default=10_000, help="number of programs")
-    parser.add_argument("--first", type=int, default=0, help="number of the first")
-    parser.add_argument("--passing", choices=("on", "off", "both"), default="on", help="off: communication: safe")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    options = parser.parse_args(argv)
-    begin, wrong, counts = time.monotonic(), 0, Counter[str]()
-    for number in range(options.first, options.first + options.plans):
-        program = drawn(number)
-        for passing in {"on": (True,), "off": (False,), "both": (True, False)}[options.passing]:
-            said = tried(program, passing=passing)
-            if said:
-                wrong += 1
-                print(f"program {number} ({program}): {said}", flush=True)
-        counts["large" if program.large else "small"] += 1
-        counts[program.planner] += 1
-        counts["remapped"] += bool(program.plans[0].moves)
-        counts["routed"] += program.plans[0].routing is not None
-        counts["replay"] += program.policy == "replay"
-        counts["two nano-batches"] += len(program.plans) > 1
-        if not options.quiet and (number + 1) % 100 == 0:
-            print(
-                f"{number + 1 - options.first} programs, {time.monotonic() - begin:.0f} s, {wrong} wrong",
-                file=sys.stderr,
-            )
-    print(f"{options.plans} programs in {time.monotonic() - begin:.0f} s: {wrong} that hang or have no one order")
-    print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,7 +26,7 @@ from megatron_balance.compile.order import (
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.program import Exchange, Op
 
@@ -106,13 +106,15 @@ def batches(
 def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     """The group calls of a rank in a point-to-point exchange, in the order of their issue."""
     rows, routes = as_array(op.transfers), as_array(op.routes)
+    if not len(routes):
+        return _direct(rows, rank, ranks_per_node)
     code = rows[:, Transfer.SRC] << _BITS | rows[:, Transfer.DST]
     moved = np.unique(code[is_moved(rows[:, Transfer.KIND])])
     routed = routes[:, Route.SRC] << _BITS | routes[:, Route.DST]
-    direct = code[~np.isin(code, routed)] if len(routes) else code
+    direct = code[~np.isin(code, routed)]
     stations = [routes[:, column] for column in _STATIONS]
     ends = [(0, direct, direct >> _BITS, direct & _MASK)]
-    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS) if len(routes) else 0)]
+    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS))]
     found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for leg, pair, begin, end in ends:
         own = ((begin == rank) | (end == rank)) & (begin != end)
@@ -122,6 +124,21 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
             stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
             found[leg, stream].add((a, b))
     return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
+
+
+def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
+    """The group calls of a rank in an exchange without routes."""
+    src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
+    own = ((src == rank) | (dst == rank)) & (src != dst)
+    codes: list[int] = (((src << _BITS | dst) << 1) | is_moved(rows[:, Transfer.KIND]))[own].tolist()
+    # a pair that moves anything is of the class that moves
+    moves = {code >> 1: bool(code & 1) for code in sorted(set(codes))}
+    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    for code, of in moves.items():
+        a, b = code >> _BITS, code & _MASK
+        stream = stream_name("direct", a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
+        found[stream].add((a, b))
+    return tuple(("direct", stream, frozenset(found[stream])) for stream in sorted(found))
 
 
 def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[Batch]]:

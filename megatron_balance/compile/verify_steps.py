@@ -9,18 +9,19 @@ its end on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.compile.order import Finish, Run, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.arrays import Bools, Ints, concat
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
+from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.visible import trim_pairs
 
 Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
@@ -33,10 +34,57 @@ class _Regions(NamedTuple):
     op: Ints
     rows: Ints
 
+
+class _Tables(NamedTuple):
+    """All rows of a rank's ops in one phase, below one another, and the op of each row.
+
+    `moved` [n, Transfer.WIDTH] of exchanges; `pairs` [m, Pair.WIDTH] of launches, without what the
+    mask hides, and whether they are of the backward.
+    """
+
+    moved: Ints
+    moving_op: Ints
+    pairs: Ints
+    launching_op: Ints
+    of_backward: Bools
+
     @classmethod
-    def of(cls, parts: Sequence[tuple[int, Ints]]) -> _Regions:
-        rows = np.concatenate([np.empty((0, Region.WIDTH), dtype=np.int64), *(rows for _, rows in parts)])
-        return cls(np.repeat(np.array([op for op, _ in parts], dtype=np.int64), [len(rows) for _, rows in parts]), rows)
+    def of(cls, ops: Sequence[Op], mask: Mask) -> _Tables:
+        exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
+        launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+        launching_op = _rows_ops(launches)
+        backward = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
+        return cls(
+            concat([rows for _, rows in exchanges], Transfer.WIDTH),
+            _rows_ops(exchanges),
+            trim_pairs(concat([rows for _, rows in launches], Pair.WIDTH), mask),
+            launching_op,
+            backward[launching_op],
+        )
+
+    def moving(self, rank: int, kind: Kind, side: int) -> _Regions:
+        """Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`)."""
+        chosen = (self.moved[:, side] == rank) & (self.moved[:, Transfer.KIND] == kind)
+        return _Regions(self.moving_op[chosen], self.moved[chosen, Transfer.REGION])
+
+    def read(self, kind: Kind) -> _Regions:
+        """Of Q, KV or OUT_GRAD, what launches read."""
+        chosen = self.of_backward if kind == Kind.OUT_GRAD else np.ones_like(self.of_backward)
+        return self._of_launches(chosen, Pair.KEY if kind == Kind.KV else Pair.QUERY)
+
+    def launched(self, kind: Kind) -> _Regions:
+        """Of OUT, Q_GRAD or KV_GRAD, what launches leave."""
+        chosen = ~self.of_backward if kind == Kind.OUT else self.of_backward
+        return self._of_launches(chosen, Pair.KEY if kind == Kind.KV_GRAD else Pair.QUERY)
+
+    def _of_launches(self, chosen: Bools, columns: slice | tuple[int, ...]) -> _Regions:
+        return _Regions(self.launching_op[chosen], self.pairs[chosen][:, columns])
+
+
+def _rows_ops(tables: Sequence[tuple[int, Rows]]) -> Ints:
+    """The op of each row of tables below one another."""
+    ops = np.array([at for at, _ in tables], dtype=np.int64)
+    return np.repeat(ops, np.array([len(rows) for _, rows in tables], dtype=np.int64))
 
 
 def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask) -> None:
@@ -47,13 +95,14 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
         InvalidProgramError: they do not; names the ops.
     """
     begin, end = _times(ops, steps, rank)
+    tables = _Tables.of(ops, mask)
     for kind in Kind:
-        there, given = _brought(ops, rank, kind), _given(ops, rank, kind)
+        there, given = tables.moving(rank, kind, Transfer.DST), tables.moving(rank, kind, Transfer.SRC)
         if kind in MOVED:
-            there = _joined(there, _launched(ops, kind, mask))
+            there = _joined(there, tables.launched(kind))
             reads = given
         else:
-            reads = _joined(given, _read(ops, kind, mask))
+            reads = _joined(given, tables.read(kind))
         source, reader = _pairs(there, reads)
         early = end[source] < begin[reader]
         # What is copied stays, so that only what came before is needed; of what moves all else must
@@ -80,6 +129,7 @@ def verify_meeting(ranks: Sequence[Lowered]) -> None:
     at = [0] * len(ranks)
     ready = list(range(len(ranks)))
     waits: dict[int, tuple[int, int]] = {}
+    senders = [_senders(ops, rank) for rank, (ops, _) in enumerate(ranks)]
     while ready:
         rank = ready.pop()
         ops, steps = ranks[rank]
@@ -91,7 +141,7 @@ def verify_meeting(ranks: Sequence[Lowered]) -> None:
                 if isinstance(step, Start):
                     started.add((rank, op.id))
                     ready += sleeping.pop((rank, op.id), [])
-                elif missing := [m for m in _senders(op, rank) if (m, op.id) not in started][:1]:
+                elif missing := [m for m in senders[rank][step.op] if (m, op.id) not in started][:1]:
                     waits[rank] = (missing[0], op.id)
                     sleeping[waits[rank]].append(rank)
                     break
@@ -101,18 +151,28 @@ def verify_meeting(ranks: Sequence[Lowered]) -> None:
         raise InvalidProgramError(f"{len(waits)} ranks wait for ever: {told}")
 
 
-def _senders(op: Exchange, rank: int) -> Iterator[int]:
-    """Ranks that must start an exchange before `rank` has all of it."""
-    if op.collective != "p2p":
-        yield from (other for other in op.group if other != rank)
-        return
-    rows = as_array(op.transfers)
-    routed = {row[:2] for row in op.routes}
-    for src in np.unique(rows[rows[:, Transfer.DST] == rank, Transfer.SRC]).tolist():
-        if (src, rank) not in routed:
-            yield src
-    for src, dst, _, *proxies in op.routes:
-        yield from (a for _, a, b in hops((src, *proxies, dst)) if b == rank)
+def _senders(ops: Sequence[Op], rank: int) -> dict[int, list[int]]:
+    """By op, the ranks that must start an exchange before `rank` has all of it."""
+    exchanges = [(at, op) for at, op in enumerate(ops) if isinstance(op, Exchange)]
+    tables = [(at, op.transfers) for at, op in exchanges if op.collective == "p2p"]
+    rows = concat([table for _, table in tables], Transfer.WIDTH)
+    at_rank = rows[:, Transfer.DST] == rank
+    direct: defaultdict[int, list[int]] = defaultdict(list)
+    both = np.column_stack([_rows_ops(tables), rows[:, Transfer.SRC]])[at_rank].tolist()
+    for at, src in sorted({(at, src) for at, src in both}):
+        direct[at].append(src)
+    found: dict[int, list[int]] = {}
+    for at, op in exchanges:
+        if op.collective != "p2p":
+            found[at] = [other for other in op.group if other != rank]
+            continue
+        found[at] = direct[at]
+        if op.routes:
+            routed = {row[:2] for row in op.routes}
+            found[at] = [src for src in direct[at] if (src, rank) not in routed]
+            for src, dst, _, *proxies in op.routes:
+                found[at] += [a for _, a, b in hops((src, *proxies, dst)) if b == rank]
+    return found
 
 
 def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, Ints]:
@@ -132,42 +192,6 @@ def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, I
         if needed and not 0 <= times[0, index] <= times[1, index]:
             raise InvalidProgramError(f"rank {rank}: op {index} has no step, or ends before it starts")
     return times[0], times[1]
-
-
-def _brought(ops: Sequence[Op], rank: int, kind: Kind) -> _Regions:
-    return _moving(ops, rank, kind, Transfer.DST)
-
-
-def _given(ops: Sequence[Op], rank: int, kind: Kind) -> _Regions:
-    return _moving(ops, rank, kind, Transfer.SRC)
-
-
-def _moving(ops: Sequence[Op], rank: int, kind: Kind, side: int) -> _Regions:
-    tables = [(at, as_array(op.transfers)) for at, op in enumerate(ops) if isinstance(op, Exchange)]
-    return _Regions.of(
-        [(at, rows[(rows[:, side] == rank) & (rows[:, Transfer.KIND] == kind), Transfer.REGION]) for at, rows in tables]
-    )
-
-
-def _read(ops: Sequence[Op], kind: Kind, mask: Mask) -> _Regions:
-    """Of Q, KV or OUT_GRAD, what launches read."""
-    launches = _launches(ops, mask)
-    if kind == Kind.OUT_GRAD:
-        launches = [(at, pairs) for at, pairs in launches if isinstance(ops[at], AttendGrad)]
-    return _Regions.of([(at, pairs[:, Pair.KEY if kind == Kind.KV else Pair.QUERY]) for at, pairs in launches])
-
-
-def _launched(ops: Sequence[Op], kind: Kind, mask: Mask) -> _Regions:
-    """Of OUT, Q_GRAD or KV_GRAD, what launches leave."""
-    of = Attend if kind == Kind.OUT else AttendGrad
-    launches = [(at, pairs) for at, pairs in _launches(ops, mask) if isinstance(ops[at], of)]
-    return _Regions.of([(at, pairs[:, Pair.KEY if kind == Kind.KV_GRAD else Pair.QUERY]) for at, pairs in launches])
-
-
-def _launches(ops: Sequence[Op], mask: Mask) -> list[tuple[int, Ints]]:
-    """Launches and their pairs, without what the mask hides."""
-    found = [(at, op) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-    return [(at, trim_pairs(as_array(op.pairs), mask)) for at, op in found]
 
 
 def _joined(one: _Regions, other: _Regions) -> _Regions:

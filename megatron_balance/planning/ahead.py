@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry, StepPlan, from_body, to_json
-from megatron_balance.planning.proofs import Proofs, Prover
+from megatron_balance.planning.proofs import Proofs, Prover, end_with
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class _Process:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_balance.planning.ahead", str(theirs_in), str(theirs_out)],
+            [sys.executable, "-m", "megatron_balance.planning.ahead", *map(str, (theirs_in, theirs_out, os.getpid()))],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs_in, theirs_out),
         )
@@ -291,4 +291,5 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[3]), 1)
     answer_requests(os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))

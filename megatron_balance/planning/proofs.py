@@ -114,7 +114,7 @@ class Prover:
             os.closerange(3, answer)  # what the parent talks through ends with it alone
             os.closerange(answer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             _limit_self()
-            _end_with(parent)
+            end_with(parent, _LEFT_OUT)
             self._check(step)
             code = 0
         except BalanceError as error:
@@ -139,12 +139,15 @@ def _limit_self() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT_BYTES, held + LIMIT_BYTES))
 
 
-def _end_with(parent: int) -> None:
-    """Look every second whether the parent is still there."""
+def end_with(parent: int, code: int) -> None:
+    """Look every second whether the parent is still there; end with `code` once it is not.
+
+    A pipe to the parent does not tell: processes that it forked may hold the other end, too.
+    """
 
     def look(*_: object) -> None:
         if os.getppid() != parent:
-            os._exit(_LEFT_OUT)
+            os._exit(code)
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)

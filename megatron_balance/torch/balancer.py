@@ -179,7 +179,9 @@ class SequenceBalancer:
             raise ConfigError(f"microbatches: expected at least 1, got {microbatches}")
         ledger = self._plans.end_step()
         self._plans.close()
-        self._plans = self._make_plans(PlanAhead(self._spec))
+        # one proof of a plan is enough: all ranks compare its fingerprint
+        proves = self.settings.prove_every if self.pool.rank == 0 else 0
+        self._plans = self._make_plans(PlanAhead(replace(self._spec, prove_every=proves)))
         self._plans.restore(ledger)
         feed = iter(loader)
         try:

@@ -38,6 +38,8 @@ class Settings:
         kernel: of attention, by name, or "auto".
         gradient_wire: type that gradients of queries, keys and values travel in.
         device: of the batches; None: of the mesh.
+        prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
+            first steps and then of every so many, while nobody waits for it; 0: of none.
     """
 
     ranks_per_node: int | None = None
@@ -51,6 +53,7 @@ class Settings:
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
     device: torch.device | str | None = None
+    prove_every: int = 100
 
     def __post_init__(self) -> None:
         """Check what no planner checks.
@@ -63,6 +66,8 @@ class Settings:
         for name, number in (("row_multiple", self.row_multiple), ("ranks_per_node", self.ranks_per_node)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ConfigError(f"{name}: expected a whole number of at least 1, got {number!r}")
+        if not isinstance(self.prove_every, int) or self.prove_every < 0:
+            raise ConfigError(f"prove_every: expected a whole number of at least 0, got {self.prove_every!r}")
         known = {"backward": POLICIES, "gradient_wire": get_args(GradientWire), "kernel": ("auto", *KERNELS)}
         for name, choices in known.items():
             if getattr(self, name) not in choices:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tools.emulated_cluster import Controller, NicBytes
 
@@ -92,9 +94,14 @@ def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int
 
 
 def describe(_rank: int, _controller: Controller) -> dict[str, str]:
-    """The environment that torchrun would give, and the host's name."""
+    """The environment that torchrun would give, the host's name, and what the rank and a program that
+    it starts may do: the lines about privileges of their status.
+    """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {"host": os.uname().nodename, **{name: os.environ[name] for name in names}}
+    child = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+    status = Path("/proc/self/status").read_text() + child
+    may = " ".join(line for line in status.splitlines() if line.startswith(("Cap", "NoNewPrivs")))
+    return {"host": os.uname().nodename, "may": may, **{name: os.environ[name] for name in names}}
 
 
 def fail_on(rank: int, _controller: Controller, failing: int, code: int | None) -> None:

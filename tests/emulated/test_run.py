@@ -198,7 +198,7 @@ def test_check_says_ok(permitted: None) -> None:
     assert (done.returncode, done.stdout) == (0, "OK\n")
 
 
-def test_ranks_have_torchruns_environment_and_their_nodes_host_name(emulate: Emulate) -> None:
+def test_ranks_have_torchruns_environment_their_nodes_host_name_and_no_capability(emulate: Emulate) -> None:
     result = emulate(SMALL, jobs.describe)
     assert [value["RANK"] for value in result.values] == ["0", "1", "2", "3"]
     assert [value["LOCAL_RANK"] for value in result.values] == ["0", "1", "0", "1"]
@@ -206,6 +206,11 @@ def test_ranks_have_torchruns_environment_and_their_nodes_host_name(emulate: Emu
     assert {value["MASTER_ADDR"] for value in result.values} == {"10.201.0.1"}
     assert len(result.nic_bytes) == 2
     assert result.seconds < ENDED_S
+    # and no capability, the one of process 1 that built the cluster included
+    words = result.values[0]["may"].split()
+    assert words.count("CapEff:") == 2
+    assert {int(word, 16) for name, word in zip(words[::2], words[1::2], strict=True) if name != "NoNewPrivs:"} == {0}
+    assert {word for name, word in zip(words[::2], words[1::2], strict=True) if name == "NoNewPrivs:"} == {"1"}
 
 
 @pytest.mark.parametrize(("code", "shown"), [(None, "ValueError: asked to fail"), (7, "failed with exit code 7")])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
+from tools.emulated_cluster import linux
 from tools.emulated_cluster.cluster import EmulatedCluster
 from tools.emulated_cluster.errors import RankError
 from tools.emulated_cluster.sandbox import in_sandbox
@@ -317,6 +318,7 @@ def _be_rank(cluster: EmulatedCluster, rank: int, target: Target, pipe: Connecti
         _redirect(log)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         cluster.enter(rank)
+        linux.drop_capabilities()  # what a rank runs needs none of what built the cluster
         os.environ.update(cluster.topology.environment(rank))
         pipe.send(("value", (target(rank, Controller(pipe)),)))
         code = 0

@@ -15,6 +15,9 @@ NAMESPACES = Path("/run/netns")
 """Where iproute2 keeps named network namespaces."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION_3 = 0x20080522
 _MS_REC = 1 << 14
 _MS_PRIVATE = 1 << 18
 
@@ -23,8 +26,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def die_with_parent() -> None:
     """Kill this process when its parent ends, however it ends."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability of this process for good: no program that it starts gains one, whatever
+    user it is, and none can be had by a set-user-ID program.
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    for capability in range(last + 1):
+        _prctl(_PR_CAPBSET_DROP, capability, "PR_CAPBSET_DROP")
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)  # this thread
+    none = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice 32 bits each
+    if _libc.capset(header, none):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _prctl(option: int, value: int, name: str) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({name})")
 
 
 def make_mounts_private() -> None:

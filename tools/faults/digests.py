@@ -37,8 +37,9 @@ def digests() -> Iterator[Callable[[int], Outcome]]:
 
         def one(number: int) -> Outcome:
             said = [ask(number) for ask in both]
-            kind = said[0].partition(" ")[0]
-            return Outcome(kind, "" if len(set(said)) == 1 else f"{said}")
+            name = said[0].partition(" ")[0]
+            same = len(set(said)) == 1
+            return Outcome(f"{name}: {'equal' if same else 'differs'}", "" if same else f"{said}")
 
         yield one
 

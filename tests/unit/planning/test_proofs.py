@@ -157,3 +157,33 @@ def is_running(pid: int) -> bool:
         return False
     with open(f"/proc/{pid}/stat", encoding="ascii") as stream:
         return stream.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_planning_process_ends_with_a_killed_parent_though_another_process_holds_its_pipes() -> None:
+    program = (
+        "import os, signal, time\n"
+        "from megatron_balance.planning.ahead import PlanAhead\n"
+        "from tests.unit.planning.test_proofs import SPEC\n"
+        "ahead = PlanAhead(SPEC)\n"
+        "ahead.submit(0, ((10,),))\n"
+        "assert ahead.take(0) is not None\n"
+        "worker = os.fork()  # as a data worker, it inherits the pipes\n"
+        "if not worker:\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(ahead._process._process.pid, worker, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    begun = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert begun.stdout is not None
+    planning, worker = map(int, begun.stdout.readline().split())
+    try:
+        assert begun.wait(30) == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while is_running(planning):
+            assert time.monotonic() < deadline, "the planning process goes on"
+            time.sleep(0.05)
+        assert is_running(worker), "it held the pipes all along"
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        begun.stdout.close()

@@ -13,8 +13,9 @@ import pytest
 from megatron_balance.compile import prove
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
-from tools.faults import cases, digests, files, mutants, plans
+from tools.faults import cases, digests, files, mutants, nccl, plans
 from tools.faults.cases import Outcome, Suite, within
+from tools.gpu_model.races import Recorded
 
 
 def suite(tried: list[int], faults: tuple[int, ...] = ()) -> Suite:
@@ -27,6 +28,11 @@ def suite(tried: list[int], faults: tuple[int, ...] = ()) -> Suite:
         yield one
 
     return Suite("some", "numbers", 20, 4, opened)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "KEPT", tmp_path_factory.mktemp("kept") / "faults.json")
 
 
 def test_a_run_goes_on_where_it_was_ended_and_a_line_cut_short_is_tried_again(tmp_path: Path) -> None:
@@ -49,8 +55,32 @@ def test_the_command_shows_a_table_and_its_exit_code_says_whether_a_fault_was_fo
         monkeypatch.setattr(sys, "argv", ["tools.faults", *given.split(), "--folder", str(tmp_path)])
         assert command.main() == code
     said = capsys.readouterr().out
-    assert "| some: numbers | 4 | 20 | 1 | even 2, odd 2 |" in said
+    assert "| some: numbers | 4 | 20 | 1 | 0 | even 2, odd 2 |" in said
     assert "some 3, odd: a fault" in said
+
+
+def test_counts_add_up_over_runs_and_a_fault_that_is_mended_is_none(tmp_path: Path) -> None:
+    tried: list[int] = []
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    cases.run(suite(tried, faults=(1, 2)), 6, here)
+    cases.keep(["some", "other"], here)
+    assert cases.read("some", here) == cases.read("some", elsewhere), "what is kept counts once, in any folder"
+    tally = cases.run(suite(tried), 9, elsewhere)
+    assert tried == list(range(9))
+    assert (tally.tried, sum(tally.kinds.values()), len(tally.faults)) == (9, 9, 2)
+    tally = cases.again(suite([], faults=(2,)), elsewhere)
+    assert ([fault["number"] for fault in tally.faults], tally.mended) == ([2], [1])
+    cases.keep(["some"], elsewhere)
+    assert cases.read("some", elsewhere) == tally == cases.read("some", here)
+
+
+def test_programs_under_rendezvous_and_on_the_model_of_the_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = [nccl.try_program(10), nccl.try_races(1)]
+    assert not [outcome for outcome in ended if outcome.fault]
+    monkeypatch.setattr(nccl.rendezvous, "tried", lambda _, *, passing: "" if passing else "rank 0 hangs")
+    assert nccl.try_program(10).fault.endswith(": rank 0 hangs")
+    monkeypatch.setattr(Recorded, "races", lambda _: ["two touch the same memory"])
+    assert nccl.try_races(1).fault.endswith(": two touch the same memory")
 
 
 @pytest.mark.parametrize("number", [*range(15), 110, 165])
@@ -96,8 +126,8 @@ def test_a_loader_with_a_traceback_is_a_fault(tmp_path: Path) -> None:
 
 def test_digests_of_a_case_are_equal_here_and_on_an_old_cpu() -> None:
     with digests.digests() as one:
-        assert one(13) == Outcome("zeppelin")
-        assert one(866) == Outcome("hydraulis"), "BLAS rounded the fit of its costs"
+        assert one(13) == Outcome("zeppelin: equal")
+        assert one(866) == Outcome("hydraulis: equal"), "BLAS rounded the fit of its costs"
     drawn = plans.drawn(13)
     assert plans.drawn(13) == drawn, "a case depends on its number alone"
     with pytest.raises(cases.SlowError, match=r"more than 0\.01 CPU seconds"), within(0.01):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_attention_without_a_batch_is_refused() -> None:
         (lambda: balancer(gradient_wire="fp8"), ConfigError, "gradient_wire: expected one of fp32, bf16; got 'fp8'"),
         (lambda: balancer(row_multiple=0), ConfigError, "row_multiple: expected a whole number of at least 1, got 0"),
         (lambda: balancer(ranks_per_node=2.0), ConfigError, "ranks_per_node: expected a whole number.* got 2.0"),
+        (lambda: balancer(prove_every=-1), ConfigError, "prove_every: expected a whole number of at least 0, got -1"),
         (lambda: balancer(layers="remap"), ConfigError, "layers: expected a .*Layers, got 'remap'"),
         (lambda: balancer(device="gpu"), ConfigError, "device: Expected one of cpu, cuda"),
         (
@@ -222,6 +224,22 @@ def test_a_loader_that_fails_is_told() -> None:
     with pytest.raises(BalanceError, match="could not read its microbatches") as told:
         list(steps)
     assert isinstance(told.value.__cause__, OSError)
+
+
+def test_the_process_that_plans_ahead_proves_plans_and_a_step_says_how_many() -> None:
+    made = balancer(prove_every=1)
+
+    def loader() -> Any:
+        yield from [DOCUMENTS] * 3  # and then until a proof has ended
+        deadline = time.monotonic() + 60
+        while made.planned is None or not made.planned.proofs.proved:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            yield DOCUMENTS
+
+    assert len(list(made.steps(loader()))) >= 3
+    assert made.planned is not None
+    assert (made.planned.proofs.wrong, made.planned.proofs.left_out) == ("", 0)
 
 
 def test_evaluation_holds_nothing_back() -> None:
