@@ -387,6 +387,8 @@ def _best_trade(
         (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else tokens[dense])
         for dense in placed.on[least]
     ]
+    if not there:
+        return None
     here: Iterable[int] = placed.on[most]
     if len(there) > _TRADED or len(placed.on[most]) > _TRADED:
         # Those with which the other group's mean is traded for most tokens.

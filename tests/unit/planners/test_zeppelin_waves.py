@@ -18,7 +18,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.planners.zeppelin.estimate import GroupCosts, estimate
-from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.shares import Shares, level_tokens, placements, zigzag_edges
 from megatron_balance.planners.zeppelin.waves import Asked, choose, group_sizes
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step
@@ -139,3 +139,10 @@ def test_a_model_that_attends_fully_is_planned_in_rings() -> None:
     full = make_planner("zeppelin", cluster(16), replace(MODEL, attention="full"))(list(MIXED[:4]))
     assert full.mask.name == "full"
     assert not any(isinstance(zone, SharedZone) for zone in full.zones)
+
+
+def test_with_a_group_that_holds_nothing_there_is_nothing_to_trade():
+    placed = Shares.empty([1.0] * 30, [10] * 30, 2)
+    for seq in range(30):
+        placed.give(seq, 0, 1.0)
+    assert list(level_tokens(placed)) == []
