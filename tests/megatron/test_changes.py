@@ -24,9 +24,7 @@ LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
 SAMPLES = 2
 STEPS = 3
 LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
-NEXT_FIT = {"sample_filling": "next_fit"}
-"""Steps of which each strategy is the best of one."""
-CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}, **NEXT_FIT}
+CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
 """No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
 
 
@@ -64,15 +62,14 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_saves_todays_wei
     """
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed})
     ours, theirs = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
-    saving = {**at_once(flags), "save": theirs, "save-interval": STEPS}
-    one = train(1, "te_ring", saving, config=NEXT_FIT, entry="gradients")
+    one = train(1, "te_ring", {**at_once(flags), "save": theirs, "save-interval": STEPS}, entry="gradients")
     planner = {"name": "hydraulis", "tokens_per_rank": 256, "within": "zeppelin"}
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "save": ours, "save-interval": STEPS}
     run = train(4, {**planner, "strategies": list(FIRST)}, {**flags, **OWNED, **base}, config=CONFIG, entry="gradients")
     assert_same_training(run, one)
     assert worst_gradient(run.result.logs, one.result.logs, 1) < 1e-5
     assert set(run.column("strategy")) == set(FIRST)
-    again = train(1, "te_ring", {**at_once(flags), "load": theirs, "train-iters": 2}, config=NEXT_FIT)
+    again = train(1, "te_ring", {**at_once(flags), "load": theirs, "train-iters": 2})
     layout = {"pipeline-model-parallel-size": 2, "context-parallel-size": 2, "load": ours, "train-iters": 2}
     other = train(
         4, {**planner, "tokens_per_rank": 512, "strategies": list(THEN)}, {**flags, **OWNED, **layout}, config=CONFIG

@@ -31,17 +31,16 @@ def adds_up(run: Run, before: int = 0) -> None:
 
 def test_documents_wait_over_a_resume_and_other_ranks_and_none_is_left(train: Train, tmp_path: Path) -> None:
     flags: dict[str, Any] = {**FOUR, "train-iters": STEPS, "ckpt-format": "torch_dist"}
-    roomy = {"sample_filling": "next_fit"}  # in full samples little waits
-    whole = train(2, DELAY, {**flags, "save": tmp_path, "save-interval": SAVED}, config=roomy)
+    whole = train(2, DELAY, {**flags, "save": tmp_path, "save-interval": SAVED})
     adds_up(whole)
     waiting = whole.column("waiting_tokens")
     assert waiting[SAVED - 1] > 0, "documents wait in the checkpoint"
     assert waiting[-1] == 0, "flushed at the end"
     assert whole.steps[-1]["run_tokens"]["trained"] == sum(whole.column("drawn_tokens"))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    resumed = train(2, DELAY, {**flags, "load": tmp_path}, config={"plan_ahead": True, **roomy})
-    elsewhere = train(1, DELAY, {**flags, "load": tmp_path}, config=roomy)
-    another = train(2, "te_ring", {**flags, "load": tmp_path}, config=roomy)
+    resumed = train(2, DELAY, {**flags, "load": tmp_path}, config={"plan_ahead": True})
+    elsewhere = train(1, DELAY, {**flags, "load": tmp_path})
+    another = train(2, "te_ring", {**flags, "load": tmp_path})
     for run in (resumed, elsewhere, another):
         assert run.column("step") == list(range(SAVED + 1, STEPS + 1))
         adds_up(run, before=waiting[SAVED - 1])
