@@ -4,7 +4,7 @@ python -m tools.bench.corpus_start [--documents 20m] [--seq-length 8192]
 
 Writes an index of that many documents (their `.bin` is a hole) into a temporary folder, and opens it
 in fresh processes: one that sorts, then one that maps. Private: memory that a rank has for itself
-beside the maps, at the most and at the end. The page cache holds the maps once a node.
+beside the maps, at the end. The page cache holds the maps once a node.
 """
 
 from __future__ import annotations
