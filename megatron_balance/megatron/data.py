@@ -184,8 +184,10 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
         """
         self.parts = tuple(parts)
         self.split = parts[0].split
-        whole = num_samples is None or weights is None
-        counts = [part.stream.num_samples(0) for part in parts] if whole else shares(cast("Sequence[float]", weights))
+        if num_samples is None or weights is None:
+            counts: Sequence[int] = [part.stream.num_samples(0) for part in parts]
+        else:
+            counts = shares(weights)
         self.blend = Blend(counts)
         self.num_samples = sum(counts) if num_samples is None else num_samples
 

@@ -9,6 +9,7 @@ bytes that it has under way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,13 +69,15 @@ def _movements(spans: list[dict[str, Any]], phase: Phase, first: int) -> list[di
     """
     by_place = {(s["pid"], s["args"]["exchange"], s["name"].rsplit(" ", 1)[0], s["tid"]): s for s in spans}
     made: list[dict[str, Any]] = []
-    under_way: dict[int, list[tuple[float, int]]] = {}
+    under_way: dict[int, Counter[float]] = {}
     for (a, b), stream, num_bytes in _transfers(phase, by_place):
         for end, way, other in ((a, "sent", b), (b, "received", a)):
             args = end["args"]
             args[f"{way}_bytes"] = args.get(f"{way}_bytes", 0) + num_bytes
             args["peers"] = sorted({*args.get("peers", ()), other["pid"]})
-            under_way.setdefault(end["pid"], []).extend([(end["ts"], num_bytes), (end["ts"] + end["dur"], -num_bytes)])
+            changes = under_way.setdefault(end["pid"], Counter())
+            changes[end["ts"]] += num_bytes
+            changes[end["ts"] + end["dur"]] -= num_bytes
         arrow = {"name": "transfer", "cat": a["cat"], "id": first + len(made)}
         middle = b["ts"] + b["dur"] / 2
         made += [
@@ -83,8 +86,8 @@ def _movements(spans: list[dict[str, Any]], phase: Phase, first: int) -> list[di
         ]
     for rank, changes in sorted(under_way.items()):
         level = 0
-        for ts in sorted({ts for ts, _ in changes}):
-            level += sum(change for at, change in changes if at == ts)
+        for ts, change in sorted(changes.items()):
+            level += change
             made.append({"name": "bytes under way", "ph": "C", "ts": ts, "pid": rank, "args": {"bytes": level}})
     return made
 

@@ -63,7 +63,8 @@ class OrderCache:
             log.warning(
                 "%s: cannot be written (%s), so every rank sorts the documents for itself; name a folder by "
                 "--data-cache-path",
-                *(self.folder, error.strerror),
+                self.folder,
+                error.strerror,
             )
         if found is not None:
             return found

@@ -118,7 +118,7 @@ def planner(order: str) -> StepPlanner:
 
 def steps(order: str, documents: list[Tensor], seed: int, count: int) -> Iterator[Step]:
     """The documents of each step by microbatch; all orders draw the same samples."""
-    stream = DocumentStream(np.array([len(d) for d in documents]), CONTEXT, seed)
+    stream = DocumentStream(np.array([len(d) for d in documents]), CONTEXT, seed, filling="next_fit")
     if order == "window8":
         yield from _windows(stream, documents, count)
         return
