@@ -79,10 +79,10 @@ def _movements(spans: list[dict[str, Any]], phase: Phase, first: int) -> list[di
             changes[end["ts"]] += num_bytes
             changes[end["ts"] + end["dur"]] -= num_bytes
         arrow = {"name": "transfer", "cat": a["cat"], "id": first + len(made)}
-        middle = b["ts"] + b["dur"] / 2
+        arrived = (max(a["ts"], b["ts"]) + b["ts"] + b["dur"]) / 2  # in the receiver's span, sending has begun
         made += [
-            {**arrow, "ph": "s", "ts": min(a["ts"], middle), "pid": a["pid"], "tid": stream},
-            {**arrow, "ph": "f", "bp": "e", "ts": middle, "pid": b["pid"], "tid": stream},
+            {**arrow, "ph": "s", "ts": a["ts"], "pid": a["pid"], "tid": stream},
+            {**arrow, "ph": "f", "bp": "e", "ts": arrived, "pid": b["pid"], "tid": stream},
         ]
     for rank, changes in sorted(under_way.items()):
         level = 0

@@ -382,7 +382,8 @@ def test_a_blend_deals_samples_of_its_corpora_by_weight(prefix: str, other: str)
     mine = [train[index]["tokens"].tolist() for index in range(80) if not is_other(train[index])]
     assert mine == [alone[index]["tokens"].tolist() for index in range(60)]
     assert train.sample_lengths(5) == data.unpack({name: column[None] for name, column in train[5].items()}).lengths
-    heavier = data.build_datasets(arguments(prefix, data_path=["4", prefix, "1", other]), (80, 0, 0), "split")[0]
+    args.data_path = ["4", prefix, "1", other]
+    heavier = data.build_datasets(args, (80, 16, 0), "split")[0]
     assert heavier is not None
     assert len({train.fingerprint(), alone.fingerprint(), heavier.fingerprint()}) == 3
 

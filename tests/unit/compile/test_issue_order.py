@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.batches import Batch, Call, issued, verify_issue_order, verify_order_of
+from megatron_balance.compile.batches import Batch, Call, issued, parts, verify_issue_order, verify_order_of
 from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
 from megatron_balance.compile.order import Start
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.ir.program import Exchange
+from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.rendezvous import calls_of, hanging
@@ -32,6 +32,17 @@ PLAN = by_hand.plan(
 REMAPPED = replace(PLAN, moves=Rows.of(3, [(0, 3, 5), (1, 2, 3)]))
 ROUTED = replace(REMAPPED, routing=Routing(1, (REMAP, 0, 1, 2)))
 PLANS = {"plain": PLAN, "remapped": REMAPPED, "routed": ROUTED}
+
+
+def test_a_pair_that_moves_anything_goes_where_moved_values_go() -> None:
+    copied, moved = (Kind.KV, 0, 0, 8, 0, 2, 0, 1), (Kind.OUT, 0, 8, 16, 0, 2, 0, 1)
+    back, far = (Kind.KV, 0, 0, 8, 0, 2, 1, 0), (Kind.KV, 0, 0, 8, 0, 2, 0, 2)
+    for rows in ((copied, moved, back, far), (moved, copied, far, back)):
+        assert parts(Exchange(0, Rows.of(8, rows)), 0, 2) == (
+            ("direct", "inter_node", {(0, 2)}),
+            ("direct", "intra_node", {(1, 0)}),
+            ("direct", "intra_node moved", {(0, 1)}),
+        )
 
 
 def sorted_ids(order: IssueOrder, moved: set[int], count: int) -> list[int]:

@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 
+from megatron_balance import make_planner
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.phase import phase_of
 from megatron_balance.simulator.timeline import timeline
 from tests.support import by_hand
-from tests.support.flat_cost import flat_machine
+from tests.support.flat_cost import MODEL, flat_machine
 
 MACHINE = flat_machine(8, 4, layer=1e-4)
 Event = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def plan() -> MicrobatchPlan:
-    return by_hand.pool("ring", (4000, 300), 8, ranks_per_node=4, heads=(2, 2))
+@pytest.fixture(scope="module", params=["ring", "distca"])
+def plan(request: pytest.FixtureRequest) -> MicrobatchPlan:
+    """Of a ring, with one peer each way in an exchange, and of distca, with several."""
+    if request.param == "ring":
+        return by_hand.pool("ring", (4000, 300), 8, ranks_per_node=4, heads=(2, 2))
+    return make_planner("distca", MACHINE.cluster, MODEL, block=64)((4000, 300, 900, 40, 1200, 700))
 
 
 @pytest.fixture(scope="module")
