@@ -39,7 +39,7 @@ MODEL = """
     --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
 TRAINING = """
-    --micro-batch-size 1 --global-batch-size 1 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --micro-batch-size 1 --global-batch-size 1 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
     --weight-decay 0.01
     --calculate-per-token-loss --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234
     --distributed-backend gloo
@@ -102,7 +102,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--planners", type=lambda s: s.split(","), default=["te_ring", "zeppelin"], help="comma-separated planners"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="where corpus, logs and steps.jsonl go")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps: {options.steps} is less than one step")
+    return options
 
 
 def _corpus(out: Path) -> Path:
@@ -179,7 +182,9 @@ def _train(planner: str, corpus: Path, options: argparse.Namespace) -> list[dict
             "--context-parallel-size",
             str(RANKS),
         ),
-        *("--train-iters", str(options.steps), *MODEL.split(), *TRAINING.split()),
+        # Megatron wants the warm-up to end before the last step
+        *("--train-iters", str(options.steps), "--lr-warmup-iters", str(min(2, options.steps - 1))),
+        *(*MODEL.split(), *TRAINING.split()),
     ]
     log = folder / "train.log"
     where = "the emulated cluster" if options.emulated else "this machine"
