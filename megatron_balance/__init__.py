@@ -89,7 +89,12 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
     """
     from megatron_balance.compile import pipeline
     from megatron_balance.errors import ConfigError
+    from megatron_balance.ir.plan import MicrobatchPlan
+    from megatron_balance.ir.whole import whole
 
-    if not 0 <= rank < plan.num_ranks:
-        raise ConfigError(f"rank {rank}: expected a rank of the plan, 0 to {plan.num_ranks - 1}")
-    return pipeline.layout(plan, rank)
+    if not isinstance(plan, MicrobatchPlan):
+        raise ConfigError(f"expected the plan of a microbatch, got {type(plan).__name__}")
+    at = whole(rank)
+    if at is None or not 0 <= at < plan.num_ranks:
+        raise ConfigError(f"rank {rank!r}: expected a rank of the plan, 0 to {plan.num_ranks - 1}")
+    return pipeline.layout(plan, at)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.whole import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,7 @@ class Batch:
 
 def _whole(seq: int, length: object) -> int:
     """A length as Python's own integer."""
-    try:
-        if not isinstance(length, bool):
-            return operator.index(length)  # pyright: ignore[reportArgumentType]  what cannot be one raises
-    except TypeError:
-        pass
-    raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
+    number = whole(length)
+    if number is None:
+        raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
+    return number

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import MASKS, Mask, mask_named
+from megatron_balance.ir.whole import at_least
 
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
 """The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
@@ -40,8 +41,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
-            if getattr(self, what) < 1:
-                raise ConfigError(f"model {self.name}: {what} must be at least 1, got {getattr(self, what)}")
+            object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
         if self.attention not in MASKS:
             raise ConfigError(
                 f"model {self.name}: attention {self.attention!r} is not a known mask; choose {' or '.join(MASKS)}"

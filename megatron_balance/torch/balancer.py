@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
+from megatron_balance.ir.whole import at_least
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
@@ -52,6 +53,15 @@ from megatron_balance.training.tokens import TokenExchange
 
 ALONE = TensorParallel()
 DEFAULTS = Settings()
+
+
+def _each(loader: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
+    """The lists of a loader; the first `next` raises DataError where it is no loader."""
+    try:
+        given = iter(loader)
+    except TypeError:
+        raise DataError(f"expected a loader, which gives lists of documents, got {type(loader).__name__}") from None
+    yield from given
 
 
 class SequenceBalancer:
@@ -157,7 +167,11 @@ class SequenceBalancer:
                 "expected steps(loader), since documents that were read ahead came with the checkpoint; got a step of "
                 "documents"
             )
-        dealing = self._share(microbatches)  # also tells ranks that give another number of microbatches
+        failure = None
+        if not isinstance(microbatches, Sequence):  # told to all ranks
+            got = type(microbatches).__name__
+            failure, microbatches = DataError(f"expected the documents of each microbatch in a list, got {got}"), [[]]
+        dealing = self._share(microbatches, failure)  # also tells ranks that give another number of microbatches
         if not dealing.mine:
             raise ConfigError("expected the documents of at least 1 microbatch (an empty list is one), got none")
         return self._run(dealing)
@@ -175,15 +189,14 @@ class SequenceBalancer:
         Raises:
             DataError: a loader that failed, on every rank.
         """
-        if microbatches < 1:
-            raise ConfigError(f"microbatches: expected at least 1, got {microbatches}")
+        microbatches = at_least(1, "microbatches", microbatches)
         ledger = self._plans.end_step()
         self._plans.close()
         # one proof of a plan is enough: all ranks compare its fingerprint
         proves = self.settings.prove_every if self.pool.rank == 0 else 0
         self._plans = self._make_plans(PlanAhead(replace(self._spec, prove_every=proves)))
         self._plans.restore(ledger)
-        feed = iter(loader)
+        feed = _each(loader)
         try:
             coming = self._share_again() if self._pending else self._draw(feed, microbatches)
             while coming is not None:
@@ -197,6 +210,7 @@ class SequenceBalancer:
 
     def flush(self, microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
         """Steps of the documents that still wait, until none does; `microbatches` of a step."""
+        microbatches = at_least(1, "microbatches", microbatches)
         while self._plans.end_step().held:
             yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
 
@@ -243,10 +257,19 @@ class SequenceBalancer:
             ConfigError: not the state of a balancer; documents wait that another number of ranks
                 has, or that this planner cannot train.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"expected the state_dict of a balancer, got {type(state).__name__}")
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise ConfigError(f"expected the state_dict of a balancer, got one without {', '.join(missing)}")
-        ledger, _ = Ledger.from_json(state["ledger"])
+        try:
+            ledger, _ = Ledger.from_json(state["ledger"])
+            at, trained = map(int, state["counts"])
+            waiting = Waiting(self.pool.rank, state["waiting"])
+            pending = [Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
+            others = None if state["form"] is None else tuple((dtype, tuple(shape)) for dtype, shape in state["form"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"expected the state_dict of a balancer, got one that is damaged: {error}") from None
         if state["ranks"] != self.pool.size and (state["waiting"] or state["pending"]):
             raise ConfigError(
                 f"{len(state['waiting'])} documents that wait and {len(state['pending'])} microbatches read ahead are "
@@ -254,13 +277,11 @@ class SequenceBalancer:
                 "(flush) and then save"
             )
         self._plans.restore(ledger)
-        self._waiting.restore(state["waiting"])
-        self._pending = [Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
-        self._at, trained = state["counts"]
-        self._read, self._num_documents = self._at, trained + sum(len(each.lengths) for each in self._pending)
+        self._waiting, self._pending = waiting, pending
+        self._at = self._read = at
+        self._num_documents = trained + sum(len(each.lengths) for each in self._pending)
         self._known.clear()
-        form = state["form"]
-        self._form = None if form is None else Form(tuple((dtype, tuple(shape)) for dtype, shape in form))
+        self._form = None if others is None else Form(others)
 
     def close(self) -> None:
         """End what runs in the background; `with` does so, too.

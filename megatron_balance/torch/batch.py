@@ -217,6 +217,6 @@ class BalancedBatch:
 
 
 def _check_scalar(loss: Tensor) -> None:
-    if not isinstance(loss, Tensor) or loss.ndim:
-        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+        got = f"{list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f'expected the sum over this rank\'s targets, a scalar tensor (reduction="sum"), got {got}')

@@ -40,7 +40,13 @@ def register() -> str:
 
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
-    """Arguments of a model's forward: a batch of one row, without a cache of keys and values."""
+    """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
+
+    Raises:
+        ConfigError: not a batch of a balancer.
+    """
+    if not isinstance(batch, BalancedBatch):
+        raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],

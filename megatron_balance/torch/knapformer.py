@@ -33,6 +33,7 @@ from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.whole import at_least
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan
@@ -65,6 +66,10 @@ class SequenceBalancer:
             ConfigError: not a topology, or one whose unit does not divide the world; no world yet.
         """
         self.topology = parse(str(topology))
+        if not isinstance(gamma, (int, float)) or not gamma >= 0:
+            raise ConfigError(f"gamma: expected a number of at least 0, got {gamma!r}")
+        if ranks_per_node is not None:
+            ranks_per_node = at_least(1, "ranks_per_node", ranks_per_node)
         self.gamma = gamma
         if not dist.is_initialized():
             raise ConfigError("expected torch.distributed to be set up before the balancer; call init_process_group")
@@ -94,7 +99,9 @@ class SequenceBalancer:
 
         Raises:
             DataError: lengths that are no whole numbers of 1 or more, on every rank.
+            ConfigError: a `d_model` that is none.
         """
+        d_model = at_least(1, "d_model", d_model)
         lengths: list[int] = []
         failure = None
         try:
@@ -138,6 +145,8 @@ class SequenceBalancer:
             ConfigError: nothing is planned, or rows that do not fit the plan.
         """
         exchange, total = self._planned(), sum(self._seq_lens)
+        if not isinstance(features, Sequence):  # a tensor is one feature, in a list
+            raise ConfigError(f"features: expected a list of tensors, got {type(features).__name__}")
         for x in (packed, *features):
             _check_rows(x, total, "the lengths in plan_routing")
         return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
@@ -164,7 +173,9 @@ class SequenceBalancer:
 
         Returns:
             Lengths of the sequences of this rank's group, and their rows with H (G) over the group's
-            ranks heads. In a group of one rank all is as it was.
+            ranks heads. In a group of one rank all is as it was. Where there are no sequences, let
+            the output be made of queries, keys or values all the same (`q[:0]`): parameters before
+            them need a gradient on every rank.
 
         Raises:
             ConfigError: nothing is planned, other rows than those of `route`, or heads that the
@@ -175,7 +186,7 @@ class SequenceBalancer:
         for x in parts:
             _check_rows(x, sum(self._chunk_lens), "those of route", heads=True)
         if self._heads is None:
-            return list(self._full_lens), packed_q, packed_k, packed_v
+            return list(self._full_lens), *_Together.apply(*parts)
         heads = self._heads
         for name, x in zip("qkv", parts, strict=True):
             if x.shape[1] % heads.size:
@@ -269,6 +280,24 @@ def _to_heads(chunks: Tensor, heads: _Heads, group: dist.ProcessGroup | None) ->
 @disable
 def _to_tokens(whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
     return _ToTokens.apply(whole, heads, group)
+
+
+class _Together(torch.autograd.Function):
+    """Queries, keys and values as they are; all have a gradient if one has.
+
+    Attention of no sequences may use none of the keys. FSDP and DDP reduce the gradients that there
+    are, which must be those of the same parameters on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        del ctx
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        del ctx
+        return grads  # zeros for an output that was not used
 
 
 class _ToHeads(torch.autograd.Function):

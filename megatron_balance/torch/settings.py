@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import get_args
 
 import torch
@@ -15,6 +16,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire
+from megatron_balance.ir.whole import at_least
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 
@@ -64,10 +66,15 @@ class Settings:
         if self.mask is not None:
             mask_named(self.mask)
         for name, number in (("row_multiple", self.row_multiple), ("ranks_per_node", self.ranks_per_node)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise ConfigError(f"{name}: expected a whole number of at least 1, got {number!r}")
-        if not isinstance(self.prove_every, int) or self.prove_every < 0:
-            raise ConfigError(f"prove_every: expected a whole number of at least 0, got {self.prove_every!r}")
+            if number is not None:
+                at_least(1, name, number)
+        at_least(0, "prove_every", self.prove_every)
+        if not isinstance(self.shift_labels, bool):
+            raise ConfigError(f"shift_labels: expected True or False, got {self.shift_labels!r}")
+        if not isinstance(self.cluster, (str, Cluster, NoneType)):
+            raise ConfigError(f"cluster: expected a name, a YAML file or a Cluster, got {self.cluster!r}")
+        if not isinstance(self.plan_costs, (str, Path, NoneType)):
+            raise ConfigError(f"plan_costs: expected a file, got {self.plan_costs!r}")
         known = {"backward": POLICIES, "gradient_wire": get_args(GradientWire), "kernel": ("auto", *KERNELS)}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
@@ -79,6 +86,8 @@ class Settings:
                 torch.device(self.device)
             except RuntimeError as error:
                 raise ConfigError(f"device: {error}") from None
+            except TypeError:
+                raise ConfigError(f"device: expected a torch.device or its name, got {self.device!r}") from None
 
     def cluster_of(self, pool: Pool) -> Cluster:
         """The pool as planners see it."""

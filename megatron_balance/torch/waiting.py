@@ -51,9 +51,16 @@ class Kept:
 class Waiting:
     """The documents that wait, on one rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, state: Sequence[Sequence[Any]] = ()) -> None:
+        """The documents of `state`, as `state()` gave it; default none.
+
+        Raises:
+            ValueError, TypeError: that is no state.
+        """
         self._rank = rank
-        self._kept: dict[Place, Kept] = {}
+        self._kept: dict[Place, Kept] = {
+            (sample, place): Kept(owner, number, rows) for sample, place, owner, number, rows in state
+        }
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -95,7 +102,3 @@ class Waiting:
     def state(self) -> list[tuple[int, int, int, int, Tensor | None]]:
         """Plain data for a checkpoint."""
         return [(*place, kept.owner, kept.number, kept.rows) for place, kept in self._kept.items()]
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on with what `state` gave."""
-        self._kept = {(sample, place): Kept(owner, number, rows) for sample, place, owner, number, rows in state}

@@ -91,6 +91,7 @@ def truth() -> Trained:
     [
         dit_jobs.arguments("g2n1+g1n2", steps=STEPS),
         dit_jobs.arguments("g4n1", checkpoint=True, steps=2),
+        dit_jobs.arguments("g1n4", accumulate=2, steps=2),  # 3 samples for 4 groups: a rank without rows
         dit_jobs.arguments(planner="knapformer", ddp=True, steps=STEPS),
         dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2, steps=STEPS),
     ],

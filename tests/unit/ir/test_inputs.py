@@ -82,7 +82,10 @@ def test_linear_flops_count_projections_and_a_gated_mlp() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "complaint"),
-    [(6, 4, r"num_kv_heads 4 does not divide num_heads 6"), (0, 1, r"num_heads must be at least 1")],
+    [
+        (6, 4, r"num_kv_heads 4 does not divide num_heads 6"),
+        (0, 1, r"num_heads: expected a whole number of at least 1, got 0"),
+    ],
 )
 def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the extra 'torch' brings it")
@@ -14,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import megatron_balance
 from megatron_balance import Cluster, Model
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
 from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
 MODEL = Model(4, 2, 8)
+WHOLE = "expected a whole number of at least 1"
 DOCUMENTS = [torch.tensor([5, 6, 7]), torch.tensor([8]), [1, 2]]
 
 
@@ -29,6 +33,12 @@ def balancer(planner: str = "zeppelin", **settings: Any) -> SequenceBalancer:
 def wrong(value: object) -> Any:
     """A value of a type that an argument does not have."""
     return value
+
+
+def damaged(key: str) -> None:
+    """Load a state in which `key` is of another type."""
+    made = balancer()
+    made.load_state_dict({**made.state_dict(), key: 3})
 
 
 def test_a_batch_has_tokens_positions_and_the_next_tokens_labels() -> None:
@@ -207,7 +217,29 @@ def test_attention_without_a_batch_is_refused() -> None:
         ),
         (lambda: balancer()(DOCUMENTS).gather(torch.zeros(5)), ConfigError, r"one entry for each of 6 rows, got \[5\]"),
         (lambda: balancer().gather(torch.zeros(5)), ConfigError, "expected a batch before gather, got none"),
-        (lambda: next(balancer().steps([], microbatches=0)), ConfigError, "microbatches: expected at least 1, got 0"),
+        (lambda: next(balancer().steps([], microbatches=0)), ConfigError, f"microbatches: {WHOLE}, got 0"),
+        (lambda: next(balancer().steps([], wrong(1.5))), ConfigError, f"microbatches: {WHOLE}, got 1.5"),
+        (lambda: next(balancer().flush(wrong("2"))), ConfigError, f"microbatches: {WHOLE}, got '2'"),
+        (lambda: next(balancer().steps(wrong(None))), BalanceError, "expected a loader, .* got NoneType"),
+        (
+            lambda: balancer().step(wrong(3)),
+            BalanceError,
+            "expected the documents of each microbatch in a list, got int",
+        ),
+        (lambda: balancer(wrong(["zeppelin"])), ConfigError, r"expected the name of a planner, got \['zeppelin'\]"),
+        (lambda: balancer(shift_labels="no"), ConfigError, "shift_labels: expected True or False, got 'no'"),
+        (lambda: balancer(cluster=3), ConfigError, "cluster: expected a name, a YAML file or a Cluster, got 3"),
+        (lambda: balancer(plan_costs=3), ConfigError, "plan_costs: expected a file, got 3"),
+        (lambda: balancer(device=[]), ConfigError, r"device: expected a torch.device or its name, got \[\]"),
+        (lambda: balancer()(DOCUMENTS).mean_loss(torch.tensor(3)), ConfigError, r"a scalar tensor .* of torch.int64"),
+        (lambda: balancer()(DOCUMENTS).layout(wrong("a")), ConfigError, "rank 'a': expected a rank of the plan"),
+        (lambda: megatron_balance.layout(wrong(None), 0), ConfigError, "the plan of a microbatch, got NoneType"),
+        (lambda: hf.inputs(wrong(None)), ConfigError, "expected the BalancedBatch .*, got NoneType"),
+        (lambda: balancer().load_state_dict(wrong(None)), ConfigError, "the state_dict of a balancer, got NoneType"),
+        *((partial(damaged, key), ConfigError, "is damaged") for key in ("counts", "waiting", "pending", "form")),
+        (lambda: Model(wrong("4"), 4, 8), ConfigError, f"num_heads: {WHOLE}, got '4'"),
+        (lambda: Model(4, wrong(2.0), 8), ConfigError, f"num_kv_heads: {WHOLE}, got 2.0"),
+        (lambda: Model(4, 2, wrong(True)), ConfigError, f"head_dim: {WHOLE}, got True"),
     ],
 )
 def test_mistakes_are_told(make: Any, error: type[BalanceError], complaint: str) -> None:
@@ -300,3 +332,19 @@ def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
         call(None)
     assert hf.inputs(batch)["input_ids"].tolist() == [[5, 6, 7, 8, 1, 2]]
     assert SimpleNamespace(**hf.inputs(batch)).balanced is batch
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    made = balancer()
+    made(DOCUMENTS)
+    before = made.state_dict()
+    with pytest.raises(ConfigError, match="is damaged"):
+        made.load_state_dict({**before, "counts": [9, 9], "form": 3})
+    assert made.state_dict() == before
+    assert made([torch.arange(4)]).documents == (3,)
+
+
+def test_sizes_may_be_integers_of_any_library() -> None:
+    model = Model(wrong(np.int64(4)), wrong(torch.tensor(2)), 8)
+    assert model == MODEL
+    assert type(model.num_heads) is type(model.num_kv_heads) is int
