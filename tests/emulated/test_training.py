@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
+from megatron_balance.cli import main
 from tests.megatron.conftest import MODEL, RUN, write_corpus
 from tools.megatron_flags import command_line
 
@@ -23,7 +24,9 @@ STEPS = 2
 BYTES_PER_TOKEN = 2 * 4 * 4 * 4  # keys and values of 4 heads of 4 numbers of 4 bytes each: MODEL
 
 
-def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(tmp_path: Path) -> None:
+def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = write_corpus(tmp_path / "documents", (300, 140, 40, 20, 7, 1) * 10)
     (tmp_path / "balance.yaml").write_text("planner: {name: te_ring}\n")
     flags = {"context-parallel-size": NUM_RANKS, "train-iters": STEPS, "data-path": corpus}
@@ -50,3 +53,9 @@ def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(tmp_pat
     # gradients and the optimizer add to.
     forward = sum(step["kv_tokens_received_inter_node"] for step in steps) * BYTES_PER_TOKEN
     assert sum(nic["received"] for nic in nics) > forward
+    asked = ["report", "--run", str(tmp_path / "log"), "--planner", "zeppelin", "--out", str(tmp_path / "gain.html")]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["baseline"], {row["planner"] for row in found["rows"]}) == ("te_ring", {"te_ring", "zeppelin"})
+    assert found["lengths"]["num_batches"] == sum(len(step["lengths"]) for step in steps)
+    assert found["asked"]["cluster"]["num_ranks"] == NUM_RANKS
