@@ -55,6 +55,18 @@ def test_the_note_says_which_and_why() -> None:
     assert not any(name in plan.note for name, planner in PLANNERS.items() if planner.left_out)
 
 
+def test_a_remap_that_gains_less_than_it_moves_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494]
+    cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=8)
+    plan = auto(lengths, cluster)
+    assert plan.note.startswith("knapformer, no remap: ")
+    assert not plan.moves
+    monkeypatch.setattr("megatron_balance.planners.auto._without_remap", lambda plan: plan)
+    before = auto(lengths, cluster)
+    assert before.fingerprint() != plan.fingerprint()
+    assert step_s(plan, cluster) < step_s(before, cluster)
+
+
 def test_a_note_is_no_decision() -> None:
     plan = auto(LONG)
     assert plan.fingerprint() == replace(plan, note="").fingerprint()
