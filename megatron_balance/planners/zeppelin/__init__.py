@@ -135,7 +135,14 @@ def _zones(
         return zones(printed.place(lengths, cluster, capacity), cluster)
     if options.rule == "waves" and model.attention == "causal":
         asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
-        found = waves.place(lengths, cluster, model, cost, asked)
+
+        def rings(size: int) -> Placement | None:
+            if cluster.node_size % size:
+                return None
+            own = model, WideCost(cost, cluster, model, size)
+            return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
+
+        found = waves.place(lengths, cluster, model, cost, asked, rings)
         if found is not None:
             return found
     if options.rule in ("cost", "waves"):

@@ -240,6 +240,22 @@ def placements(
     if above:
         even = placed.copy()
         yield from _offered(even, level_tokens(even), even.uneven_tokens())
+    yield from _more_even(placed)
+
+
+def placements_from(
+    work: Sequence[float], tokens: Sequence[int], num_groups: int, begun: Sequence[Sequence[int]]
+) -> Iterator[Shares]:
+    """As `placements`, from even shares of each sequence on the groups that it has in `begun`."""
+    placed = Shares.empty(work, tokens, num_groups)
+    for seq, groups in enumerate(begun):
+        for group in groups:
+            placed.give(seq, group, 1 / len(groups))
+    yield placed
+    yield from _more_even(placed)
+
+
+def _more_even(placed: Shares) -> Iterator[Shares]:
     yield from _offered(placed, level_work(placed), placed.uneven_work())
     yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
 

@@ -9,11 +9,11 @@ priced (`shares`, `estimate`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,8 +26,16 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
-from megatron_balance.planners.zeppelin.shares import Kept, Shares, Trimmed, num_parts, placements, zigzag_edges
-from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
+from megatron_balance.planners.zeppelin.shares import (
+    Kept,
+    Shares,
+    Trimmed,
+    num_parts,
+    placements,
+    placements_from,
+    zigzag_edges,
+)
+from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL, Placement
 
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
@@ -64,6 +72,12 @@ _BETTER = 0.995
 """By how much another size must be cheaper to go on in its direction."""
 
 
+Rings: TypeAlias = Callable[[int], Placement | None]
+"""By the size of a group: the groups of each sequence where rings of groups are cheapest, a further
+way to begin; None: there are no such rings.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Limits and wishes. `capacity`: tokens that a rank holds at most; `remapped`: a remap may even
@@ -89,14 +103,14 @@ class Chosen:
 
 
 def place(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
 ) -> tuple[SharedZone, ...] | None:
     """The zone of the cheapest placement; None if none keeps to the capacity.
 
     Raises:
         ConfigError: groups of a size that does not tile the cluster.
     """
-    chosen = choose(lengths, cluster, model, cost, asked)
+    chosen = choose(lengths, cluster, model, cost, asked, rings)
     if chosen is None:
         return None
     zone = shared_zone(chosen, cluster)
@@ -105,7 +119,9 @@ def place(
     return (zone,) if held.max() <= asked.capacity else None
 
 
-def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked) -> Chosen | None:
+def choose(
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
+) -> Chosen | None:
     """The cheapest placement within the capacity, over groups of the cheapest size."""
     sizes = group_sizes(cluster)
     if asked.size is not None:
@@ -117,14 +133,14 @@ def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostMod
         sizes = [asked.size]
     at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
     costs = GroupCosts(cost, cluster, model, sizes[at])
-    chosen = _cheapest(lengths, costs, asked)
+    chosen = _cheapest(lengths, costs, asked, rings)
     step = 0 if chosen is None else _direction(chosen.estimate)
     while step and 0 <= at + step < len(sizes):
         at += step
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
         costs, below_s = costs.of_size(sizes[at]), _BETTER * chosen.estimate.seconds if chosen else inf
-        other = None if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked)
+        other = None if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked, rings)
         if other is None or other.estimate.seconds >= below_s:
             break
         chosen = other
@@ -138,17 +154,14 @@ def _direction(price: Estimate) -> int:
     return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
-def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen | None:
+def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> Chosen | None:
     """The cheapest placement within the capacity over groups of one size."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
     work = [costs.work_s(length) for length in lengths]
+    placed = Shares.empty(work, lengths, costs.num_groups)
     found: Chosen | None = None
-    for starts, least in ((search.always, _LEAST_SHARE), (search.fewer_cuts, _LEAST_OF_FEW)):
-        kept: list[Kept] = []
-        for above in _distinct(starts, work, costs.num_groups) if costs.num_groups > 1 else starts[:1]:
-            kept += [placed.kept() for placed in placements(work, lengths, costs.num_groups, above)]
-        placed = Shares.empty(work, lengths, costs.num_groups)
+    for kept, least in _tried(placed, costs, search, rings):
         trimmed = Trimmed.of(placed, kept, [least] * len(kept))
         best = cheapest(
             trimmed,
@@ -164,6 +177,21 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
         if costs.num_groups == 1 or (found and found.estimate.exposed_s < search.showing * found.estimate.seconds):
             break
     return found
+
+
+def _tried(placed: Shares, costs: GroupCosts, search: _Search, rings: Rings) -> Iterator[tuple[list[Kept], float]]:
+    """Placements, and the smallest share of them: those that are always tried, then those of fewer
+    cuts, then those that begin with rings of groups. `placed`: of no sequence.
+    """
+    work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
+    for starts, least in ((search.always, _LEAST_SHARE), (search.fewer_cuts, _LEAST_OF_FEW)):
+        kept: list[Kept] = []
+        for above in _distinct(starts, work, num_groups) if num_groups > 1 else starts[:1]:
+            kept += [each.kept() for each in placements(work, lengths, num_groups, above)]
+        yield kept, least
+    begun = rings(costs.size)
+    if begun is not None:
+        yield [each.kept() for each in placements_from(work, lengths, num_groups, begun)], _LEAST_OF_FEW
 
 
 def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:

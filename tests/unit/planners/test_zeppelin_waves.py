@@ -112,7 +112,7 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
 
 def test_the_estimate_is_near_the_simulator() -> None:
     own = cluster()
-    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6))
+    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6), {}.get)
     assert chosen is not None
     simulated = simulate_step([plan_of(MIXED)], Machine(own, MODEL, AnalyticCost(own, MODEL)))
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
@@ -124,6 +124,12 @@ def test_the_estimate_is_near_the_simulator() -> None:
             placed.give(seq, group, share)
     assert estimate(placed, costs).seconds == pytest.approx(chosen.estimate.seconds)
     assert estimate(placed, costs, (8,)).seconds >= chosen.estimate.seconds
+
+
+def test_where_keys_show_it_also_begins_with_rings_of_groups() -> None:
+    """Without that it took 0.6 % longer than the rings, with it 0.7 % less."""
+    lengths, own = (19597, 18312, 8898, 10139, 8108, 482), cluster(16)  # as drawn for arXiv, 64k
+    assert step_s(plan_of(lengths, own), own) < step_s(plan_of(lengths, own, rule="groups"), own)
 
 
 def test_edges_of_a_zigzag_are_as_wide_as_the_shares() -> None:
