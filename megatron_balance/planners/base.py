@@ -173,7 +173,7 @@ class Planner:
     follow the layers of a run. `layers`: remapping and routing that the system comes with.
     """
 
-    plan: Callable[[Batch, Cluster, Model, CostModel, Any], MicrobatchPlan] | None
+    plan: Callable[[Batch, Cluster, Model, MachineCost, Any], MicrobatchPlan] | None
     """Place one microbatch. None: `plan_by_others` does, or `plan_step` is asked for a step of one.
     """
     options: type[Any]

@@ -51,17 +51,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
-from megatron_balance.cost.base import CostModel
+from megatron_balance.analysis.estimate import estimate as plan_estimate
+from megatron_balance.analysis.estimate.times import Machine
+from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.wide import WideCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone
 from megatron_balance.planners.zeppelin import costed, printed, waves, wide
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
@@ -111,7 +113,7 @@ class ZeppelinOptions:
     """
 
 
-def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: ZeppelinOptions) -> MicrobatchPlan:
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, options: ZeppelinOptions) -> MicrobatchPlan:
     """Each sequence in the smallest zone that pays for it.
 
     Raises:
@@ -121,11 +123,45 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     _check(options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
-    heads = model.num_heads, model.num_kv_heads
-    placed = _zones(batch.lengths, cluster, model, cost, capacity, options) if batch.lengths else ()
-    return MicrobatchPlan(
-        "zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, *heads, placed, mask=model.mask
-    )
+    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
+    nothing = MicrobatchPlan("zeppelin", batch.lengths, *size, *heads, (), mask=model.mask)
+    if not batch.lengths:
+        return nothing
+    if options.rule == "waves" and model.attention == "causal":
+        found = [
+            replace(nothing, zones=(zone,))
+            for zone in _in_waves(batch.lengths, cluster, model, cost, capacity, options)
+        ]
+        if found:
+            return _fastest(found, cluster, model, cost)
+    return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
+
+
+def _in_waves(
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, capacity: int, options: ZeppelinOptions
+) -> list[SharedZone]:
+    asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
+
+    def rings(size: int) -> Placement | None:
+        if cluster.node_size % size:
+            return None
+        own = model, WideCost(cost, cluster, model, size)
+        return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
+
+    return waves.place(lengths, cluster, model, cost, asked, rings)
+
+
+def _fastest(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
+    """By the estimate of whole plans, which the search of shares would take too long with."""
+    if len(plans) == 1:
+        return plans[0]
+    machine = Machine.of(cluster, model, cost)
+
+    def seconds(plan: MicrobatchPlan) -> float:
+        found = plan_estimate(plan, machine)
+        return inf if found is None else found.layer_s
+
+    return min(plans, key=seconds)
 
 
 def _zones(
@@ -133,18 +169,6 @@ def _zones(
 ) -> tuple[AnyPlanZone, ...]:
     if options.rule == "paper":
         return zones(printed.place(lengths, cluster, capacity), cluster)
-    if options.rule == "waves" and model.attention == "causal":
-        asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
-
-        def rings(size: int) -> Placement | None:
-            if cluster.node_size % size:
-                return None
-            own = model, WideCost(cost, cluster, model, size)
-            return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
-
-        found = waves.place(lengths, cluster, model, cost, asked, rings)
-        if found is not None:
-            return found
     if options.rule in ("cost", "waves"):
         return zones(_cheapest(lengths, cluster, (model, cost), capacity, options), cluster)
     size = wide.group_size(cluster, model, options.group_size)

@@ -4,7 +4,10 @@
 A group exchanges heads, so that it attends like one wide rank. How wide is a matter of price: from a
 node on narrower groups are tried where keys hide, wider ones where they do not, until one is no
 better than the one before. Of each size the placements from the fewest cuts to the most even one are
-priced (`shares`, `estimate`).
+priced (`shares`, `estimate`). Where keys still show, the search begins with rings of groups too, which
+share a sequence evenly with few neighbours and so move fewer keys. This price takes the fullest group
+of attention and that of the linear modules one after the other, which is hard on placements that are
+not even; the planner compares such rings with the cheapest placement by the estimate of whole plans.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _SEARCH = _Search((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
 _OF_MANY = _Search((0.0,), (0.3, 0.8), 0.12)
 _MANY = 32
 """Over more groups than these the second search is made: the longest sequence alone never fills
-them, and a way takes as much longer as there are more groups.
+them, and a way takes as much longer as there are more groups. Rings of groups are not tried there.
 """
 
 _HIDDEN = 0.03
@@ -64,6 +67,14 @@ _HIDDEN = 0.03
 
 _FITTING = 0.5
 """Narrower groups are tried where one of them holds this much of the longest sequence."""
+
+_ENOUGH = 1.1
+"""A layer's seconds over those of even computation up to which a placement whose keys do not show is
+good enough.
+"""
+
+_ALIKE = 1.05
+"""Over the cheapest placement, from where rings of groups are not compared with it once more."""
 
 _EXPOSED = 0.1
 """Share from which on wider groups may."""
@@ -104,25 +115,29 @@ class Chosen:
 
 def place(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
-) -> tuple[SharedZone, ...] | None:
-    """The zone of the cheapest placement; None if none keeps to the capacity.
+) -> list[SharedZone]:
+    """The zones of those placements that keep to the capacity: the cheapest one, and rings of groups
+    where they were tried.
 
     Raises:
         ConfigError: groups of a size that does not tile the cluster.
     """
-    chosen = choose(lengths, cluster, model, cost, asked, rings)
-    if chosen is None:
-        return None
-    zone = shared_zone(chosen, cluster)
-    rows = as_array(zone.fragments)
-    held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
-    return (zone,) if held.max() <= asked.capacity else None
+    made: list[SharedZone] = []
+    for chosen in choose(lengths, cluster, model, cost, asked, rings):
+        zone = shared_zone(chosen, cluster)
+        rows = as_array(zone.fragments)
+        held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
+        if held.max() <= asked.capacity:
+            made.append(zone)
+    return made
 
 
 def choose(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
-) -> Chosen | None:
-    """The cheapest placement within the capacity, over groups of the cheapest size."""
+) -> list[Chosen]:
+    """The cheapest placement within the capacity, over groups of the cheapest size, and behind it
+    the rings of groups of that size if they were tried.
+    """
     sizes = group_sizes(cluster)
     if asked.size is not None:
         if asked.size not in sizes:
@@ -133,18 +148,18 @@ def choose(
         sizes = [asked.size]
     at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
     costs = GroupCosts(cost, cluster, model, sizes[at])
-    chosen = _cheapest(lengths, costs, asked, rings)
-    step = 0 if chosen is None else _direction(chosen.estimate)
+    found = _cheapest(lengths, costs, asked, rings)
+    step = _direction(found[0].estimate) if found else 0
     while step and 0 <= at + step < len(sizes):
         at += step
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
-        costs, below_s = costs.of_size(sizes[at]), _BETTER * chosen.estimate.seconds if chosen else inf
-        other = None if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked, rings)
-        if other is None or other.estimate.seconds >= below_s:
+        costs, below_s = costs.of_size(sizes[at]), _BETTER * found[0].estimate.seconds
+        other = [] if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked, rings)
+        if not other or other[0].estimate.seconds >= below_s:
             break
-        chosen = other
-    return chosen
+        found = other
+    return found
 
 
 def _direction(price: Estimate) -> int:
@@ -154,34 +169,42 @@ def _direction(price: Estimate) -> int:
     return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
-def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> Chosen | None:
-    """The cheapest placement within the capacity over groups of one size."""
+def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> list[Chosen]:
+    """As `choose`, over groups of one size."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
-    work = [costs.work_s(length) for length in lengths]
-    placed = Shares.empty(work, lengths, costs.num_groups)
-    found: Chosen | None = None
-    for kept, least in _tried(placed, costs, search, rings):
+    placed = Shares.empty([costs.work_s(length) for length in lengths], lengths, costs.num_groups)
+    capacity = asked.capacity * costs.size
+
+    def best(kept: Sequence[Kept], least: float, below_s: float = inf) -> list[Chosen]:
         trimmed = Trimmed.of(placed, kept, [least] * len(kept))
-        best = cheapest(
-            trimmed,
-            costs,
-            numbers,
-            remapped=asked.remapped,
-            capacity=asked.capacity * costs.size,
-            below_s=inf if found is None else found.estimate.seconds,
+        found = cheapest(trimmed, costs, numbers, remapped=asked.remapped, capacity=capacity, below_s=below_s)
+        return (
+            [] if found is None else [Chosen(trimmed.shares(kept[found[0]], found[0]), lengths, costs.size, found[1])]
         )
-        if best is not None:
-            at, price = best
-            found = Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
-        if costs.num_groups == 1 or (found and found.estimate.exposed_s < search.showing * found.estimate.seconds):
-            break
-    return found
+
+    found: list[Chosen] = []
+    enough_s = costs.bound_s(lengths) * _ENOUGH
+    for kept, least in _tried(placed, costs, search):
+        found = best(kept, least, found[0].estimate.seconds if found else inf) or found
+        price = found[0].estimate if found else None
+        shows = price is None or price.exposed_s >= search.showing * price.seconds
+        if costs.num_groups == 1 or not (shows or price.seconds > enough_s):
+            return found
+    begun = None if costs.num_groups > _MANY else rings(costs.size)
+    if begun is None:
+        return found
+    kept = [each.kept() for each in placements_from(placed.work, lengths, costs.num_groups, begun)]
+    found = best(kept, _LEAST_OF_FEW, found[0].estimate.seconds if found else inf) or found
+    if not found:
+        return found
+    plain = best(kept[:1], _LEAST_OF_FEW, found[0].estimate.seconds * _ALIKE)
+    return [*found, *(each for each in plain if each.of != found[0].of)]
 
 
-def _tried(placed: Shares, costs: GroupCosts, search: _Search, rings: Rings) -> Iterator[tuple[list[Kept], float]]:
+def _tried(placed: Shares, costs: GroupCosts, search: _Search) -> Iterator[tuple[list[Kept], float]]:
     """Placements, and the smallest share of them: those that are always tried, then those of fewer
-    cuts, then those that begin with rings of groups. `placed`: of no sequence.
+    cuts. `placed`: of no sequence.
     """
     work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
     for starts, least in ((search.always, _LEAST_SHARE), (search.fewer_cuts, _LEAST_OF_FEW)):
@@ -189,9 +212,6 @@ def _tried(placed: Shares, costs: GroupCosts, search: _Search, rings: Rings) -> 
         for above in _distinct(starts, work, num_groups) if num_groups > 1 else starts[:1]:
             kept += [each.kept() for each in placements(work, lengths, num_groups, above)]
         yield kept, least
-    begun = rings(costs.size)
-    if begun is not None:
-        yield [each.kept() for each in placements_from(work, lengths, num_groups, begun)], _LEAST_OF_FEW
 
 
 def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:

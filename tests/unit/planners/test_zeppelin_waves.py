@@ -112,8 +112,7 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
 
 def test_the_estimate_is_near_the_simulator() -> None:
     own = cluster()
-    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6), {}.get)
-    assert chosen is not None
+    (chosen,) = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6), {}.get)
     simulated = simulate_step([plan_of(MIXED)], Machine(own, MODEL, AnalyticCost(own, MODEL)))
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     assert chosen.estimate.seconds == pytest.approx(layer_s, rel=0.1)
