@@ -180,8 +180,6 @@ def choose_planner(
         ConfigError: no such planner or option, or a wrong type; `where` says in which file or
             option.
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: expected the name of a planner, got {name!r}; one of {', '.join(PLANNERS)}")
     if name not in PLANNERS:
         raise ConfigError(
             f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"

@@ -103,6 +103,8 @@ class SequenceBalancer:
             raise ConfigError(
                 f"expected a megatron_balance.Model, got {type(model).__name__}; for_model takes configurations"
             )
+        if not isinstance(planner, str):
+            raise ConfigError(f"expected the name of a planner, got {planner!r}; docs/planners.md has them")
         self.settings = settings
         self.model = model = model if settings.mask is None else replace(model, attention=settings.mask)
         self.pool = pool_of(mesh, settings.ranks_per_node)

@@ -187,9 +187,9 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
     enough_s = costs.bound_s(lengths) * _ENOUGH
     for kept, least in _tried(placed, costs, search):
         found = best(kept, least, found[0].estimate.seconds if found else inf) or found
-        price = found[0].estimate if found else None
-        shows = price is None or price.exposed_s >= search.showing * price.seconds
-        if costs.num_groups == 1 or not (shows or price.seconds > enough_s):
+        prices = [each.estimate for each in found]
+        good = [each for each in prices if each.exposed_s < search.showing * each.seconds and each.seconds <= enough_s]
+        if costs.num_groups == 1 or good:
             return found
     begun = None if costs.num_groups > _MANY else rings(costs.size)
     if begun is None:
