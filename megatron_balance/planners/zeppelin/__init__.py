@@ -145,8 +145,7 @@ def _in_waves(
     def rings(size: int) -> Placement | None:
         if cluster.node_size % size:
             return None
-        own = model, WideCost(cost, cluster, model, size)
-        return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
+        return _on_groups(lengths, cluster, (model, cost), capacity, options, size)
 
     return waves.place(lengths, cluster, model, cost, asked, rings)
 
@@ -172,9 +171,22 @@ def _zones(
     if options.rule in ("cost", "waves"):
         return zones(_cheapest(lengths, cluster, (model, cost), capacity, options), cluster)
     size = wide.group_size(cluster, model, options.group_size)
-    groups = wide_ranks(cluster, size)
-    placement = _cheapest(lengths, groups, (model, WideCost(cost, cluster, model, size)), capacity * size, options)
-    return wide.group_zones(placement, groups, size)
+    placement = _on_groups(lengths, cluster, (model, cost), capacity, options, size)
+    return wide.group_zones(placement, wide_ranks(cluster, size), size)
+
+
+def _on_groups(
+    lengths: Sequence[int],
+    cluster: Cluster,
+    priced: tuple[Model, CostModel],
+    capacity: int,
+    options: ZeppelinOptions,
+    size: int,
+) -> Placement:
+    """As `_cheapest`, over groups of `size` ranks, each taken as one wide rank."""
+    model, cost = priced
+    own = model, WideCost(cost, cluster, model, size)
+    return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
 
 
 def _cheapest(

@@ -86,11 +86,13 @@ class GroupCosts:
     def num_groups(self) -> int:
         return self.cluster.num_ranks // self.size
 
-    def bound_s(self, lengths: Sequence[int]) -> float:
-        """Seconds that no placement comes below: work and tokens even, all keys hidden."""
+    def bound_s(self, lengths: Sequence[int], work: Sequence[float]) -> float:
+        """Seconds that no placement comes below: work and tokens even, all keys hidden. `work`: of
+        each sequence, `work_s`.
+        """
         tokens = np.array([sum(lengths) / self.num_groups])
         before_s, after_s = _trade_s(tokens, self)
-        attention_s = sum(map(self.work_s, lengths)) / self.num_groups * (1 + self.backward)
+        attention_s = sum(work) / self.num_groups * (1 + self.backward)
         linear_s = tokens * self.linear_s / self.size
         return attention_s + float(((1 + _GRADIENT) * (before_s + after_s) + 3 * linear_s)[0])
 

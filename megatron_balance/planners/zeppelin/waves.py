@@ -155,7 +155,8 @@ def choose(
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
         costs, below_s = costs.of_size(sizes[at]), _BETTER * found[0].estimate.seconds
-        other = [] if costs.bound_s(lengths) >= below_s else _cheapest(lengths, costs, asked, rings)
+        bound_s = costs.bound_s(lengths, [costs.work_s(length) for length in lengths])
+        other = [] if bound_s >= below_s else _cheapest(lengths, costs, asked, rings)
         if not other or other[0].estimate.seconds >= below_s:
             break
         found = other
@@ -176,30 +177,34 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
     placed = Shares.empty([costs.work_s(length) for length in lengths], lengths, costs.num_groups)
     capacity = asked.capacity * costs.size
 
-    def best(kept: Sequence[Kept], least: float, below_s: float = inf) -> list[Chosen]:
+    def best(kept: Sequence[Kept], least: float, below_s: float) -> Chosen | None:
         trimmed = Trimmed.of(placed, kept, [least] * len(kept))
         found = cheapest(trimmed, costs, numbers, remapped=asked.remapped, capacity=capacity, below_s=below_s)
-        return (
-            [] if found is None else [Chosen(trimmed.shares(kept[found[0]], found[0]), lengths, costs.size, found[1])]
-        )
+        if found is None:
+            return None
+        at, price = found
+        return Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
 
-    found: list[Chosen] = []
-    enough_s = costs.bound_s(lengths) * _ENOUGH
+    found: Chosen | None = None
     for kept, least in _tried(placed, costs, search):
-        found = best(kept, least, found[0].estimate.seconds if found else inf) or found
-        prices = [each.estimate for each in found]
-        good = [each for each in prices if each.exposed_s < search.showing * each.seconds and each.seconds <= enough_s]
-        if costs.num_groups == 1 or good:
-            return found
+        found = best(kept, least, found.estimate.seconds if found else inf) or found
+        if costs.num_groups == 1 or (found and _is_good(found.estimate, placed, costs, search)):
+            return [found] if found else []
     begun = None if costs.num_groups > _MANY else rings(costs.size)
     if begun is None:
-        return found
+        return [found] if found else []
     kept = [each.kept() for each in placements_from(placed.work, lengths, costs.num_groups, begun)]
-    found = best(kept, _LEAST_OF_FEW, found[0].estimate.seconds if found else inf) or found
-    if not found:
-        return found
-    plain = best(kept[:1], _LEAST_OF_FEW, found[0].estimate.seconds * _ALIKE)
-    return [*found, *(each for each in plain if each.of != found[0].of)]
+    found = best(kept, _LEAST_OF_FEW, found.estimate.seconds if found else inf) or found
+    if found is None:
+        return []
+    plain = best(kept[:1], _LEAST_OF_FEW, found.estimate.seconds * _ALIKE)
+    return [found] if plain is None or plain.of == found.of else [found, plain]
+
+
+def _is_good(price: Estimate, placed: Shares, costs: GroupCosts, search: _Search) -> bool:
+    """Whether a placement is good enough to look no further."""
+    hidden = price.exposed_s < search.showing * price.seconds
+    return hidden and price.seconds <= _ENOUGH * costs.bound_s(placed.tokens, placed.work)
 
 
 def _tried(placed: Shares, costs: GroupCosts, search: _Search) -> Iterator[tuple[list[Kept], float]]:
