@@ -54,8 +54,10 @@ def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(wor
 
 def test_mistakes_are_told_and_a_wrong_length_on_every_rank(world: Pool) -> None:
     told = world.run(dit_jobs.mistakes, 4)
-    for rank, (none, rows, feature, back, heads, whole, *shared, lengths) in enumerate(told):
+    for rank, (none, width, tensor, rows, feature, back, heads, whole, *shared, lengths) in enumerate(told):
         assert none.startswith("expected a plan, got none; call plan_routing(seq_lens, d_model)")
+        assert width == "d_model: expected a whole number of at least 1, got 1.5"
+        assert tensor == "features: expected a list of tensors, got Tensor"
         assert rows == "expected 5 rows as the lengths in plan_routing, got [4, 3, 4]"
         assert feature == "expected 5 rows as the lengths in plan_routing, got []"
         assert back == "expected 5 rows as those of route, got [4, 3, 4]"

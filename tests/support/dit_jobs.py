@@ -164,6 +164,8 @@ def mistakes(world: World) -> list[str]:
 
     tell(balancer.route, x)
     balancer.plan_routing([5], 12)
+    tell(balancer.plan_routing, [5], 1.5)
+    tell(balancer.route, x, x)
     tell(balancer.route, x[:4])
     tell(balancer.route, x, [torch.tensor(3)])
     _, chunks, _ = balancer.route(x)
