@@ -23,13 +23,11 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    attend,
     exchange,
-    messages_from,
     prefix_pairs,
-    transfers_of,
 )
 from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.rows import attend, messages_from, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, fragments, of_zone, shared_tokens
 
 

@@ -30,14 +30,9 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    attend,
     exchange,
-    intersections,
-    merge,
-    messages_of,
-    task_pairs,
-    transfers_of,
 )
+from megatron_balance.patterns.rows import attend, intersections, merge, messages_of, task_pairs, transfers_of
 
 
 class Dispatch(CommPattern[TaskTable]):

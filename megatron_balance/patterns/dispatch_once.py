@@ -33,9 +33,9 @@ from megatron_balance.patterns.base import (
     ZoneProgram,
     ZoneRounds,
     exchange,
-    messages_of,
 )
 from megatron_balance.patterns.dispatch import Dispatch, transfers
+from megatron_balance.patterns.rows import messages_of
 
 _IN, _ON, _BACK = range(3)
 _NONE = np.empty((0, Transfer.WIDTH), dtype=np.int64)

@@ -32,11 +32,10 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    messages_from,
     prefix_pairs,
-    task_pairs,
 )
 from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
+from megatron_balance.patterns.rows import messages_from, task_pairs
 
 Cut: TypeAlias = Callable[[Ints, int], Ints]
 """From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""

@@ -31,12 +31,10 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    attend,
     exchange,
-    messages_from,
-    transfers_of,
 )
 from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.rows import attend, messages_from, transfers_of
 
 
 class HeadSlice(NamedTuple):

@@ -46,10 +46,7 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    attend,
     exchange,
-    merge,
-    messages_from,
 )
 from megatron_balance.patterns.head_exchange import (
     HeadSlice,
@@ -62,6 +59,7 @@ from megatron_balance.patterns.head_exchange import (
     trade_messages,
 )
 from megatron_balance.patterns.ring import Blocks, attention, forward_hops, ring_launches, walks
+from megatron_balance.patterns.rows import attend, merge, messages_from
 from megatron_balance.patterns.zigzag import Zigzag, fragments, pairs_per_rank, shared_tokens, tokens, zigzag
 
 

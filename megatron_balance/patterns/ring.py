@@ -35,11 +35,9 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    messages_from,
     remote_of,
-    split_rows,
-    transfers_of,
 )
+from megatron_balance.patterns.rows import messages_from, split_rows, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, of_zone, shared_tokens
 
 EXACT = 1 << 18

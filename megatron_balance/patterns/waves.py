@@ -49,12 +49,7 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    attend,
     exchange,
-    merge,
-    messages_from,
-    task_pairs,
-    transfers_of,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
@@ -66,6 +61,7 @@ from megatron_balance.patterns.head_exchange import (
     query_heads,
     trade_messages,
 )
+from megatron_balance.patterns.rows import attend, merge, messages_from, task_pairs, transfers_of
 
 ALIGN = 128
 """Keys are divided between waves at multiples of a kernel's tile."""

@@ -24,7 +24,8 @@ from megatron_balance.ir.columns import Held
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
-from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneAt, causal_pairs
+from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneAt
+from megatron_balance.patterns.rows import causal_pairs
 
 _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""

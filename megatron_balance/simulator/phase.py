@@ -30,7 +30,7 @@ from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Message, Pair, Transfer
 from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op
-from megatron_balance.patterns.base import messages_of
+from megatron_balance.patterns.rows import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Machine

@@ -30,9 +30,9 @@ from megatron_balance.patterns.base import (
     PointToPoint,
     WaveTraffic,
     ZoneTraffic,
-    messages_of,
     spared_messages,
 )
+from megatron_balance.patterns.rows import messages_of
 from megatron_balance.simulator.machine import Bools, Machine
 from megatron_balance.simulator.work import launches
 

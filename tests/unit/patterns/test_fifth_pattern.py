@@ -24,15 +24,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import (
-    CommPattern,
-    Context,
-    ZoneProgram,
-    attend,
-    exchange,
-    prefix_pairs,
-    transfers_of,
-)
+from megatron_balance.patterns.base import CommPattern, Context, ZoneProgram, exchange, prefix_pairs
+from megatron_balance.patterns.rows import attend, transfers_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.report import placement
 from megatron_balance.simulator.attention import EngineName, attention_call, coupled

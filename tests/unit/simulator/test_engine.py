@@ -31,7 +31,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import messages_of
+from megatron_balance.patterns.rows import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events

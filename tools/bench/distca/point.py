@@ -22,7 +22,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.patterns import dispatch
-from megatron_balance.patterns.base import messages_of
+from megatron_balance.patterns.rows import messages_of
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
