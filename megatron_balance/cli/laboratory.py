@@ -21,6 +21,7 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_balance.analysis.change import Layouts
     from megatron_balance.cost.base import MachineCost
     from megatron_balance.ir.cluster import Cluster
     from megatron_balance.ir.step import StepPlan
@@ -47,6 +48,8 @@ class Planned:
     plan_ms: float
     context_parallel: int | None = None
     """Ranks of a replica, where the planner keeps replicas."""
+    layouts: Layouts | None = None
+    """The owner of weights, where the planner changes between strategies."""
 
     def described(self) -> dict[str, Any]:
         """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one
@@ -144,7 +147,10 @@ class Bench:
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         context_parallel = choice.options.context_parallel if choice.planner.replicas else None
-        return Planned(choice.name, mode, tuple(steps), plan_ms, context_parallel)
+        layouts = None
+        if choice.planner.layouts is not None:
+            layouts = choice.planner.layouts(choice.options, given.cluster.num_ranks, None)
+        return Planned(choice.name, mode, tuple(steps), plan_ms, context_parallel, layouts)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
         """The statistics of all steps (`simulator.report.summary`).
@@ -165,8 +171,9 @@ class Bench:
         from megatron_balance.simulator.training import simulate_planned
 
         machines = list(zip(self.perturbation.machines(stage), self.perturbation.machines(pool), strict=True))
+        setup = replace(self.setup, layouts=planned.layouts)
         return [
-            simulate_planned(step, *each, self.setup)
+            simulate_planned(step, *each, setup)
             for step in progress(planned.steps, f"{planned.name}: simulate")
             for each in machines
         ]

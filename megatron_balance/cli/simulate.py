@@ -78,6 +78,16 @@ def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     output.write(path, json.dumps(document), "--trace")
 
 
+def _changed(changes: dict[str, float]) -> str:
+    """The line on pulls and pushes; of each the seconds that links alone take."""
+    pull, push = (
+        f"{way} {changes[f'{way}_bytes'] / 1e9:.1f} GB in {changes[f'predicted_{way}_s']:.3f} s"
+        for way in ("pull", "push")
+    )
+    count = int(changes["steps"])
+    return f"{count} step{'s' * (count > 1)} of another strategy than the base layout: {pull}, {push}, by links alone"
+
+
 def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dict[str, str]) -> None:
     from rich.table import Table
 
@@ -99,6 +109,8 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dic
             if seconds:
                 table.add_row(phase.replace("_", " "), f"{seconds:.4f}", f"{seconds / total:.1%}")
         console.print(table)
+        if "changes" in report:
+            console.print(_changed(report["changes"]))
         used = ", ".join(f"{part} {share:.1%}" for part, share in report["utilisation"].items())
         console.print(
             f"busy on average: {used}; memory at most {max(peak) / 1e9:.1f} GB, at least {min(peak) / 1e9:.1f} GB"

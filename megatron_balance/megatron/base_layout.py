@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters, Shard
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.megatron.tokens import job_device
-from megatron_balance.training.link import Base, Buffer, Parameter, Parameters, Shard
 from megatron_balance.training.weights import Flat
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

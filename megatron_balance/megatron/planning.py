@@ -78,7 +78,9 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
         options["strategies"] = tuple(map(str, job.candidates))
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
         layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
-        return PlanSpec(choice.name, job.gpus(), job.model(1), layers, options, table, changes=True)
+        return PlanSpec(
+            choice.name, job.gpus(), job.model(1), layers, options, table, changes=True, base=str(job.layout)
+        )
     if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
         options["strategies"] = ()
         full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_balance.analysis.link import Shard, Traffic, held
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
@@ -35,8 +36,7 @@ from megatron_balance.megatron.base_layout import EMBEDDING, OUTPUT, BaseLayout,
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.training.link import Shard, held
-from megatron_balance.training.weights import Exchange, Flat, Traffic
+from megatron_balance.training.weights import Exchange, Flat
 
 ALIGNED = 128
 """Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""

@@ -88,6 +88,7 @@ PLANNERS: dict[str, Planner] = {
         plan_step=hydraulis.plan_step,
         pipelines=True,
         strategies=hydraulis.strategies_of,
+        layouts=hydraulis.layouts_of,
         takes_waiting=True,
         left_out="it deals sequences to pipelines; inside a microbatch it is the planner named by its option within",
     ),

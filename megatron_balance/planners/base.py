@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.ir.batch import Batch
@@ -99,6 +100,9 @@ class StepContext:
     strategy: Strategy | None = None
     """Layout of a training job whose replicas are pipelines (`Planner.pipelines`): the only strategy
     there is. `cluster` has a rank for each of its tensor-parallel groups of one stage."""
+    base: Strategy | None = None
+    """Layout of a training job that changes between strategies: it owns weights and optimizer. None:
+    the options say it, or `analysis.change.base_for`."""
     of_ranks: bool = False
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
@@ -200,6 +204,9 @@ class Planner:
     length, and attends for itself; else all replicas share every microbatch."""
     strategies: Callable[[Any], tuple[Strategy, ...]] | None = None
     """Strategies that options name, for training to change between; None: it cannot."""
+    layouts: Callable[[Any, int, Strategy | None], Layouts | None] | None = None
+    """The base layout and the strategies that options name on so many ranks; the last argument as
+    `StepContext.base`. None: weights stay where they are."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""

@@ -13,7 +13,8 @@ sequence. In training the command line's layout is the only strategy, and its me
 Inside a microbatch the planner named by `within` places sequences on the pipeline's
 context-parallel ranks.
 
-What we leave out: the seconds of a change from one strategy to another, in the choice.
+The choice counts what pipelines do not cover of pulling weights and pushing gradients (sections 5.2
+and 5.3; `analysis.change`).
 
 Where we differ and why: context parallelism is a degree of a scheme like the others (the authors'
 code has none). A pipeline without sequences runs one microbatch without any, since it still meets
@@ -29,6 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.analysis.change import Layouts, base_for, base_sync_s, change
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
@@ -36,6 +38,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import (
     Dispatching,
+    Moving,
     Packing,
     Solvers,
     candidates_of,
@@ -62,6 +65,12 @@ class HydraulisOptions:
     """Candidates, such as `4*tp1-pp1-cp2`, or the file that verb `strategies` wrote; `auto`: in
     `simulate` and `compare` those that suit the batches, in training the layout. None: the layout of
     the training job; elsewhere one pipeline of all ranks."""
+    base: str | None = None
+    """The layout that owns weights and optimizer, such as `4*tp2-pp1-cp1`: pipelines of one scheme on
+    all ranks. In training it is the command line's. None: the first such candidate, else the largest
+    TP of any, and replicas."""
+    overlap: bool = True
+    """Whether layers' weights are pulled, and gradients pushed, beside the work of other layers."""
     within: str = "te_ring"
     """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -112,8 +121,53 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
     solvers = Solvers(options.dispatching, options.packing, options.node_limit)
     costs = [each.with_overhead(options.microbatch_s).costs for each in held]
-    best, microbatches, _ = fastest(sizes, costs, solvers)
+    best, microbatches, _ = fastest(sizes, costs, solvers, moving_of([each.strategy for each in held], context))
     return side_by_side(every, held[best], microbatches, within), EMPTY
+
+
+def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Moving]:
+    """The moves of weights and gradients of each strategy; empty where all run the base layout.
+
+    Raises:
+        ConfigError: as `layouts_of`.
+    """
+    layouts = layouts_of(context.options, context.cluster.num_ranks, context.base)
+    if context.strategy is not None or layouts is None:
+        return []
+    cluster, model = context.cluster, context.model
+    sync_s = sum(base_sync_s(layouts.base, model, cluster))
+    return [
+        Moving(
+            None if each == layouts.base else change(layouts.base, each, model, cluster),
+            sync_s,
+            model.num_layers,
+            layouts.overlap,
+        )
+        for each in strategies
+    ]
+
+
+def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None = None) -> Layouts | None:
+    """The base layout and the candidates on so many ranks; None: there is no other than the base.
+
+    `base`: of a training job.
+
+    Raises:
+        ConfigError: option `base` beside a training job's, or one that is not pipelines of one
+            scheme on all ranks; else as `read_strategies`.
+    """
+    candidates = strategies_of(options)
+    named = None if options.base is None else Strategy.parse(options.base)
+    if named is not None and base not in (None, named):
+        raise ConfigError(f"base: {named}: training's is the command line's layout, {base}; leave it out")
+    if named is not None and (named.num_ranks != num_ranks or len(set(named.pipelines)) > 1):
+        raise ConfigError(
+            f"base: {named}: expected pipelines of one scheme on all {num_ranks} ranks, such as {num_ranks}*tp1-pp1-cp1"
+        )
+    if not candidates:
+        return None
+    layouts = Layouts(base or named or base_for(candidates, num_ranks), candidates, options.overlap)
+    return None if candidates == (layouts.base,) else layouts
 
 
 def strategies_of(options: HydraulisOptions) -> tuple[Strategy, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
+from megatron_balance.analysis.change import Change, Work
 from megatron_balance.analysis.max_len import max_len
 from megatron_balance.cost.moved import of_share, on_cluster
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, wide_ranks
@@ -59,6 +60,46 @@ class Solvers:
 
 
 OURS = Solvers()
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A candidate's way to its weights, and of its gradients. `change`: from the base layout; None: it is the base layout, whose own all-gather and reduce-scatter take `sync_s`. `layers`: of
+    the model. `overlap`: whether layers move beside the work of others.
+    """
+
+    change: Change | None
+    sync_s: float
+    layers: int
+    overlap: bool
+
+    def added_s(self, lengths: Sequence[int], made: Microbatches, costs: Sequence[PipelineCost]) -> float:
+        """Seconds that it adds to a step of these microbatches (as `deal` gives them)."""
+        if self.change is None:
+            return self.sync_s
+        works: list[Work] = []
+        for own, cost in zip(made, costs, strict=True):
+            sizes = [[lengths[seq] for seq in each] for each in own]
+            first, last = (microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
+            layers = self.layers / cost.stages
+            works.append(
+                Work(
+                    cost.stages,
+                    pipeline_s(sizes, cost),
+                    FORWARD_SHARE * first / layers,
+                    (1 - FORWARD_SHARE) * last / layers,
+                )
+            )
+        return sum(self.change.uncovered_s(works, overlap=self.overlap))
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that it adds to any step."""
+        return self.sync_s if self.change is None else self.change.least_s(overlap=self.overlap)
+
+
+FORWARD_SHARE = 1 / 3
+"""Of a microbatch's seconds; the backward of a matrix product is two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +166,13 @@ def packed(
 
 
 def fastest(
-    lengths: Sequence[int], candidates: Sequence[Sequence[PipelineCost]], solvers: Solvers = OURS
+    lengths: Sequence[int],
+    candidates: Sequence[Sequence[PipelineCost]],
+    solvers: Solvers = OURS,
+    moving: Sequence[Moving] = (),
 ) -> tuple[int, Microbatches, tuple[float, ...]]:
-    """The candidate whose slowest pipeline ends first: its number, and as `deal`.
+    """The candidate whose slowest pipeline ends first, with what moves weights and gradients, if
+    that is given for each: its number, and as `deal`.
 
     Sequences are dispatched under every candidate. Packing adds to what that leaves at least, so
     candidates are packed from the least on, until one can no longer win.
@@ -136,14 +181,18 @@ def fastest(
         InfeasibleError: a sequence that no pipeline of a candidate holds.
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
-    least = [least_s(lengths, costs, each) for costs, each in zip(candidates, assigned, strict=True)]
+    least = [
+        least_s(lengths, costs, each) + (moving[at].least_s if moving else 0.0)
+        for at, (costs, each) in enumerate(zip(candidates, assigned, strict=True))
+    ]
     best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
     for at in sorted(range(len(candidates)), key=least.__getitem__):
         if best is not None and least[at] > best[0]:
             break
         made, seconds = packed(lengths, candidates[at], assigned[at], solvers)
-        if best is None or (max(seconds), at) < best[:2]:
-            best = max(seconds), at, made, seconds
+        step_s = max(seconds) + (moving[at].added_s(lengths, made, candidates[at]) if moving else 0.0)
+        if best is None or (step_s, at) < best[:2]:
+            best = step_s, at, made, seconds
     assert best is not None, "no candidates"
     return best[1:]
 

@@ -48,6 +48,8 @@ class PlanSpec:
     """Text of the job's layout, where its replicas are pipelines."""
     changes: bool = False
     """Whether the planner chooses the strategy, and with it the number of microbatches."""
+    base: str | None = None
+    """With `changes`: text of the job's layout, which owns weights."""
     prove_every: int = 0
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
 
@@ -99,6 +101,7 @@ class StepPlanner:
             own_microbatches=spec.changes,
             of_ranks=spec.changes,
             strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
+            base=None if spec.base is None else Strategy.parse(spec.base),
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 

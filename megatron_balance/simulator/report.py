@@ -73,6 +73,15 @@ def _microbatches(plan: StepPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...]
     return plan.plans if isinstance(plan, StepPlan) else (plan,)
 
 
+def _changes(steps: Sequence[Step]) -> dict[str, Any]:
+    """Means of what steps pulled and pushed, of those that did; none where weights stay."""
+    moved = [step.change for step in steps if step.change]
+    if not moved:
+        return {}
+    means = {name: float(np.mean([each[name] for each in moved])) for name in moved[0]}
+    return {"changes": {"steps": len(moved), **means}}
+
+
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """The keys of `simulate` for several steps.
 
@@ -89,6 +98,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "utilisation": {
             name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation
         },
+        **_changes(steps),
         "backward": max((step.backward for step in steps), key=lambda each: each.peak_bytes).described(),
         "kind": "simulated",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.memory import Recompute
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -25,7 +26,8 @@ class Setup:
     ranks as the plan; `interleave`: model chunks of a stage. `experts`: ranks that share a layer's
     experts. `overlap_sync`: gradients are synchronised layer by layer beside the last backward.
     `interleaved`: nano-batches run interleaved, else one after the other. `transport`: as in
-    `simulator.engine`.
+    `simulator.engine`. `layouts`: what owns weights, and the strategies that share the memory of
+    roles; None: weights stay where they are.
     """
 
     policy: Backward = "keep"
@@ -37,6 +39,7 @@ class Setup:
     interleaved: bool = True
     engine: EngineName = "auto"
     transport: Transport = "streams"
+    layouts: Layouts | None = None
 
     @property
     def drawn(self) -> Policy:

@@ -1,5 +1,6 @@
 """A step of pipelines side by side, on clocks (docs/adr/0023): each runs its own microbatches, and
-they meet where gradients are summed.
+they meet where gradients are summed. Under another strategy than the base layout weights are pulled
+before and gradients pushed behind (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_balance.analysis.change import Layouts, Work, base_sync_s, change, held_bytes, role_bytes
+from megatron_balance.analysis.memory import GRADIENT_BYTES, OPTIMIZER_BYTES
+from megatron_balance.cost.base import Floats
+from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.moved import on_cluster
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.simulator.machine import Machine
@@ -19,13 +25,16 @@ from megatron_balance.simulator.step import Step, simulate_step
 
 MEETING = ("gradient_sync", "optimizer")
 """Phases in which all pipelines take part."""
+CHANGE = ("pull", "push")
+"""Phases of a step whose weights came from another layout: what nothing covers of them."""
 
 
 def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: Setup) -> Step:
     """The step of a strategy's pipelines on a machine whose ranks are GPUs.
 
     Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes` is
-    by GPU, 0 where the strategy leaves one over.
+    by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights and
+    gradients of its largest role, and weights of the base layout's own model.
 
     Raises:
         ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
@@ -42,15 +51,32 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
     own_s = [step.step_s - sum(step.phases_s[name] for name in MEETING) for step in steps]
     slowest = max(range(len(steps)), key=own_s.__getitem__)
     phases = {**steps[slowest].phases_s, **{name: max(step.phases_s[name] for step in steps) for name in MEETING}}
+    layouts, moved = setup.layouts, dict[str, float]()
+    if layouts is not None:
+        phases |= dict.fromkeys(CHANGE, 0.0)
+        if strategy == layouts.base:  # its weights are gathered when its model runs, beside nothing
+            phases["gradient_sync"] = sum(base_sync_s(layouts.base, gpus.model, gpus.cluster))
+        else:
+            found = change(layouts.base, strategy, gpus.model, gpus.cluster)
+            works = [
+                Work(scheme.pipeline, own, *step.layer_s)
+                for scheme, own, step in zip(strategy.pipelines, own_s, steps, strict=True)
+            ]
+            uncovered = found.uncovered_s(works, overlap=layouts.overlap)
+            phases |= {"gradient_sync": 0.0, **dict(zip(CHANGE, uncovered, strict=True))}
+            moved = found.traffic.described(gpus.cluster)
     step_s = sum(phases.values())
     ranks = [scheme.num_ranks for scheme in strategy.pipelines]
     held = [np.repeat(step.peak_bytes / s.tensor, s.tensor) for step, s in zip(steps, strategy.pipelines, strict=True)]
     held.append(np.zeros(gpus.num_ranks - strategy.num_ranks))
+    peaks = np.concatenate(held)
+    if layouts is not None:
+        peaks = with_roles(peaks, strategy, layouts, gpus.model)
     return Step(
         step_s,
         sum(step.num_tokens for step in steps),
         phases,
-        np.concatenate(held),
+        peaks,
         {
             name: sum(n * each.utilisation[name] * each.step_s for n, each in zip(ranks, steps, strict=True))
             / (gpus.num_ranks * step_s)
@@ -58,7 +84,25 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
         },
         max((step.backward for step in steps), key=lambda each: each.peak_bytes),
         steps[slowest].bubble_share,
+        change=moved,
     )
+
+
+def with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Model) -> Floats:
+    """Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest, beside the
+    weights of the base layout's own model, whose gradients give their memory back.
+
+    `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
+    left over.
+    """
+    num_ranks = len(peaks)
+    roles, base = role_bytes(layouts, model, num_ranks), held_bytes(layouts.base, model, num_ranks)
+    weights = base * model.bytes_per_element / (model.bytes_per_element + GRADIENT_BYTES)
+    if strategy == layouts.base:
+        return peaks + roles
+    left_over = np.arange(num_ranks) >= strategy.num_ranks
+    states = np.where(left_over, OPTIMIZER_BYTES * num_parameters(model) / num_ranks, 0.0)
+    return peaks - held_bytes(strategy, model, num_ranks) + states + roles + weights
 
 
 def _simulate(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:

@@ -9,8 +9,8 @@ microbatch given as two plans runs as two nano-batches interleaved (`simulator.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,6 +57,11 @@ class Step:
     utilisation: dict[str, float]
     backward: Decision
     bubble_share: float | None = None
+    layer_s: tuple[float, float] = (0.0, 0.0)
+    """Of a layer: forward of the first microbatch, backward of the last."""
+    change: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Bytes of the pull and the push of its strategy, and their seconds by links alone; empty where
+    weights stay."""
 
 
 @dataclass(slots=True)
@@ -190,6 +195,7 @@ class _Run:
             self._utilisation(step_s),
             self.decision,
             clocks.bubble_share,
+            (float(self.layers[0].forward_s.max()), float(self.layers[-1].backward_s.max())),
         )
 
     def _clocks(self) -> Clocks:

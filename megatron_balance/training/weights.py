@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.analysis.link import Base, Link, Parameters, Piece, Shard, elements, held, link, places
 from megatron_balance.ir.arrays import Ints, sums
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.training.link import Base, Link, Parameters, Piece, Shard, elements, held, link, places
 
 Flat = Mapping[int, torch.Tensor]
 """By number of a parameter, what a rank has of it: a contiguous tensor, read as a flat one."""
@@ -33,31 +31,6 @@ class Way:
     """Places [m, Place.WIDTH], in the order of the sending ranks."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a pull and a push move [2, num_ranks, 2, 2] int64: of each rank inside its node and
-    between nodes, sent and received.
-    """
-
-    SHAPE: ClassVar[tuple[int, ...]] = (2, 2, 2)
-    table: Ints
-
-    def described(self, cluster: Cluster) -> dict[str, float]:
-        """Bytes of all ranks, and the seconds that links alone take by a data sheet."""
-        found: dict[str, float] = {}
-        for name, way in zip(("pull", "push"), self.table, strict=True):
-            inside, between = way[:, 0], way[:, 1]
-            nics = -(-len(way) // cluster.ranks_per_nic)
-            by_nic = np.zeros((nics, 2), dtype=np.int64)
-            np.add.at(by_nic, np.arange(len(way)) // cluster.ranks_per_nic, between)
-            found[f"{name}_bytes"] = int(way[:, :, 0].sum())
-            found[f"{name}_bytes_inter_node"] = int(between[:, 0].sum())
-            found[f"predicted_{name}_s"] = max(
-                float(inside.max()) / cluster.intra_bytes_per_s, float(by_nic.max()) / cluster.nic_bytes_per_s
-            )
-        return found
 
 
 @dataclass(frozen=True, slots=True)

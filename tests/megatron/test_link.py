@@ -14,8 +14,8 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_balance.analysis.link import Base, Parameter, Parameters, Shard
 from megatron_balance.ir.strategy import Scheme
-from megatron_balance.training.link import Base, Parameter, Parameters, Shard
 from tests.support.links import buffers_of, cut
 
 pytestmark = pytest.mark.megatron

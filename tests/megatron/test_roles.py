@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron.base_layout import base_layout, check_shards
 from megatron_balance.megatron.roles import Roles, check_strategy
-from megatron_balance.training.link import Base, Buffer, Parameter, Parameters
 from tests.support.megatron_run import Trainer
 from tests.support.role_runs import STRATEGIES, trained
 

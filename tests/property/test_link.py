@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.training.link import (
+from megatron_balance.analysis.link import (
     Base,
     Buffer,
     Parameter,
@@ -23,6 +20,9 @@ from megatron_balance.training.link import (
     places,
     traffic,
 )
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.strategy import Scheme, Strategy
 from tests.support.links import Links, buffers_of, cut, links, owned_by, stages_of
 
 BF16, FP32 = 2, 4

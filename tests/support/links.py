@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.training.link import Base, Buffer, Parameter, Parameters
 
 PAD = 4
 """Parameters begin at multiples of this in a buffer (Megatron: 64)."""

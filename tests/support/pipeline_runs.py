@@ -78,8 +78,8 @@ def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
     import torch.distributed as dist
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+    from megatron_balance.analysis.link import Shard
     from megatron_balance.megatron import session
-    from megatron_balance.training.link import Shard
 
     step: Any = ChainedOptimizer.step
 

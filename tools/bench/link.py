@@ -15,8 +15,8 @@ import tracemalloc
 
 import numpy as np
 
+from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters, link, traffic
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.training.link import Base, Buffer, Parameter, Parameters, link, traffic
 
 LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 30592
 BUCKET = 40_000_000

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_balance.analysis.change import base_sync_s, change
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.pipelines import fastest, pipeline_s
+from megatron_balance.planners.pipelines import Microbatches, Moving, fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
 from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost
@@ -97,11 +98,48 @@ def seconds(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[
 
 def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
     """The candidate that Hydraulis takes for a step, and its seconds."""
+    strategy, _, found_s = chosen_step(source, job, batch)
+    return strategy, found_s
+
+
+def chosen_step(
+    source: str, job: Job, batch: Lengths, *, counted: bool = False
+) -> tuple[Strategy, Microbatches, float]:
+    """The candidate that Hydraulis takes for a step, its microbatches, and its seconds.
+
+    `counted`: the choice counts what pull and push leave uncovered, as planner hydraulis does.
+    """
     known = costs(source, job.size)
     pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
     held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
-    best, _, found = fastest(batch, [pipelines[each] for each in held])
-    return held[best], max(found)
+    moving = [_moving(job, each, overlap=True) for each in held] if counted else ()
+    best, made, found = fastest(batch, [pipelines[each] for each in held], moving=moving)
+    return held[best], made, max(found)
+
+
+def exchange_s(source: str, job: Job, batch: Lengths) -> tuple[float, float]:
+    """Seconds of pull and push under the chosen candidate, by links alone, from weights that
+    `HOMOGENEOUS` owns: without overlap, and what is left of them with it.
+    """
+    strategy, made, _ = chosen_step(source, job, batch)
+    own = costs_of(strategy, costs(source, job.size), job.num_ranks)
+    without, overlapped = (_moving(job, strategy, overlap=each).added_s(batch, made, own) for each in (False, True))
+    return without, overlapped
+
+
+def counted_s(source: str, job: Job, batch: Lengths) -> float:
+    """Seconds of propagation, and of what pull and push leave uncovered with overlap, under the
+    candidate that takes least of both.
+    """
+    strategy, made, own_s = chosen_step(source, job, batch, counted=True)
+    own = costs_of(strategy, costs(source, job.size), job.num_ranks)
+    return own_s + _moving(job, strategy, overlap=True).added_s(batch, made, own)
+
+
+def _moving(job: Job, strategy: Strategy, *, overlap: bool) -> Moving:
+    cluster, model = cluster_and_model(job.size)
+    moved = None if strategy == HOMOGENEOUS else change(HOMOGENEOUS, strategy, model, cluster)
+    return Moving(moved, sum(base_sync_s(HOMOGENEOUS, model, cluster)), model.num_layers, overlap)
 
 
 def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:

@@ -359,3 +359,22 @@ def test_a_tensor_parallel_group_of_two_nodes_is_planned() -> None:
     choice = choose_planner("hydraulis", {"strategies": ["tp8-pp1-cp1"], "tokens_per_rank": 50})
     step, _ = choice.plan_step(((390, 20),), context)
     assert [plan.num_tokens for plan in step.plans] == [390, 20] or [p.num_tokens for p in step.plans] == [20, 390]
+
+
+def test_the_choice_counts_what_pull_and_push_leave_uncovered() -> None:
+    """On links so slow that weights take longer than the step, it stays with the base layout."""
+    lengths = ((150,) * 16,)
+    given = {"strategies": ["tp2-pp1-cp1+6*tp1-pp1-cp1", "4*tp2-pp1-cp1"], "tokens_per_rank": CAPACITY}
+    slow, free = (replace(CLUSTER, intra_bytes_per_s=rate, nic_bytes_per_s=rate) for rate in (1e6, 1e18))
+
+    def chosen(cluster: Cluster, **more: object) -> str:
+        context = StepContext(cluster, MODEL, AnalyticCost(CLUSTER, MODEL))
+        return str(choose_planner("hydraulis", {**given, **more}).plan_step(lengths, context, EMPTY)[0].strategy)
+
+    assert chosen(free) == given["strategies"][0]
+    assert chosen(slow) == given["strategies"][1]
+    with pytest.raises(ConfigError, match=r"base: 2\*tp2-pp1-cp1: expected pipelines of one scheme on all 8 ranks"):
+        chosen(CLUSTER, base="2*tp2-pp1-cp1")
+    training = replace(CONTEXT, base=Strategy.parse("8*tp1-pp1-cp1"))
+    with pytest.raises(ConfigError, match=r"base: 4\*tp2-pp1-cp1: training's is the command line's layout"):
+        choose_planner("hydraulis", {**given, "base": "4*tp2-pp1-cp1"}).plan_step(lengths, training, EMPTY)

@@ -47,6 +47,15 @@ def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
     assert homo.ratio == pytest.approx(1, abs=0.2)
     assert hetero.ratio == pytest.approx(1, abs=0.22)
     assert hetero.ours < homo.ours / 1.3
+    without, overlapped = (row for row in rows.values() if row.published in (1.71, 1.18))
+    assert without.ratio == pytest.approx(1, abs=0.2)
+    assert overlapped.ours < without.ours / 2
+    steps = {name: row.ours for name, row in rows.items() if name.startswith("E2E")}
+    chosen_by_both = steps.pop(f"E2E, with overlap, chosen by both, {AUTHORS}")
+    assert list(steps.values()) == sorted(steps.values(), reverse=True)
+    assert chosen_by_both <= min(steps.values())
+    tokens = [(row.published, row.ours) for name, row in rows.items() if name.startswith("B.2")]
+    assert tokens == [(1560, 1560), (None, 12480)]
     misprint = rows["O-P, homogeneous over heterogeneous without overlap"]
     assert (misprint.published, misprint.ours) == (0.69, pytest.approx(0.649, abs=1e-3))
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from megatron_balance.analysis.change import Layouts, base_sync_s, change, held_bytes
 from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.setup import Setup
@@ -89,3 +91,40 @@ def _simulate(config: str, *more: str) -> int:
             "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 9000,700,300,4000 --microbatches 1"
         )
         return main(["simulate", *words.split(), "--config", str(path), *more])
+
+
+def test_weights_that_came_from_another_layout_are_pulled_and_gradients_pushed() -> None:
+    """A base layout of TP 2; what the step adds, and the memory of the largest role."""
+    gpus = machine(8)
+    mixed, whole = Strategy.parse("2*tp1-pp1-cp2+2*tp2-pp1-cp1"), Strategy.parse("tp1-pp1-cp8")
+    base = Strategy.parse("4*tp2-pp1-cp1")
+    step = planned(str(mixed), 8)
+    alone = simulate_planned(step, gpus, gpus, Setup())
+    found, off = (
+        simulate_planned(step, gpus, gpus, Setup(layouts=Layouts(base, (mixed, whole), overlap)))
+        for overlap in (True, False)
+    )
+    moved = change(base, mixed, gpus.model, gpus.cluster)
+    assert (off.phases_s["pull"], off.phases_s["push"]) == moved.whole_s
+    assert off.phases_s["gradient_sync"] == 0
+    assert off.step_s == pytest.approx(alone.step_s - alone.phases_s["gradient_sync"] + sum(moved.whole_s))
+    assert found.change == off.change == moved.traffic.described(gpus.cluster)
+    assert 0 < found.phases_s["pull"] + found.phases_s["push"] < sum(moved.whole_s)
+    # Ranks of TP 2 hold the memory of TP 1, and all of them the base's weights of TP 2.
+    half = held_bytes(base, gpus.model, 8)[0]
+    assert found.peak_bytes[:4] == pytest.approx(alone.peak_bytes[:4] + half / 3)
+    assert found.peak_bytes[4:] == pytest.approx(alone.peak_bytes[4:] + half + half / 3)
+    itself = simulate_planned(planned(str(base), 8), gpus, gpus, Setup(layouts=Layouts(base, (mixed, base))))
+    assert itself.change == {}
+    assert itself.phases_s["gradient_sync"] == pytest.approx(sum(base_sync_s(base, gpus.model, gpus.cluster)))
+
+
+def test_simulate_says_what_steps_pulled_and_pushed(capsys: pytest.CaptureFixture[str]) -> None:
+    given = '"strategies": ["2*tp2-pp1-cp1+tp1-pp2-cp2"], "base": "4*tp2-pp1-cp1"'
+    config = f'{{"planner": {{"name": "hydraulis", {given}}}}}'
+    assert _simulate(config, "--json") == 0
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert changes["steps"] == 1
+    assert changes["push_bytes"] == 2 * changes["pull_bytes"] > 0
+    assert _simulate(config) == 0
+    assert "1 step of another strategy than the base layout: pull" in capsys.readouterr().out

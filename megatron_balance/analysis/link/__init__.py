@@ -16,10 +16,12 @@ Pure NumPy: no group, no tensor, no clock. Every rank computes its own rows, and
 agree without a message ([0024](../../../docs/adr/0024-weights-move-optimizer-stays.md)).
 """
 
-from megatron_balance.training.link.parameters import Parameter, Parameters
-from megatron_balance.training.link.places import Place, places
-from megatron_balance.training.link.shards import Base, Buffer, Shard, held
-from megatron_balance.training.link.table import Link, Piece, elements, link, traffic
+from megatron_balance.analysis.link.parameters import Parameter, Parameters
+from megatron_balance.analysis.link.places import Place, places
+from megatron_balance.analysis.link.shards import Base, Buffer, Shard, held
+from megatron_balance.analysis.link.slots import layer_slot, num_slots, slots_of, slots_of_pieces
+from megatron_balance.analysis.link.table import Link, Piece, elements, link, link_of, traffic
+from megatron_balance.analysis.link.volume import Traffic, links_s, volume
 
 __all__ = [
     "Base",
@@ -30,9 +32,17 @@ __all__ = [
     "Piece",
     "Place",
     "Shard",
+    "Traffic",
     "elements",
     "held",
+    "layer_slot",
     "link",
+    "link_of",
+    "links_s",
+    "num_slots",
     "places",
+    "slots_of",
+    "slots_of_pieces",
     "traffic",
+    "volume",
 ]

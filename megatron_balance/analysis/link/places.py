@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_balance.analysis.link.shards import Shard, runs
+from megatron_balance.analysis.link.table import Piece
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.training.link.shards import Shard, runs
-from megatron_balance.training.link.table import Piece
 
 
 class Place:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.analysis.link.parameters import Parameters
+from megatron_balance.analysis.link.shards import Base, Shard, held, runs
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.training.link.parameters import Parameters
-from megatron_balance.training.link.shards import Base, Shard, held, runs
 
 
 class Piece:
@@ -64,6 +64,15 @@ def link(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, ra
         _sorted(np.concatenate([pull, pulled[pulled[:, Piece.DST] != rank]], axis=0)),
         _sorted(np.concatenate([push, pushed[pushed[:, Piece.SRC] != rank]], axis=0)),
     )
+
+
+def link_of(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, number: int) -> Link:
+    """The transfers of all ranks for one parameter, in no order.
+
+    `owned`: the shards of this parameter alone; `number`: of the parameter; else as for `link`.
+    """
+    mine = held(strategy, parameters, chosen=np.array([number]))
+    return Link(_pulled(base, owned, mine), _pushed(owned, mine, parameters))
 
 
 def elements(pieces: Ints) -> Ints:

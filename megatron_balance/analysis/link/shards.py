@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.analysis.link.parameters import Parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.training.link.parameters import Parameters
 
 
 class Shard:
