@@ -30,10 +30,12 @@ from megatron_balance.analysis.link import (
     Parameters,
     Shard,
     Traffic,
+    Twins,
     layer_slot,
     link_of,
     links_s,
     num_slots,
+    through_nodes,
     volume,
 )
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
@@ -217,7 +219,7 @@ class _Facts:
 
 @lru_cache(maxsize=512)
 def _change(base: Strategy, strategy: Strategy, facts: _Facts) -> Change:
-    num_layers, num_ranks, cluster = facts.num_layers, facts.num_ranks, facts.cluster
+    num_layers, num_ranks = facts.num_layers, facts.num_ranks
     alike = _alike(base, strategy, num_layers)
     scheme = base.pipelines[0]
     shards = scheme.tensor * scheme.context * len(base.pipelines)
@@ -233,24 +235,42 @@ def _change(base: Strategy, strategy: Strategy, facts: _Facts) -> Change:
     parameters = Parameters.of(listed, num_layers)
     layout = _base(scheme, len(base.pipelines), parameters)
     owned = layout.owned(parameters)
-    tables: list[Ints] = []
+    twins = Twins.of(strategy, num_ranks, facts.ranks_per_node)
+    tables: dict[bool, list[Ints]] = {False: [], True: []}
     for number, count in enumerate((1, *alike.values(), 1)):
         of = owned[owned[:, Shard.PARAMETER] == number]
         found = link_of(layout, of, strategy, parameters, number)
-        ways = [
-            volume(pieces, width, num_ranks, facts.ranks_per_node)
-            for pieces, width in ((found.pull, facts.weight_bytes), (found.push, GRADIENT_BYTES))
-        ]
-        tables.append(count * np.stack(ways))
+        for handed_on, links in ((False, (found,)), (True, through_nodes(found, parameters, twins, None))):
+            ways = [
+                sum(volume(each, width, num_ranks, facts.ranks_per_node) for each in pieces)
+                for pieces, width in (
+                    ([each.pull for each in links], facts.weight_bytes),
+                    ([each.push for each in links], GRADIENT_BYTES),
+                )
+            ]
+            tables[handed_on].append(count * np.stack(ways))
+    direct, handed = (_timed(tables[handed_on], strategy, facts, handed_on=handed_on) for handed_on in (False, True))
+    return handed if sum(handed.whole_s) < sum(direct.whole_s) else direct
+
+
+def _timed(tables: Sequence[Ints], strategy: Strategy, facts: _Facts, *, handed_on: bool) -> Change:
+    """The change whose embedding, kinds of layers, and last parts move these bytes."""
+    num_layers, cluster = facts.num_layers, facts.cluster
     slots, table = num_slots(strategy, num_layers), np.sum(tables, axis=0)
     counts = (1, slots, 1)
     parts = tables[0], np.sum(tables[1:-1], axis=0), tables[-1]
     pull_s, push_s = (
-        np.repeat([links_s(part[way], cluster) / count for part, count in zip(parts, counts, strict=True)], counts)
+        np.repeat(
+            [
+                links_s(part[way], cluster, handed_on=handed_on) / count
+                for part, count in zip(parts, counts, strict=True)
+            ],
+            counts,
+        )
         for way in (0, 1)
     )
-    whole = links_s(table[0], cluster), links_s(table[1], cluster)
-    return Change(num_layers, pull_s, push_s, whole, Traffic(table))
+    whole = links_s(table[0], cluster, handed_on=handed_on), links_s(table[1], cluster, handed_on=handed_on)
+    return Change(num_layers, pull_s, push_s, whole, Traffic(table, handed_on))
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:

@@ -5,6 +5,7 @@ and the base layout's weights, whose all-gather waits until that model needs the
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from datetime import timedelta
@@ -14,16 +15,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
+from megatron_balance.analysis.change import change
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.arguments import role_row_multiple
 from megatron_balance.megatron.base_layout import base_layout, optimizers_of
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.place import Place
-from megatron_balance.megatron.roles import AttentionGroups, Role, Roles
-from megatron_balance.megatron.tokens import job_device
+from megatron_balance.megatron.roles import AttentionGroups, Moving, Role, Roles
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
-from megatron_balance.training.stopwatch import Stopwatch
+from megatron_balance.training.weights import Apart
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.session import Session
@@ -49,12 +50,20 @@ class Changes:
                 "strategies: roles are built from a model config, which Megatron-core has since 0.19; use that, or "
                 "leave strategies out"
             )
+        layouts = job.layouts
+        assert layouts is not None, "changes are made where there are other strategies than the layout"
         layout = base_layout(model, optimizer, job.layout.pipelines[0])
         config, communication = job.config, job.config.communication
         timeout = timedelta(minutes=job.args.distributed_timeout_minutes)
         others = [each for each in job.candidates if each != job.layout]
         attention = AttentionGroups(job.gpus_per_node, timeout, communication.sms, safe=communication.safe)
-        self.roles = Roles(model_config, layout, others, timeout, attention)
+        gpus, overlap = job.gpus(), layouts.overlap
+        moved = {each: change(layouts.base, each, job.model(1), gpus) for each in others}
+        apart = {
+            each: Apart(overlap, job.gpus_per_node if found.traffic.handed_on else None)
+            for each, found in moved.items()
+        }
+        self.roles = Roles(model_config, layout, others, timeout, attention, Moving(apart, overlap))
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
@@ -62,9 +71,11 @@ class Changes:
             each._defer_param_sync = True
         self.weights_are_old = False
         """Whether Megatron's own model has older weights than the optimizer."""
-        self.stopwatch = Stopwatch(job_device())
-        traffic, gpus = self.roles.traffic(job.gpus_per_node), job.gpus()
-        self._predicted = {strategy: moved.described(gpus) for strategy, moved in traffic.items()}
+        traffic = self.roles.traffic(job.gpus_per_node)
+        self._predicted = {
+            strategy: dataclasses.replace(each, handed_on=moved[strategy].traffic.handed_on).described(gpus)
+            for strategy, each in traffic.items()
+        }
         log.info(
             "strategies: %s; weights and gradients of a role take %.1f MB on this rank, of the largest; backward: %s",
             *(", ".join(map(str, job.candidates)), self.roles.num_bytes / 1e6, config.backward),
@@ -110,25 +121,32 @@ class Changes:
         """
         for chunk in self._model:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
-        with self.stopwatch.measured("pull"):
-            role = self.roles.pull(strategy)
+        role = self.roles.pull(strategy)
         if role.model is not None:
             # `train` sets it on its own model's config alone, when roles are made already.
             get_model_config(role.model).grad_scale_func = get_model_config(self._model[0]).grad_scale_func
         return role
 
-    def end(self, role: Role, num_tokens: torch.Tensor) -> None:
+    def expect(self, num_microbatches: int) -> None:
+        """Push the gradients of so many microbatches as they come; owners' buffers get their memory
+        back when the first ones are issued.
+        """
+        self.roles.expect(num_microbatches, self._restore)
+
+    def end(self, num_tokens: torch.Tensor) -> None:
         """Bring the role's gradients to the owners' buffers, a mean over the step's tokens.
         Collective over the world.
         """
-        for chunk in self._model:
-            chunk.restore_grad_buffers(synchronize=False)
-        with self.stopwatch.measured("push"):
-            self.roles.push(role)
+        self.roles.push()
+        with self.roles.stopwatch.measured("push"):
             scale = 1.0 / num_tokens.clamp(min=1).float()
             for gradient in self.roles.layout.gradients.values():
                 gradient.mul_(scale)
         self.weights_are_old = True
+
+    def _restore(self) -> None:
+        for chunk in self._model:
+            chunk.restore_grad_buffers(synchronize=False)
 
     def gather_weights(self, *, for_step: bool = False) -> None:
         """Bring today's weights to Megatron's own model, unless it has them. Collective over the
@@ -145,4 +163,4 @@ class Changes:
         """Bytes and seconds of the last pull and push, as a step's record has them. Waits for the
         device.
         """
-        return {**self._predicted[strategy], **self.stopwatch.seconds()}
+        return {**self._predicted[strategy], **self.roles.stopwatch.seconds()}

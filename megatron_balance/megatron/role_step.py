@@ -57,6 +57,7 @@ def run_role(
     timers("forward-backward", log_level=1).start(barrier=job.args.barrier_with_L1_time)
     job.keeping().decide(planned)  # with all ranks, those that are left over included
     role = changes.begin(strategy)
+    changes.expect(0 if role.seat is None else len(planned.own_plans_of(role.seat.pipeline)))
     exchange, rows = _tokens(changes, role, planned, read)
     if role.seat is None:
         stored: list[Any] = []
@@ -83,8 +84,9 @@ def run_role(
             micro_batch_size=job.args.micro_batch_size,
         )
         microbatches.trained(job, shared, job.planner(False))
+    changes.roles.issue_pushes()
     reported = _summed(changes, role, stored)
-    changes.end(role, reported[1])
+    changes.end(reported[1])
     timers("forward-backward").stop()
     job.steps.changed(lambda: changes.figures(strategy))
     if job.pool.stage != job.pool.num_stages - 1:

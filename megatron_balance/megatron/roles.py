@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.analysis.link import Shard, Traffic, held
+from megatron_balance.analysis.link import Shard, Traffic, held, slots_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
@@ -36,7 +36,9 @@ from megatron_balance.megatron.base_layout import EMBEDDING, OUTPUT, BaseLayout,
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.training.weights import Exchange, Flat
+from megatron_balance.training.moves import Lane, Moves, RoleMemory
+from megatron_balance.training.stopwatch import Stopwatch
+from megatron_balance.training.weights import Apart, Exchange, Flat
 
 ALIGNED = 128
 """Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""
@@ -53,6 +55,19 @@ AXES: dict[str, str] = {
 """Megatron's groups of one pipeline without replicas and experts: the dimensions that each spans."""
 
 
+NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The way in which weights and gradients move. `apart`: how the exchange of each strategy is cut.
+    `overlap`: beside compute, slot by slot.
+    """
+
+    apart: Mapping[Strategy, Apart] = field(default_factory=dict[Strategy, Apart])
+    overlap: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """This rank in one strategy. A rank that is left over has an exchange alone."""
@@ -64,8 +79,17 @@ class Role:
     attention: Groups | None = None
     """The ranks that attend together."""
     model: Any = None
-    weights: Flat = field(default_factory=dict)
-    gradients: Flat = field(default_factory=dict)
+    memory: RoleMemory = NOTHING_HELD
+
+    @property
+    def weights(self) -> Flat:
+        """By number of a parameter, this rank's shard."""
+        return self.memory.weights
+
+    @property
+    def gradients(self) -> Flat:
+        """By number of a parameter, the fp32 sum of its gradients."""
+        return self.memory.gradients
 
     def schedule(self, transfers: P2PCommunicator | None = None) -> Callable[..., Any]:
         """Megatron's forward and backward over the role's microbatches; `model` and groups are
@@ -91,6 +115,7 @@ class Roles:
         strategies: Sequence[Strategy],
         timeout: timedelta,
         attention: AttentionGroups | None = None,
+        moving: Moving = Moving(),
     ) -> None:
         """Make groups, models and exchanges of all strategies. Collective over the world, once.
 
@@ -100,6 +125,7 @@ class Roles:
             strategies: all that the run may change to.
             timeout: of the groups.
             attention: makes those of planned attention; None: models attend by themselves.
+            moving: how weights and gradients move.
 
         Raises:
             ConfigError: a strategy that cannot cut the model.
@@ -119,9 +145,12 @@ class Roles:
         assert world is not None
         self.everyone = Groups(dist.get_rank(), len(ranks), ranks, world)
         """All ranks of the job."""
-        self._roles = {
-            strategy: self._made(strategy, make_group, world, attention) for strategy in dict.fromkeys(strategies)
-        }
+        self._moving = moving
+        # A communicator of their own: they run beside all other calls.
+        self._exchanges = cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout))
+        self._lane, self.stopwatch = Lane(device, beside=moving.overlap), Stopwatch(device)
+        self._moves: Moves | None = None
+        self._roles = {strategy: self._made(strategy, make_group, attention) for strategy in dict.fromkeys(strategies)}
 
     def __iter__(self) -> Iterator[Role]:
         return iter(self._roles.values())
@@ -157,23 +186,43 @@ class Roles:
     def pull(self, strategy: Strategy) -> Role:
         """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
 
+        With overlap weights are still coming; the role's model waits for them, module by module.
+
         Raises:
             ConfigError: a strategy that no role was made for.
         """
         role = self[strategy]
         self.gradients.zero_()
-        role.exchange.pull(self.layout.weights, role.weights, self.weights.dtype)
+        self._moves = Moves(role.exchange, role.memory, self.layout.gradients, self._lane, self.stopwatch)
+        self._moves.pull(self.layout.weights, self.weights.dtype)
         return role
 
-    def push(self, role: Role) -> None:
+    def expect(self, num_microbatches: int, restore: Callable[[], None]) -> None:
+        """Push gradients as they come, those of so many microbatches; `restore` gives the owners'
+        buffers their memory back.
+        """
+        assert self._moves is not None, "weights are pulled before"
+        self._moves.expect(num_microbatches, restore)
+
+    def issue_pushes(self) -> None:
+        """Issue what is left of the pushes: before any other call that all ranks make."""
+        assert self._moves is not None, "weights are pulled before"
+        self._moves.issue_rest()
+
+    def push(self) -> None:
         """Add the gradients of all ranks' roles to the owners' sums. Collective."""
-        role.exchange.push(role.gradients, self.layout.gradients)
+        assert self._moves is not None, "weights are pulled before"
+        self._moves.finish()
+        self._moves = None
+
+    def close(self) -> None:
+        """Start no exchange any more."""
+        self._lane.close()
 
     def _made(
         self,
         strategy: Strategy,
         make_group: _GroupMaker,
-        everyone: dist.ProcessGroup,
         attention: AttentionGroups | None,
     ) -> Role:
         """This rank's role. Every rank makes the groups of all pipelines."""
@@ -183,15 +232,17 @@ class Roles:
             if seat is not None and seat.pipeline == pipeline:
                 mine = groups
         attending = None if attention is None else attention.of(strategy)
-        exchange = Exchange.of(layout.base, layout.owned, strategy, layout.parameters, everyone, self.weights.device)
+        owners = layout.base, layout.owned, layout.parameters
+        apart = self._moving.apart.get(strategy, Apart(slots=self._moving.overlap))
+        exchange = Exchange.of(owners, strategy, self._exchanges, self.weights.device, apart)
         if seat is None:
             return Role(strategy, seat, exchange)
         model = self._model(seat.scheme, mine)
-        weights, gradients = self._moved_in(model, _room(layout, strategy))
-        return Role(strategy, seat, exchange, mine, attending, model, weights, gradients)
+        return Role(strategy, seat, exchange, mine, attending, model, self._moved_in(model, strategy, seat))
 
-    def _moved_in(self, model: Any, room: Ints) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Let parameters and their gradients lie in the shared memory; both, by number."""
+    def _moved_in(self, model: Any, strategy: Strategy, seat: Seat) -> RoleMemory:
+        """Let parameters and their gradients lie in the shared memory, and modules wait for theirs."""
+        room = _room(self.layout, strategy)
         names = {name: number for number, name in enumerate(self.layout.parameters.names)}
         starts = np.cumsum(room) - room
         weights: dict[int, torch.Tensor] = {}
@@ -207,8 +258,32 @@ class Roles:
             weights[number] = parameter.data = self.weights[part].view(parameter.shape)
             gradients[number] = owner.main_grad = self.gradients[part].view(parameter.shape)
             owner.grad_added_to_main_grad = False
-            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-        return weights, gradients
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._add_to_main_grad, number))
+        held_numbers = np.array(list(weights), dtype=np.int64)
+        slots = np.zeros_like(held_numbers)
+        if self._moving.overlap:
+            ranks = np.full_like(held_numbers, dist.get_rank())
+            slots = slots_of(held_numbers, ranks, strategy, self.layout.parameters)
+        by_number = dict(zip(weights, slots.tolist(), strict=True))
+        by_parameter = {id(each): number for number, each in _numbered(model, names)}
+        for module in model.modules():
+            mine = [by_number[by_parameter[id(each)]] for each in module.parameters(recurse=False)]
+            if mine:
+                module.register_forward_pre_hook(functools.partial(self._need, max(mine)))
+        return RoleMemory(weights, gradients, by_number, seat.stage == 0)
+
+    def _need(self, slot: int, *_: Any) -> None:
+        """Wait for the weights of a module that runs."""
+        if self._moves is not None:
+            self._moves.need(slot)
+
+    def _add_to_main_grad(self, number: int, parameter: Any) -> None:
+        """As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already."""
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        if self._moves is not None:
+            self._moves.left(number)
 
     def _model(self, scheme: Scheme, groups: Any) -> Any:
         """This rank's part of the model under `scheme`, by Megatron's builder; not initialised."""
@@ -350,8 +425,7 @@ def _room(layout: BaseLayout, strategy: Strategy) -> Ints:
     return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
 
 
-def _add_to_main_grad(parameter: Any) -> None:
-    """As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already."""
-    if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+def _numbered(model: Any, names: Mapping[str, int]) -> Iterator[tuple[int, torch.nn.Parameter]]:
+    """Parameters of a role's model with their numbers."""
+    for name, parameter in named_parameters(unwrap_model(model)):
+        yield names[name], parameter

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_balance.analysis.change import Layouts
 from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -76,6 +77,8 @@ class Session:
         """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
         self.candidates = candidates_of(args, config, self.layout)
         """Strategies that training changes between; none: it runs the layout."""
+        self.layouts = layouts_of(args, config, self.layout) if self.candidates else None
+        """The layout that owns weights, and the candidates."""
         self.changes: Changes | None = None
         """The way to other strategies than the layout; made when the model and the optimizer are."""
         self.ping_pong = ping_pong.wanted(args, config)
@@ -361,6 +364,8 @@ class Session:
         for planner in self._planners.values():
             planner.close()
         self.bind_ahead.close()
+        if self.changes is not None:
+            self.changes.roles.close()
         self.steps.close()
         if self._roll is not None:
             self._roll.close()
@@ -430,6 +435,18 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
         return ()
     check_strategy_arguments(args, named)
     return named
+
+
+def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
+    """The layout that owns weights, and the strategies that training changes between.
+
+    Raises:
+        ConfigError: options that name another layout than the command line.
+    """
+    choice = config.planner
+    assert choice is not None, "a planner has named candidates"
+    assert choice.planner.layouts is not None, "a planner with candidates says what owns weights"
+    return choice.planner.layouts(choice.options, args.world_size, layout)
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:

@@ -64,8 +64,11 @@ OURS = Solvers()
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A candidate's way to its weights, and of its gradients. `change`: from the base layout; None: it is the base layout, whose own all-gather and reduce-scatter take `sync_s`. `layers`: of
-    the model. `overlap`: whether layers move beside the work of others.
+    """A candidate's way to its weights, and of its gradients.
+
+    `change`: from the base layout; None: it is the base layout, whose own all-gather and
+    reduce-scatter take `sync_s`. `layers`: of the model. `overlap`: whether layers move beside the
+    work of others.
     """
 
     change: Change | None

@@ -16,18 +16,18 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         """Measure on `device`."""
         self._on_device = device.type == "cuda"
-        self._marks: dict[str, tuple[Any, Any]] = {}
+        self._marks: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        """Measure the block under `name`; the last block of a name counts."""
+        """Measure the block under `name`; blocks of one name are added up."""
         begin = self._mark()
         yield
-        self._marks[name] = begin, self._mark()
+        self._marks.setdefault(name, []).append((begin, self._mark()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds by name with `_s` behind it. Waits for the device, and forgets."""
-        found = {f"{name}_s": self._between(*marks) for name, marks in self._marks.items()}
+        found = {f"{name}_s": sum(self._between(*each) for each in marks) for name, marks in self._marks.items()}
         self._marks.clear()
         return found
 

@@ -1,7 +1,7 @@
 """Weights from their owners to a role, and gradients back: a link (`link/`) on tensors.
 
-One exchange each way, in which every rank takes part. Both ends of a message pack and unpack its
-rectangles in the link's order, so a message is values alone.
+One exchange each way, or one a slot of layers, in which every rank takes part. Both ends of a message
+pack and unpack its rectangles in the link's order, so a message is values alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.analysis.link import Base, Link, Parameters, Piece, Shard, elements, held, link, places
+from megatron_balance.analysis.link import (
+    Base,
+    Link,
+    Parameters,
+    Piece,
+    Shard,
+    Twins,
+    elements,
+    held,
+    link,
+    num_slots,
+    places,
+    slots_of_pieces,
+    through_nodes,
+)
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Strategy
 
@@ -29,43 +43,80 @@ class Way:
     """Places [n, Place.WIDTH], in the order of the receiving ranks."""
     unpacked: Ints
     """Places [m, Place.WIDTH], in the order of the sending ranks."""
+    turns: Ints
+    """The order [m] in which they are unpacked: by slot as slots are pushed, then by sending rank. So
+    sums have the same bits whether slots move one by one or at once."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Transfers of one slot of layers (`analysis.link.slots`), or of all. `inside`: among ranks of a
+    node, behind `across` in a pull and before it in a push; None: there are none on any rank.
+    """
+
+    across: Way
+    inside: Way | None
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How an exchange is cut. `slots`: layer by layer, to run beside compute; else all at once.
+    `ranks_per_node`: what its ranks have alike crosses a node's NICs once; None: they do not care.
+    """
+
+    slots: bool = False
+    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A rank's part in the change to one strategy. Made once per strategy, without a message."""
 
-    pull_way: Way
-    push_way: Way
+    pulls: tuple[Slot, ...]
+    pushes: tuple[Slot, ...]
+    """In the order of slots; they are pushed backwards."""
     group: dist.ProcessGroup
     device: torch.device
 
     @classmethod
     def of(
         cls,
-        base: Base,
-        owned: Ints,
+        layout: tuple[Base, Ints, Parameters],
         strategy: Strategy,
-        parameters: Parameters,
         group: dist.ProcessGroup,
         device: torch.device,
+        apart: Apart = Apart(),
     ) -> Exchange:
         """The exchange of this rank of `group`, which has all ranks of the base.
 
-        `device`: of the messages. Other arguments and errors as for `link`.
+        `layout`: the base, its shards, and the parameters; `device`: of the messages. Errors as for
+        `link`.
         """
+        base, owned, parameters = layout
         rank = group.rank()
-        table: Link = link(base, owned, strategy, parameters, rank)
-        own = owned[owned[:, Shard.RANK] == rank]
-        mine = held(strategy, parameters, rank=rank)
-        return cls(
-            pull_way=_way(table.pull, rank, base.num_ranks, own, mine),
-            push_way=_way(table.push, rank, base.num_ranks, mine, own),
-            group=group,
-            device=device,
-        )
+        parts: list[Link] = [link(base, owned, strategy, parameters, rank)]
+        if apart.ranks_per_node is not None:
+            twins = Twins.of(strategy, base.num_ranks, apart.ranks_per_node)
+            parts = list(through_nodes(parts[0], parameters, twins, rank))
+        own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
+        count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
+        made: list[tuple[Slot, ...]] = []
+        for name, role, sending, receiving in (("pull", Piece.DST, own, mine), ("push", Piece.SRC, mine, own)):
+            tables = [getattr(part, name) for part in parts]
+            slots = [slots_of_pieces(table, role, strategy, parameters) for table in tables]
+            ends = [_Ends(rank, base.num_ranks, sending, receiving), _Ends(rank, base.num_ranks, mine, mine)]
+            cut: list[Slot] = []
+            for slot in range(count):
+                chosen = [of == slot if apart.slots else np.ones(len(of), dtype=bool) for of in slots]
+                ways = [
+                    each.way(table[which], of[which])
+                    for each, table, of, which in zip(ends, tables, slots, chosen, strict=False)
+                ]
+                cut.append(Slot(ways[0], ways[1] if ways[1:] else None))
+            made.append(tuple(cut))
+        return cls(*made, group=group, device=device)
 
     def pull(self, owned: Flat, weights: Flat, dtype: torch.dtype) -> None:
         """Bring the owners' weights to this rank's role. Collective over the group.
@@ -75,8 +126,8 @@ class Exchange:
             weights: those of its role; all their elements are overwritten.
             dtype: of the weights; the owner casts.
         """
-        for there, message in self._exchanged(self.pull_way, owned, weights, dtype):
-            there.copy_(message)
+        for slot in range(len(self.pulls)):
+            self.pull_slot(slot, owned, weights, dtype)
 
     def push(self, gradients: Flat, owned: Flat) -> None:
         """Add the gradients of all roles to the owners'. Collective over the group.
@@ -84,10 +135,28 @@ class Exchange:
         Contributions are added by rank, so two runs have the same bits.
 
         Args:
-            gradients: fp32 gradients of this rank's role.
+            gradients: fp32 gradients of this rank's role; sums of its node's are made in their place.
             owned: fp32 gradients of what this rank owns; added to.
         """
-        for there, message in self._exchanged(self.push_way, gradients, owned, torch.float32):
+        for slot in reversed(range(len(self.pushes))):
+            self.push_slot(slot, gradients, owned)
+
+    def pull_slot(self, slot: int, owned: Flat, weights: Flat, dtype: torch.dtype) -> None:
+        """The part of `pull` that a slot has. Collective over the group, slots from 0 on."""
+        part = self.pulls[slot]
+        for there, message in self._exchanged(part.across, owned, weights, dtype):
+            there.copy_(message)
+        if part.inside is not None:
+            for there, message in self._exchanged(part.inside, weights, weights, dtype):
+                there.copy_(message)
+
+    def push_slot(self, slot: int, gradients: Flat, owned: Flat) -> None:
+        """The part of `push` that a slot has. Collective over the group, slots from the last on."""
+        part = self.pushes[slot]
+        if part.inside is not None:
+            for there, message in self._exchanged(part.inside, gradients, gradients, torch.float32):
+                there.add_(message)
+        for there, message in self._exchanged(part.across, gradients, owned, torch.float32):
             there.add_(message)
 
     def traffic(self, weight_bytes: int, ranks_per_node: int) -> list[list[list[int]]]:
@@ -95,16 +164,16 @@ class Exchange:
 
         `weight_bytes`: of a weight; gradients are fp32.
         """
-        me = self.group.rank()
-        near = np.arange(self.group.size()) // ranks_per_node == me // ranks_per_node
-        other = np.arange(self.group.size()) != me
-        return [
-            [
-                [width * int(np.array(counts)[which].sum()) for counts in (way.sent, way.received)]
-                for which in (near & other, ~near)
-            ]
-            for way, width in ((self.pull_way, weight_bytes), (self.push_way, torch.float32.itemsize))
-        ]
+        me, ranks = self.group.rank(), np.arange(self.group.size())
+        near = ranks // ranks_per_node == me // ranks_per_node
+        found: list[list[list[int]]] = []
+        for slots, width in ((self.pulls, weight_bytes), (self.pushes, torch.float32.itemsize)):
+            ways = [way for slot in slots for way in (slot.across, slot.inside) if way is not None]
+            sent, received = (
+                width * np.sum([getattr(way, name) for way in ways], axis=0) for name in ("sent", "received")
+            )
+            found.append([[int(sent[at].sum()), int(received[at].sum())] for at in (near & (ranks != me), ~near)])
+        return found
 
     def _exchanged(
         self, way: Way, source: Flat, target: Flat, dtype: torch.dtype
@@ -122,17 +191,29 @@ class Exchange:
             [width * count for count in way.sent],
             group=self.group,
         )
-        return _matched(way.unpacked, target, into)
+        pairs = _matched(way.unpacked, target, into)
+        return [pairs[turn] for turn in way.turns.tolist()]
 
 
-def _way(pieces: Ints, rank: int, num_ranks: int, sending: Ints, receiving: Ints) -> Way:
-    out, into = (pieces[pieces[:, end] == rank] for end in (Piece.SRC, Piece.DST))
-    return Way(
-        packed=places(out, sending),
-        unpacked=places(into, receiving),
-        sent=tuple(sums(out[:, Piece.DST], elements(out), num_ranks).tolist()),
-        received=tuple(sums(into[:, Piece.SRC], elements(into), num_ranks).tolist()),
-    )
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """A rank, and the shards that it sends from and receives into."""
+
+    rank: int
+    num_ranks: int
+    sending: Ints
+    receiving: Ints
+
+    def way(self, pieces: Ints, slots: Ints) -> Way:
+        """The way of these transfers, which move in these slots."""
+        out, into = (pieces[pieces[:, end] == self.rank] for end in (Piece.SRC, Piece.DST))
+        return Way(
+            packed=places(out, self.sending),
+            unpacked=places(into, self.receiving),
+            turns=np.argsort(-slots[pieces[:, Piece.DST] == self.rank], kind="stable"),
+            sent=tuple(sums(out[:, Piece.DST], elements(out), self.num_ranks).tolist()),
+            received=tuple(sums(into[:, Piece.SRC], elements(into), self.num_ranks).tolist()),
+        )
 
 
 def _matched(table: Ints, flat: Flat, message: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_balance.analysis.link import (
     Base,
@@ -14,10 +15,12 @@ from megatron_balance.analysis.link import (
     Piece,
     Place,
     Shard,
+    Twins,
     elements,
     held,
     link,
     places,
+    through_nodes,
     traffic,
 )
 from megatron_balance.errors import ConfigError
@@ -48,10 +51,13 @@ def test_an_owned_shard_is_megatrons_flat_range_in_its_order(case: Links) -> Non
         assert [entry for row in rows for entry in row] == expected
 
 
-@given(links())
-def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_every_gradient(case: Links) -> None:
+@given(links(), st.integers(1, 6))
+def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_every_gradient(
+    case: Links, per_node: int
+) -> None:
     """A weight is the number of its element, so each element of each role must come, and once. A
-    gradient from rank r is 4 ** r, so a sum says how often each rank's came to an owner.
+    gradient from rank r is 4 ** r, so a sum says how often each rank's came to an owner. Ranks of a
+    node that hold the same hand on what one of them received, and one sends what they sum.
     """
     parameters, base = case.parameters, case.base
     owned, ranks = base.owned(parameters), range(base.num_ranks)
@@ -59,7 +65,12 @@ def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_
     roles = [held(case.strategy, parameters, rank=rank) for rank in ranks]
     tables = [link(base, owned, case.strategy, parameters, rank) for rank in ranks]
 
-    pulled = _exchanged([t.pull for t in tables], mine, roles, [_numbered(shards, case) for shards in mine])
+    twins = Twins.of(case.strategy, base.num_ranks, per_node)
+    across, inside = zip(
+        *(through_nodes(table, parameters, twins, rank) for rank, table in enumerate(tables)), strict=True
+    )
+    first = _exchanged([t.pull for t in across], mine, roles, [_numbered(shards, case) for shards in mine])
+    pulled = _sum(first, _exchanged([t.pull for t in inside], roles, roles, first))
     seats = {rank: (pipeline, cp, stage, tp, scheme) for rank, pipeline, cp, stage, tp, scheme in case.seats()}
     for rank, flats in enumerate(pulled):
         expected: dict[int, Ints] = {}
@@ -75,7 +86,8 @@ def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_
         }
 
     powers = [{number: np.full_like(flat, 4**rank) for number, flat in pulled[rank].items()} for rank in ranks]
-    summed = _exchanged([t.push for t in tables], roles, mine, powers)
+    powers = _sum(powers, _exchanged([t.push for t in inside], roles, roles, powers))
+    summed = _exchanged([t.push for t in across], roles, mine, powers)
     for rank, flats in enumerate(summed):
         elements_of = _numbered(mine[rank], case)
         for number, sums in flats.items():
@@ -90,6 +102,38 @@ def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_
                 assert not came[~holds].any()
             else:
                 assert np.array_equal(came, holds)
+
+
+@given(links(), st.integers(1, 6))
+def test_what_ranks_of_a_node_have_alike_crosses_nodes_once(case: Links, per_node: int) -> None:
+    """And a rank that knows its own rows alone splits them as one that knows all."""
+    owned = case.base.owned(case.parameters)
+    twins = Twins.of(case.strategy, case.base.num_ranks, per_node)
+    whole = link(case.base, owned, case.strategy, case.parameters)
+    rank = case.base.num_ranks // 2
+    alone = link(case.base, owned, case.strategy, case.parameters, rank)
+    parts = through_nodes(whole, case.parameters, twins, None), through_nodes(alone, case.parameters, twins, rank)
+    for everything, mine in zip(*parts, strict=True):
+        for of_all, of_one in ((everything.pull, mine.pull), (everything.push, mine.push)):
+            touched = (of_all[:, [Piece.SRC, Piece.DST]] == rank).any(axis=1)
+            assert {*map(tuple, of_all[touched])} == {
+                row for row in map(tuple, of_one) if rank in (row[Piece.SRC], row[Piece.DST])
+            }
+    (across, inside), _ = parts
+    for table, given_table, role in (
+        (across.pull, whole.pull, Piece.DST),
+        (across.push, whole.push, Piece.SRC),
+    ):
+        owner = Piece.SRC + Piece.DST - role
+        sets = twins.members[table[:, role], 0]
+        single = (case.parameters.cut >= 0) & ~case.parameters.tied
+        far = (table[:, owner] // per_node != table[:, role] // per_node) & single[table[:, Piece.PARAMETER]]
+        keys = [(*row, each) for row, each in zip(np.delete(table, role, axis=1)[far].tolist(), sets[far], strict=True)]
+        assert len(keys) == len(set(keys))
+        assert set(map(tuple, table)) <= set(map(tuple, given_table))
+    for table in (inside.pull, inside.push):
+        assert (table[:, Piece.SRC] // per_node == table[:, Piece.DST] // per_node).all()
+        assert (table[:, Piece.SRC] != table[:, Piece.DST]).all()
 
 
 @given(links())
@@ -266,6 +310,14 @@ def _exchanged(
         found.append(flats)
     assert not any(messages.values()), "a message was longer than its receiver expected"
     return found
+
+
+def _sum(one: list[dict[int, Ints]], other: list[dict[int, Ints]]) -> list[dict[int, Ints]]:
+    """Both of each rank's flat tensors added up."""
+    return [
+        {number: flat + more.get(number, 0) for number, flat in flats.items()}
+        for flats, more in zip(one, other, strict=True)
+    ]
 
 
 def _indices(place: Ints) -> Ints:

@@ -84,7 +84,8 @@ class Checker:
         from megatron_balance.megatron import gpt
         from megatron_balance.megatron.arguments import add_balance_arguments
         from megatron_balance.megatron.base_layout import base_layout, named_parameters
-        from megatron_balance.megatron.roles import Roles
+        from megatron_balance.megatron.roles import Moving, Roles
+        from megatron_balance.training.weights import Apart
 
         args: Any = parse_and_validate_args(extra_args_provider=add_balance_arguments)
         config, _ = gpt.start(pretrain, args)
@@ -96,7 +97,16 @@ class Checker:
         scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
         self.layout = base_layout(self.model, optimizer, scheme)
         alone = Strategy((Scheme(),) * dist.get_world_size())
-        self.roles = Roles(config.model, self.layout, [alone, *strategies], timedelta(seconds=60))
+        apart = {each: Apart(slots=True, ranks_per_node=2) for each in strategies}
+        self.roles = Roles(
+            config.model,
+            self.layout,
+            [alone, *strategies],
+            timedelta(seconds=60),
+            moving=Moving(apart, overlap=True),
+        )
+        apart = {each: Apart(ranks_per_node=2) for each in strategies}
+        self.at_once = Roles(config.model, self.layout, strategies, timedelta(seconds=60), moving=Moving(apart))
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
         self.starts = {
@@ -118,14 +128,9 @@ class Checker:
         import torch
 
         names, layout = self.layout.parameters.names, self.layout
-        self.roles.weights.fill_(torch.nan)
-        for buffer in self.model[0].buffers:
-            buffer.grad_data.zero_()
-        role = self.roles.pull(strategy)
-        if role.seat is not None:
-            with _no_parallel_state():
-                _trained(role, range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines)))
-        self.roles.push(role)
+        self._gradients(self.at_once, strategy)
+        at_once = {number: tensor.clone() for number, tensor in layout.gradients.items()}
+        self._gradients(self.roles, strategy)
         errors = {
             names[number]: float(
                 (tensor - self._owned(self.wanted[number], number)).abs().max() / self.wanted[number].abs().max()
@@ -137,9 +142,27 @@ class Checker:
             "strategy": str(strategy),
             "errors": errors,
             "same_bits": all(torch.equal(each, before[number]) for number, each in layout.gradients.items()),
+            "same_at_once": all(torch.equal(each, at_once[number]) for number, each in layout.gradients.items()),
             "memory": [self.roles.weights.numel(), self.roles.gradients.numel()],
             "whole": sum(-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in self.wanted.values()),
         }
+
+    def _gradients(self, roles: Any, strategy: Strategy) -> None:
+        """Let the owners have one step's gradients; no weight is there before the pull."""
+        import torch
+
+        roles.weights.fill_(torch.nan)
+        for buffer in self.model[0].buffers:
+            buffer.grad_data.zero_()
+        role = roles.pull(strategy)
+        microbatches = range(0)
+        if role.seat is not None:
+            microbatches = range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines))
+        roles.expect(len(microbatches), lambda: None)
+        if microbatches:
+            with _no_parallel_state():
+                _trained(role, microbatches)
+        roles.push()
 
     def _owned(self, whole: Any, number: int) -> Any:
         """The part of a whole gradient that this rank's optimizer owns, as Megatron cuts it."""

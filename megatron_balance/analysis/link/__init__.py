@@ -9,13 +9,14 @@ Source: Hydraulis, arXiv 2412.07894, section 5.2 and Appendix B.1.
   number of GPUs and the largest TP (for gradients: times replicas). Such a number need not divide
   a dimension. Transfers here are intersections of rectangles, so any degrees go together. Gradients
   go to their owner at once, without a reduce-scatter among replicas before.
-- What we leave out: a rectangle that several ranks of a node need crosses their NIC several times,
-  and their gradients are not summed in the node first.
+  A rectangle that several ranks of a node have alike crosses its NICs once, and gradients are summed
+  in the node first, where that pays (`nodes`).
 
 Pure NumPy: no group, no tensor, no clock. Every rank computes its own rows, and those of two ranks
 agree without a message ([0024](../../../docs/adr/0024-weights-move-optimizer-stays.md)).
 """
 
+from megatron_balance.analysis.link.nodes import Twins, through_nodes
 from megatron_balance.analysis.link.parameters import Parameter, Parameters
 from megatron_balance.analysis.link.places import Place, places
 from megatron_balance.analysis.link.shards import Base, Buffer, Shard, held
@@ -33,6 +34,7 @@ __all__ = [
     "Place",
     "Shard",
     "Traffic",
+    "Twins",
     "elements",
     "held",
     "layer_slot",
@@ -43,6 +45,7 @@ __all__ = [
     "places",
     "slots_of",
     "slots_of_pieces",
+    "through_nodes",
     "traffic",
     "volume",
 ]

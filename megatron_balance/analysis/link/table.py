@@ -56,13 +56,13 @@ def link(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, ra
     mine = held(strategy, parameters, rank=rank)
     pull, push = _pulled(base, owned, mine), _pushed(owned, mine, parameters)
     if rank is None:
-        return Link(_sorted(pull), _sorted(push))
+        return Link(sorted_pieces(pull), sorted_pieces(push))
     own = owned[owned[:, Shard.RANK] == rank]
     others = held(strategy, parameters, chosen=np.unique(own[:, Shard.PARAMETER]))
     pulled, pushed = _pulled(base, own, others), _pushed(own, others, parameters)
     return Link(
-        _sorted(np.concatenate([pull, pulled[pulled[:, Piece.DST] != rank]], axis=0)),
-        _sorted(np.concatenate([push, pushed[pushed[:, Piece.SRC] != rank]], axis=0)),
+        sorted_pieces(np.concatenate([pull, pulled[pulled[:, Piece.DST] != rank]], axis=0)),
+        sorted_pieces(np.concatenate([push, pushed[pushed[:, Piece.SRC] != rank]], axis=0)),
     )
 
 
@@ -131,5 +131,6 @@ def _pieces(src: Ints, dst: Ints, number: Ints, rectangles: Ints) -> Ints:
     return np.concatenate([np.stack([src, dst, number], axis=1), rectangles], axis=1)
 
 
-def _sorted(pieces: Ints) -> Ints:
+def sorted_pieces(pieces: Ints) -> Ints:
+    """Transfers in the order of all columns, the rank that sends first."""
     return pieces[np.lexsort(pieces.T[::-1])]

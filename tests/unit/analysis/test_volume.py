@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_balance.analysis.link import Traffic
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.training.weights import Traffic
 
 
 def test_seconds_are_those_of_the_fullest_link_or_nic():
@@ -23,3 +23,5 @@ def test_seconds_are_those_of_the_fullest_link_or_nic():
         "push_bytes_inter_node": 0,
         "predicted_push_s": 5.0,
     }
+    handed_on = Traffic(table, handed_on=True).described(cluster)
+    assert (handed_on["predicted_pull_s"], handed_on["predicted_push_s"]) == (6.0 + 1.0, 0.0 + 5.0)
