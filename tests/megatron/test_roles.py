@@ -41,6 +41,7 @@ def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
             for name, error in step["errors"].items():
                 assert error < 1e-5, f"{name} on rank {rank} under {step['strategy']}"
             assert step["memory"] == [step["whole"]] * 2
+            assert step["predicted"] == pytest.approx(8 * step["whole"], rel=0.02)
             assert step["same_bits"], f"rank {rank} has other bits the second time under {step['strategy']}"
             assert step["same_at_once"], f"rank {rank} has other bits without overlap under {step['strategy']}"
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import role_traps
+
 
 def install(folder: Path, rank: int, *, gaps: bool = True) -> None:
     """Let samples have gaps, and write every step's gradients, in this process from now on."""
     if gaps:
         _leave_gaps()
+    role_traps.install()
     steps = iter(range(1, 1000))
     _write_gradients(folder, rank, steps)
     _write_owned(folder, rank, steps)

@@ -6,18 +6,19 @@ The rank's command line begins with the strategies, separated by commas.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.analysis.change import Layouts, role_bytes
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from tests.support.megatron_run import Job, Trainer
+from tests.support.role_traps import no_parallel_state
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 MODEL: dict[str, Any] = {
@@ -55,16 +56,6 @@ LENGTHS = (36, 24, 60, 48, 12)
 """Tokens of each microbatch: TP 2, 3 and 4 divide them, as sequence parallelism wants."""
 ALIGNED = 128
 """Elements to which a parameter is rounded up in a role's memory."""
-ALLOWED = {
-    ("get_global_memory_buffer", ""): "scratch memory for gathered rows, of no layout",
-    ("is_initialized", ""): "says only that there are groups",
-    (
-        "get_tensor_model_parallel_group",
-        "linear_with_grad_accumulation_and_async_allreduce",
-    ): "RowParallelLinear names no group there, and none is used: it gathers nothing and reduces nothing",
-}
-"""Getters of `parallel_state` that may be asked inside a role (by the function that has its group
-looked up; by any), and why."""
 
 
 class Checker:
@@ -97,6 +88,7 @@ class Checker:
         scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
         self.layout = base_layout(self.model, optimizer, scheme)
         alone = Strategy((Scheme(),) * dist.get_world_size())
+        self.strategies = (alone, *strategies)
         apart = {each: Apart(slots=True, ranks_per_node=2) for each in strategies}
         self.roles = Roles(
             config.model,
@@ -118,7 +110,7 @@ class Checker:
         role = self.roles.pull(alone)
         for number, tensor in role.weights.items():
             tensor.copy_(self.whole[number])  # the reference owes nothing to a pull
-        with _no_parallel_state():
+        with no_parallel_state():
             _trained(role, range(len(LENGTHS)))
         self.wanted = {number: tensor.clone() for number, tensor in role.gradients.items()}
         self.before: dict[Strategy, Any] = {}
@@ -126,8 +118,11 @@ class Checker:
     def step(self, strategy: Strategy) -> dict[str, Any]:
         """One step's gradients under `strategy`, beside those of the whole model."""
         import torch
+        import torch.distributed as dist
 
         names, layout = self.layout.parameters.names, self.layout
+        layouts = Layouts(Strategy((layout.base.scheme,) * layout.base.replicas), self.strategies)
+        model = Model(12, 12, 4, num_layers=4, hidden_size=48, ffn_size=96, vocab_size=96, bytes_per_element=4)
         self._gradients(self.at_once, strategy)
         at_once = {number: tensor.clone() for number, tensor in layout.gradients.items()}
         self._gradients(self.roles, strategy)
@@ -144,6 +139,7 @@ class Checker:
             "same_bits": all(torch.equal(each, before[number]) for number, each in layout.gradients.items()),
             "same_at_once": all(torch.equal(each, at_once[number]) for number, each in layout.gradients.items()),
             "memory": [self.roles.weights.numel(), self.roles.gradients.numel()],
+            "predicted": role_bytes(layouts, model, dist.get_world_size())[dist.get_rank()],
             "whole": sum(-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in self.wanted.values()),
         }
 
@@ -160,7 +156,7 @@ class Checker:
             microbatches = range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines))
         roles.expect(len(microbatches), lambda: None)
         if microbatches:
-            with _no_parallel_state():
+            with no_parallel_state():
                 _trained(role, microbatches)
         roles.push()
 
@@ -269,30 +265,3 @@ def _gathered(mine: dict[str, Any], parameters: Any) -> dict[int, Any]:
         halves = [torch.cat([shard.chunk(blocks, cut)[block] for shard in shards], cut) for block in range(blocks)]
         found[number] = torch.cat(halves, cut)
     return found
-
-
-@contextmanager
-def _no_parallel_state() -> Iterator[None]:
-    """Let every getter of `parallel_state` raise, wherever Megatron imported it."""
-    from megatron.core import parallel_state
-
-    def asked(name: str, getter: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        if (name, sys._getframe(2).f_code.co_name) in ALLOWED:
-            return getter(*given, **named)
-        raise AssertionError(f"parallel_state.{name} was asked inside a role: it speaks of the base layout")
-
-    replaced: list[tuple[Any, str, Any]] = []
-    for name, getter in list(vars(parallel_state).items()):
-        ours = getattr(getter, "__module__", "") == parallel_state.__name__
-        if not (callable(getter) and ours and name.startswith(("get_", "is_"))) or (name, "") in ALLOWED:
-            continue
-        raising = functools.partial(asked, name, getter)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is getter:
-                replaced.append((module, name, getter))
-                setattr(module, name, raising)
-    try:
-        yield
-    finally:
-        for module, name, getter in replaced:
-            setattr(module, name, getter)
