@@ -28,7 +28,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.moves import Handling, moves_of
+from megatron_balance.runtime.lower.moves import Handling, Sites, moves_of
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
@@ -237,9 +237,11 @@ def prepare(  # noqa: PLR0913  as `bind`
     steps = lowering.phases.values()
     tables = [table for phase in steps for table in tables_of(phase)]
     handling = Handling(partial(sent, groups=groups), partial(brought, groups=groups), partial(is_block, groups=groups))
+    sites: Sites = {}
     tables += moves.prepare(
-        chain.from_iterable(moves_of(phase, sizes, form, handling) for phase in steps),
-        {buffer: rows for buffer, (rows, _) in sizes[0].items()},
+        chain.from_iterable(moves_of(phase, sizes, form, handling, sites) for phase in steps),
+        sizes[0],
+        form,
     )
     owned = as_array(program.owned)
     bound = Bound(

@@ -15,8 +15,8 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
-from megatron_balance.runtime.lower.sums import is_whole
-from megatron_balance.runtime.movers.base import Place, Space, heads_view
+from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
+from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
 from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
 
@@ -56,6 +56,7 @@ class ForwardRun(PhaseRun):
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
         self.partials = bound.mover.partials(Space(sizes, blank, self.dim, self.dtype, self.wide, empty))
+        self.sending: list[Sent] = []  # for the next `fill`
 
     def outputs(self) -> tuple[Tensor, Tensor, Received]:
         """End the forward: output [T, H, D], LSE [T, H], and what the backward needs."""
@@ -74,8 +75,22 @@ class ForwardRun(PhaseRun):
         self.partials.add(step.out, step.merges, out, lse)
 
     def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+        packed = message.packed
         out, lse = into
-        return list(self.partials.send(message.packed, None if out is None or lse is None else (out, lse)))
+        if out is None or lse is None:
+            both = self.partials.as_they_lie(packed)
+            if both is not None:
+                return list(both)
+            out = self.empty(packed.num_rows, packed.num_heads, self.dim)
+            lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
+        self.sending.append(Sent(packed, out, lse))
+        return [out, lse]
+
+    def fill(self) -> None:
+        super().fill()
+        if self.sending:
+            self.partials.send(self.sending)
+            self.sending = []
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         for message, (out, lse) in arrived:
@@ -100,12 +115,27 @@ class BackwardRun(PhaseRun):
         self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
         self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
+        self.begun: list[Place] = []  # to be copied by the next `begin_sums`
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        dq, dk, dv = (*self.summed(Kind.Q_GRAD, 0), *self.summed(Kind.KV_GRAD, 0))
-        return dq.to(self.dtype).contiguous(), dk.to(self.dtype).contiguous(), dv.to(self.dtype).contiguous()
+        dq, dk, dv = (self.final(kind, part) for kind, part in ((Kind.Q_GRAD, 0), (Kind.KV_GRAD, 0), (Kind.KV_GRAD, 1)))
+        self.fill()
+        return dq, dk, dv
+
+    def final(self, kind: Kind, part: int) -> Tensor:
+        """A gradient of the caller's rows in its type, without gaps; filled by the next `fill`."""
+        x = self.summed(kind, 0)[part]
+        if x.dtype == self.dtype:
+            return x.contiguous()
+        target = torch.empty(x.shape, dtype=self.dtype, device=self.device)
+        self.filling.append(Fill(self.whole((kind, 0)), (x,), target))
+        return target
+
+    def whole(self, value: Value) -> Packed:
+        """All rows of a gradient's buffer."""
+        return whole_of(value, self.bound.query_rows if value[0] == Kind.Q_GRAD else self.bound.key_rows)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
@@ -120,10 +150,16 @@ class BackwardRun(PhaseRun):
     def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
         held = self.held.get((kind, buffer))
-        return self.total((kind, buffer)).unbind(0) if held is None else held
+        if held is None:
+            held = self.total((kind, buffer)).unbind(0)
+            self.begin_sums()
+        return held
 
     def total(self, value: Value) -> Tensor:
-        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to."""
+        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to.
+
+        The first of them is there behind the next `begin_sums`.
+        """
         before = self.totals.get(value)
         if before is not None and before.dtype == self.wide:
             return before
@@ -136,10 +172,22 @@ class BackwardRun(PhaseRun):
         if parts is None:
             total.zero_()
         else:
-            for target, part in zip(total.unbind(0), parts, strict=True):
-                target.copy_(part)
+            whole = self.whole(value)
+            self.begun += [Place(whole, part, (x,)) for x, part in zip(total.unbind(0), parts, strict=True)]
         self.totals[value] = total
         return total
+
+    def begin_sums(self) -> None:
+        """Copy the gradients that others are added to, all of them at once."""
+        if self.begun:
+            self.bound.mover.place(self.begun)
+            self.begun = []
+
+    def add(self, places: Sequence[Place]) -> None:
+        """Add gradients, behind those that begin their sums."""
+        self.begin_sums()
+        if places:
+            self.bound.mover.add(places)
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
@@ -154,8 +202,7 @@ class BackwardRun(PhaseRun):
         self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
         places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
-        if places:
-            self.bound.mover.add(places)
+        self.add(places)
 
     def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[Place]:
         """Keep packed gradients that are a whole buffer's first; the places of the others."""
@@ -217,15 +264,20 @@ class BackwardRun(PhaseRun):
                 self.place_final(arrived)
             case kind:
                 grads = [(message, x[None] if kind == Kind.Q_GRAD else x) for message, (x,) in arrived]
-                places = [place for each in grads for place in self.received_places(*each)]
-                if places:
-                    self.bound.mover.add(places)
+                self.add([place for each in grads for place in self.received_places(*each)])
 
     def place_final(self, arrived: Sequence[Arrived]) -> None:
-        """Unpack the gradients, outputs and LSE of queries that this rank serves for others."""
+        """Unpack the gradients, outputs and LSE of queries that this rank serves for others.
+
+        All rows of a buffer in one message are used where they lie.
+        """
         places: list[Place] = []
         for message, (both, lse) in arrived:
             runs = message.packed.runs
+            if runs[0].buffer not in self.dout and becomes_buffer(message.packed, self.bound.query_rows):
+                buffer = runs[0].buffer
+                self.dout[buffer], self.out[buffer], self.lse[buffer] = both[0], both[1], lse
+                continue
             for buffer in {run.buffer for run in runs} - self.dout.keys():
                 rows, heads = self.bound.query_rows[buffer]
                 self.dout[buffer] = self.empty(rows, heads, self.dim)

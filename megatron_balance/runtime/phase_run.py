@@ -27,7 +27,7 @@ from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpack, wide_dtype
+from megatron_balance.runtime.lower.parcels import Form, as_bytes, layout, parcel_bytes, shapes, unpack, wide_dtype
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -354,20 +354,17 @@ class PhaseRun:
         messages = brought(exchange, self.bound.groups)
         if not messages:
             return {}, []
-        if not exchange.routed_receives:
-            return {}, self.block(messages)
-        parcels = [(peer, [m.carried for m in of]) for peer, of in groupby(messages, attrgetter("peer"))]
-        sizes = [parcel_bytes(carried, self.form) for _, carried in parcels]
-        memory = self.slot(sum(map(padded, sizes)), dtype=torch.uint8)
+        slots = self.block(messages)
         arriving: dict[int, Tensor] = {}
-        slots: list[list[Tensor]] = []
-        at = 0
-        for (peer, carried), num_bytes in zip(parcels, sizes, strict=True):
-            raw = memory[at : at + num_bytes]
-            at += padded(num_bytes)
-            slots += unpack(raw, carried, self.form)
-            if peer in exchange.routed_receives:
-                arriving[peer] = raw
+        if exchange.routed_receives:
+            placed = layout(tuple([m.carried for m in messages]), self.form).places
+            for peer, numbered in groupby(range(len(messages)), lambda at: messages[at].peer):
+                if peer in exchange.routed_receives:
+                    numbers = list(numbered)
+                    begin, last = placed[numbers[0]][0].begin, slots[numbers[-1]][-1]
+                    raw = as_bytes(slots[numbers[0]][0])
+                    num_bytes = placed[numbers[-1]][-1].begin + last.nbytes - begin
+                    arriving[peer] = raw.as_strided((num_bytes,), (1,))
         return arriving, slots
 
     def arrive(self, arrived: Sequence[Arrived]) -> None:

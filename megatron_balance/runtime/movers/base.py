@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.lower.moves import Move
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -43,6 +44,14 @@ class Fill(NamedTuple):
     target: Tensor
 
 
+class Sent(NamedTuple):
+    """A message of outputs: packed rows, and the tensors for output [N, H, D] and LSE [N, H]."""
+
+    packed: Packed
+    out: Tensor
+    lse: Tensor
+
+
 class Place(NamedTuple):
     """Packed rows written, or added, to rows of buffers.
 
@@ -65,7 +74,8 @@ class Space:
         dtype: of the output.
         wide: of LSE and of accumulated partials.
         empty: makes a tensor.
-        held: most partials of a buffer that wait to be merged at once.
+        held: partials of all rows of a buffer, or of as many rows in all, that wait to be merged at
+            once.
     """
 
     sizes: Mapping[int, tuple[int, int]]
@@ -87,11 +97,14 @@ class Partials(Protocol):
         """
         ...
 
-    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous.
-
-        `into`: tensors to write to, where there are some.
+    def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        """Out [N, H, D] in its final type and LSE [N, H] of packed rows where they lie, if both are
+        contiguous there.
         """
+        ...
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        """Fill messages with outputs and LSE; nothing is added to their rows any more."""
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
@@ -104,10 +117,10 @@ class Mover(Protocol):
 
     name: str
 
-    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
         """Make the tables of calls that will come: tensors on the host, which the caller ships.
 
-        `rows`: of each query buffer.
+        `sizes`: (rows, heads) of each query buffer.
         """
         ...
 

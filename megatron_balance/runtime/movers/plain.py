@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
 from megatron_balance.runtime.lower.moves import Move
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space, heads_view, rows_view
+from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
 
 
 class PlainMover:
@@ -18,8 +19,8 @@ class PlainMover:
 
     name = "plain"
 
-    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
-        del moves, rows  # runs are copied one by one
+    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
+        del moves, sizes, form  # runs are copied one by one
         return ()
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -99,8 +100,8 @@ class PlainPartials:
             held_out[index] = new_out.to(self.space.wide)
             held_lse[index] = new_lse
 
-    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        if into is None and packed.direct and self.space.dtype == self.space.wide:
+    def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        if packed.direct and self.space.dtype == self.space.wide:
             run = packed.runs[0]
             out, lse = (
                 rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
@@ -108,14 +109,12 @@ class PlainPartials:
             )
             if out.is_contiguous() and lse.is_contiguous():
                 return out, lse  # nothing is added to them any more
-        shape = (packed.num_rows, packed.num_heads)
-        out, lse = into or (
-            self.space.empty((*shape, self.space.dim), self.space.dtype),
-            self.space.empty(shape, self.space.wide),
-        )
-        for held, target in ((self.out, out), (self.lse, lse)):
-            self.mover.fill([Fill(packed, tuple(held[run.buffer] for run in packed.runs), target)])
-        return out, lse
+        return None
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        for packed, out, lse in messages:
+            for held, target in ((self.out, out), (self.lse, lse)):
+                self.mover.fill([Fill(packed, tuple(held[run.buffer] for run in packed.runs), target)])
 
     def final(self) -> tuple[Tensor, Tensor]:
         self.make(0)
