@@ -16,6 +16,7 @@ from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
 from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
+from megatron_balance.runtime.lower.views import Buffers, Later, Views
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
 from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
@@ -63,7 +64,7 @@ class ForwardRun(PhaseRun):
         self.end()
         received = Received()
         if self.bound.policy == "keep":
-            received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
+            received = Received(self.q.received(), self.kv.received())
         return *self.partials.final(), received
 
     def launch(self, step: Step) -> None:
@@ -74,15 +75,13 @@ class ForwardRun(PhaseRun):
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
-    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed
-        out, lse = into
-        if out is None or lse is None:
-            both = self.partials.as_they_lie(packed)
-            if both is not None:
-                return list(both)
-            out = self.empty(packed.num_rows, packed.num_heads, self.dim)
-            lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
+        both = self.partials.as_they_lie(packed)
+        if both is not None:
+            return list(both)
+        out = self.empty(packed.num_rows, packed.num_heads, self.dim)
+        lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
         self.sending.append(Sent(packed, out, lse))
         return [out, lse]
 
@@ -92,9 +91,12 @@ class ForwardRun(PhaseRun):
             self.partials.send(self.sending)
             self.sending = []
 
+    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+        self.sending.append(Sent(message.packed, *into))
+
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
-        for message, (out, lse) in arrived:
-            self.partials.add(message.packed, message.merges, out, lse)
+        for message, slots, at in arrived:
+            self.partials.add(message.packed, message.merges, *slots[at])
 
 
 class BackwardRun(PhaseRun):
@@ -112,7 +114,7 @@ class BackwardRun(PhaseRun):
         q, k, v = inputs
         super().__init__(bound, bound.backward, q, k, v, received)
         self.scale = scale
-        self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
+        self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
         self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
         self.begun: list[Place] = []  # to be copied by the next `begin_sums`
@@ -208,26 +210,39 @@ class BackwardRun(PhaseRun):
         """Keep packed gradients that are a whole buffer's first; the places of the others."""
         for run in sums.kept:
             self.held[kind, run.buffer] = tuple(x.narrow(0, run.row, run.count) for x in grads)
-        if not sums.added.runs:
-            return []
-        totals = [self.total((kind, run.buffer)) for run in sums.added.runs]
-        return [Place(sums.added, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
+        return self.added(kind, sums.added, grads)
 
-    def received_places(self, message: Message, grads: Tensor) -> list[Place]:
+    def added(self, kind: Kind, packed: Packed, grads: Sequence[Tensor | Later]) -> list[Place]:
+        """The places of packed gradients that are added."""
+        if not packed.runs:
+            return []
+        totals = [self.total((kind, run.buffer)) for run in packed.runs]
+        return [Place(packed, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
+
+    def received_places(self, message: Message, slots: Views, at: int) -> list[Place]:
         """Where gradients [1 or 2, N, heads, D] that came in a message are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
         a ring's rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        if self.adopts(packed, value, grads.dtype):
+        if self.adopts(packed, value, slots.places[at][0].dtype):
+            grads = self.gradients_of(message.kind, slots, at)
             held = self.held.pop(value, ())
             self.totals[value] = grads
             return [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
-        places = self.places(message.kind, message.sums, grads.unbind(0))
+        if not message.sums.kept:
+            halves = (-1,) if message.kind == Kind.Q_GRAD else (0, 1)
+            return self.added(message.kind, message.sums.added, [slots.later(at, 0, half) for half in halves])
+        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at).unbind(0))
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
+
+    @staticmethod
+    def gradients_of(kind: Kind, slots: Views, at: int) -> Tensor:
+        """Gradients [1 or 2, N, heads, D] of a message."""
+        return slots[at][0][None] if kind == Kind.Q_GRAD else slots[at][0]
 
     def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
         """Whether received gradients of type `dtype` can be what others are added to.
@@ -239,32 +254,41 @@ class BackwardRun(PhaseRun):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
-    def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+    def final_operand(self, operand: Operand, of: Buffers[Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
             return heads_view(of[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, of.__getitem__, dtype)
 
-    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed
         match message.kind:
             case Kind.OUT_GRAD:
-                both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype, into[0])
-                return [both, self.carried(packed, self.lse.__getitem__, self.wide, into[1])]
+                both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype)
+                return [both, self.carried(packed, self.lse.__getitem__, self.wide)]
             case Kind.Q_GRAD:
-                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient, into[0])]
+                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient)]
             case _:
                 totals = {run.buffer: self.totals.get((Kind.KV_GRAD, run.buffer)) for run in packed.runs}
                 stacked = {b: x for b, x in totals.items() if x is not None and x.dtype == self.form.gradient}
                 of = partial(self.summed, Kind.KV_GRAD)
-                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient, into[0])]
+                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient)]
+
+    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+        packed = message.packed
+        match message.kind:
+            case Kind.OUT_GRAD:
+                self.write_pair(packed, lambda b, i: (self.dout, self.out)[i][b], into[0])
+                self.write(packed, self.lse.__getitem__, into[1])
+            case Kind.Q_GRAD:
+                self.write(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], into[0])
+            case _:
+                self.write_pair(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into[0])
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
-        match arrived[0][0].kind:
-            case Kind.OUT_GRAD:
-                self.place_final(arrived)
-            case kind:
-                grads = [(message, x[None] if kind == Kind.Q_GRAD else x) for message, (x,) in arrived]
-                self.add([place for each in grads for place in self.received_places(*each)])
+        if arrived[0][0].kind == Kind.OUT_GRAD:
+            self.place_final(arrived)
+        else:
+            self.add([place for each in arrived for place in self.received_places(*each)])
 
     def place_final(self, arrived: Sequence[Arrived]) -> None:
         """Unpack the gradients, outputs and LSE of queries that this rank serves for others.
@@ -272,17 +296,20 @@ class BackwardRun(PhaseRun):
         All rows of a buffer in one message are used where they lie.
         """
         places: list[Place] = []
-        for message, (both, lse) in arrived:
+        for message, slots, at in arrived:
             runs = message.packed.runs
             if runs[0].buffer not in self.dout and becomes_buffer(message.packed, self.bound.query_rows):
                 buffer = runs[0].buffer
-                self.dout[buffer], self.out[buffer], self.lse[buffer] = both[0], both[1], lse
+                self.dout.later[buffer], self.out.later[buffer] = slots.later(at, 0, 0), slots.later(at, 0, 1)
+                self.lse.later[buffer] = slots.later(at, 1)
                 continue
-            for buffer in {run.buffer for run in runs} - self.dout.keys():
+            for buffer in {run.buffer for run in runs if run.buffer not in self.dout}:
                 rows, heads = self.bound.query_rows[buffer]
                 self.dout[buffer] = self.empty(rows, heads, self.dim)
                 self.out[buffer] = self.empty(rows, heads, self.dim)
                 self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
+            both, lse = slots[at]
             held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))
             places += [Place(message.packed, x, tuple(of[run.buffer] for run in runs)) for x, of in held]
-        self.bound.mover.place(places)
+        if places:
+            self.bound.mover.place(places)

@@ -9,15 +9,14 @@ and copied by itself, when the first layer runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, Place, layout, shapes
+from megatron_balance.runtime.lower.parcels import Form, Place
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -31,26 +30,13 @@ from megatron_balance.runtime.lower.steps import (
     Sums,
 )
 from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
+from megatron_balance.runtime.lower.views import ExchangeForm
 
 Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
 """A mover's method; or a method of its partials: "partial", outputs of one packed tensor that are
 added, and "send", of which each message gives output and LSE."""
 Sizes: TypeAlias = Mapping[int, tuple[int, int]]
 """(rows, heads) of buffers by number."""
-
-
-class Handling(NamedTuple):
-    """Questions about an exchange that its transport answers.
-
-    Attributes:
-        sent: the messages that are packed.
-        brought: those that arrive.
-        is_block: whether all that are sent are packed into one memory.
-    """
-
-    sent: Callable[[ExchangeStep], Sequence[Message]]
-    brought: Callable[[ExchangeStep], Sequence[Message]]
-    is_block: Callable[[ExchangeStep], bool]
 
 
 class Site(NamedTuple):
@@ -99,16 +85,19 @@ class _Filled(NamedTuple):
     maybe: bool = False
 
 
+Forms: TypeAlias = Mapping[int, ExchangeForm]
+"""What is the same in every layer about exchanges, by their id."""
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
 
 def moves_of(
-    phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, handling: Handling, sites: Sites | None = None
+    phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, forms: Forms, sites: Sites | None = None
 ) -> Iterator[Move]:
     """The calls that one run of a phase makes.
 
-    `sizes`: of query and of key buffers; `sites`: of what an earlier phase left.
+    `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
+    left.
     """
     walk = _Walk(*sizes, form, {} if sites is None else sites, id(phase))
     for step in phase.steps:
@@ -120,12 +109,12 @@ def moves_of(
                 yield Move("fill", (*walk.operands(step), *walk.final(step.dout.packed, gathered=_gathered(step.dout))))
                 yield from walk.summing(walk.launched(step))
             case Start(exchange):
-                yield Move("send", walk.merged(exchange, handling))
-                filled = list(walk.sent(exchange, handling))
+                yield Move("send", walk.merged(exchange, forms[exchange.id]))
+                filled = list(walk.sent(exchange, forms[exchange.id]))
                 yield Move("fill", tuple(one.moved for one in filled if not one.maybe))
                 yield Move("fill", tuple(one.moved for one in filled))
             case Finish(exchange):
-                yield from walk.received(exchange, handling)
+                yield from walk.received(exchange, forms[exchange.id])
     if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
         yield from walk.ended()
 
@@ -172,12 +161,10 @@ class _Walk:
             elif part < len(sites):
                 self.sites[what, buffer, part] = sites[part]
 
-    def placed(self, messages: Sequence[Message], memory: Hashable) -> list[list[Site]]:
+    @staticmethod
+    def placed(messages: Sequence[Sequence[Place]], memory: Hashable) -> list[list[Site]]:
         """Where messages lie that fill one memory: of each the tensors of rows, pairs as two."""
-        return [
-            [site for place in places for site in _halves(place, memory)]
-            for places in layout(tuple([m.carried for m in messages]), self.form).places
-        ]
+        return [[site for place in places for site in _halves(place, memory)] for places in messages]
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
         return tuple(
@@ -198,29 +185,23 @@ class _Walk:
 
     # What is sent
 
-    def merged(self, exchange: ExchangeStep, handling: Handling) -> tuple[Moved, ...]:
+    def merged(self, exchange: ExchangeStep, form: ExchangeForm) -> tuple[Moved, ...]:
         """Output and LSE of the messages of outputs that an exchange sends."""
-        messages = handling.sent(exchange)
-        sites: Sequence[Sequence[Site | None]] = [(None, None)] * len(messages)
-        if handling.is_block(exchange):
-            sites = self.placed(messages, ("out", self.phase, exchange.id))
+        sites = self.outgoing(exchange, form)
         return tuple(
             Moved(message.packed, own=at)
-            for message, both in zip(messages, sites, strict=True)
-            for at in (both if message.kind == Kind.OUT else ())
+            for message, own in zip(form.sent, sites, strict=True)
+            for at in (own[:2] if message.kind == Kind.OUT else ())
         )
 
-    def sent(self, exchange: ExchangeStep, handling: Handling) -> Iterator[_Filled]:
-        is_block, messages = handling.is_block(exchange), handling.sent(exchange)
-        sites = self.placed(messages, ("out", self.phase, exchange.id)) if is_block else None
-        numbered = enumerate(messages)
-        for peer, group in groupby(numbered, lambda one: one[1].peer):
-            own = list(group)
-            parts = sum(len(shapes(m.carried, self.form)) for _, m in own)
-            together = is_block or (peer in exchange.routed_sends and parts > 1)
-            for number, message in own:
-                at = sites[number] if sites is not None else (None,) * 3
-                yield from self.filled(message, at, together=together)
+    def outgoing(self, exchange: ExchangeStep, form: ExchangeForm) -> list[Sequence[Site | None]]:
+        """Where each message sent lies."""
+        sites = self.placed(form.out.places, ("out", self.phase, exchange.id))
+        return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
+
+    def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[_Filled]:
+        for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):
+            yield from self.filled(message, at, together=number >= 0)
 
     def filled(self, message: Message, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
         """The tensors of a message that are filled, the others being sent from where they lie.
@@ -332,12 +313,11 @@ class _Walk:
     def each(self, kind: Kind, packed: Packed, own: Sequence[Site]) -> tuple[Moved, ...]:
         return tuple(Moved(packed, None, self.of(packed, kind, part), site) for part, site in enumerate(own))
 
-    def received(self, exchange: ExchangeStep, handling: Handling) -> Iterator[Move]:
+    def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[Move]:
         """The calls for the messages that an exchange brings."""
-        messages = handling.brought(exchange)
-        sites = self.placed(messages, ("in", self.phase, exchange.id))
-        for together in exchange.arrivals or [(at,) for at in range(len(messages))]:
-            yield from self.arrived([(messages[at], sites[at]) for at in together])
+        sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
+        for together in form.together:
+            yield from self.arrived([(form.brought[at], sites[at]) for at in together])
 
     def arrived(self, arrived: Sequence[tuple[Message, Sequence[Site]]]) -> Iterator[Move]:
         """The calls for messages of one kind that arrive together, each with where it lies."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_balance.runtime.lower.moves import Move
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.views import Later
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
@@ -40,16 +41,16 @@ class Fill(NamedTuple):
     """
 
     packed: Packed
-    sources: tuple[Tensor, ...]
-    target: Tensor
+    sources: Sequence[Tensor]
+    target: Tensor | Later
 
 
 class Sent(NamedTuple):
     """A message of outputs: packed rows, and the tensors for output [N, H, D] and LSE [N, H]."""
 
     packed: Packed
-    out: Tensor
-    lse: Tensor
+    out: Tensor | Later
+    lse: Tensor | Later
 
 
 class Place(NamedTuple):
@@ -59,8 +60,8 @@ class Place(NamedTuple):
     """
 
     packed: Packed
-    source: Tensor
-    targets: tuple[Tensor, ...]
+    source: Tensor | Later
+    targets: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from megatron_balance.runtime.kernels.base import merge_partials
 from megatron_balance.runtime.lower.moves import Move
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
 
 
@@ -24,7 +25,8 @@ class PlainMover:
         return ()
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        for packed, sources, target in fills:
+        for packed, sources, into in fills:
+            target = made(into)
             for run, index, source in zip(packed.runs, packed.indices, sources, strict=True):
                 if index is None:
                     taken = rows_view(source, run.start, run.stop, run.buffer_head, run.num_heads)
@@ -33,7 +35,8 @@ class PlainMover:
                 rows_view(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
 
     def place(self, places: Sequence[Place]) -> None:
-        for packed, source, targets in places:
+        for packed, of, targets in places:
+            source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 own = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
@@ -42,7 +45,8 @@ class PlainMover:
                     heads_view(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
 
     def add(self, places: Sequence[Place]) -> None:
-        for packed, source, targets in places:
+        for packed, of, targets in places:
+            source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 added = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
@@ -114,7 +118,7 @@ class PlainPartials:
     def send(self, messages: Sequence[Sent]) -> None:
         for packed, out, lse in messages:
             for held, target in ((self.out, out), (self.lse, lse)):
-                self.mover.fill([Fill(packed, tuple(held[run.buffer] for run in packed.runs), target)])
+                self.mover.fill([Fill(packed, [held[run.buffer] for run in packed.runs], target)])
 
     def final(self) -> tuple[Tensor, Tensor]:
         self.make(0)

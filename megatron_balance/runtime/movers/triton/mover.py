@@ -19,6 +19,7 @@ from megatron_balance.runtime.lower.moves import Call, Move, Moved
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.tables import tensors_in
+from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
@@ -26,6 +27,7 @@ from megatron_balance.runtime.movers.triton.tables import (
     MAX_PAIRS,
     BlockTable,
     Entry,
+    Pair,
     RowMap,
     SendTable,
     Share,
@@ -62,6 +64,7 @@ class TritonMover:
         self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
         self._row_maps: dict[int, tuple[RowMap, ...]] = {}
         self._kept: list[Packed] = []
+        self._launches: dict[tuple[object, ...], list[tuple[BlockTable, tuple[Pair, ...]]]] = {}
         self._unchecked: set[tuple[object, ...]] = set()  # tables that no launch has used
         self._sends: dict[tuple[object, ...], SendTable] = {}
         self._plain = PlainMover()
@@ -75,7 +78,7 @@ class TritonMover:
 
     def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
         """See `Mover`: tables and row maps of these calls, on the host until they are shipped."""
-        made: list[BlockTable] = []
+        tables: list[BlockTable] = []
         maps: list[RowMap] = []
         expected = _Expected(sizes)
         sends: list[SendTable] = []
@@ -93,9 +96,9 @@ class TritonMover:
                 if one.packed.runs:
                     kinds.setdefault(one.kind, []).append(one)
             for some in kinds.values():
-                made += self._table(call, some, _HOST)
+                tables += self._table(call, some, _HOST)
         held = [(table.row_maps, table.out_begins, table.lse_begins) for table in sends]
-        return list(tensors_in(([(table.blocks, table.index) for table in made], maps, held)))
+        return list(tensors_in(([(table.blocks, table.index) for table in tables], maps, held)))
 
     def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: Form) -> Iterator[SendTable]:
         """The merge of all messages of outputs of an exchange, if that is one and they are several."""
@@ -118,10 +121,10 @@ class TritonMover:
         if table is not None and key in self._unchecked:
             self._unchecked.discard(key)
             first = messages[0]
-            for (out, lse), message in zip(table.shares, messages, strict=True):
-                assert message.out.is_contiguous(), "a message with gaps"
-                assert message.out.data_ptr() - first.out.data_ptr() == out, "outputs that lie elsewhere"
-                assert message.lse.data_ptr() - first.lse.data_ptr() == lse, "LSE that lies elsewhere"
+            for behind, message in zip(table.shares, messages, strict=True):
+                for num_bytes, x, base in zip(behind, message[1:], first[1:], strict=True):
+                    assert made(x).is_contiguous(), "a message with gaps"
+                    assert made(x).data_ptr() - made(base).data_ptr() == num_bytes, "a message that lies elsewhere"
         return table
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -142,17 +145,32 @@ class TritonMover:
     def _move(self, call: Call, kernel: Any, moves: Sequence[Fill] | Sequence[Place]) -> bool:
         """Launch what moves these rows, or nothing where a tensor is not aligned."""
         of, own = (1, 2) if call == "fill" else (2, 1)
+        key = (call, *[id(move[0]) for move in moves])
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = self._launches_of(call, moves, of, own)
         launches: list[tuple[BlockTable, list[Tensor], list[Tensor]]] = []
-        for some in _by_kind(moves, of, own):
-            for table in self._tables_of(call, some, of, own):
-                buffers = [some[place][of][run] for place, run in table.pairs]
-                packed = [some[place][own] for place, _ in table.pairs]
-                if not _aligned(buffers) or not _aligned(packed):
-                    return False
-                launches.append((table, buffers, packed))
+        for table, pairs in found:
+            buffers = [moves[place][of][run] for place, run in pairs]
+            packed = [made(moves[place][own]) for place, _ in pairs]
+            if not _aligned(buffers) or not _aligned(packed):
+                return False
+            launches.append((table, buffers, packed))
         for table, buffers, packed in launches:
             launch(kernel, table, *((buffers, packed) if call == "fill" else (packed, buffers)))
         return True
+
+    def _launches_of(
+        self, call: Call, moves: Sequence[Fill] | Sequence[Place], of: int, own: int
+    ) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
+        """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
+        found: list[tuple[BlockTable, tuple[Pair, ...]]] = []
+        for numbers in _by_kind(moves, of, own):
+            some = [moves[number] for number in numbers]
+            self._kept += [move[0] for move in some]  # the key holds their ids: they must not go away
+            for table in self._tables_of(call, some, of, own):
+                found.append((table, tuple([(numbers[place], run) for place, run in table.pairs])))
+        return found
 
     def partials(self, space: Space) -> Partials:
         return TritonPartials(space, self)
@@ -208,7 +226,8 @@ def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> 
     """
     for share in shares:
         x, base = (
-            moves[place][own] if share.own else moves[place][of][run] for place, run in (share.pair, share.stands_for)
+            made(moves[place][own]) if share.own else moves[place][of][run]
+            for place, run in (share.pair, share.stands_for)
         )
         assert x.stride()[1:] == base.stride()[1:] or x.shape[1:] != base.shape[1:], "memory shared by other rows"
         behind = share.begin + share.rows * base.stride(0) * base.element_size()
@@ -256,12 +275,14 @@ def _padded(tensors: Sequence[Tensor], places: int) -> tuple[Tensor, ...]:
     return (*tensors, *([tensors[0]] * (places - len(tensors))))
 
 
-def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[Any]]:
-    """Moves whose tensors have one type and one size of a head. `of`, `own`: as in `_tables_of`."""
-    kinds: dict[tuple[object, ...], list[Any]] = {}
-    for move in moves:
-        buffer, packed = move[of][0], move[own]
-        kinds.setdefault((buffer.dtype, packed.dtype, packed.shape[2:]), []).append(move)
+def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
+    """Numbers of the moves whose tensors have one type and one size of a head. `of`, `own`: as in
+    `_tables_of`.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number, move in enumerate(moves):
+        buffer, packed = move[of][0], made(move[own])
+        kinds.setdefault((buffer.dtype, packed.dtype, packed.shape[2:]), []).append(number)
     return list(kinds.values())
 
 
@@ -389,7 +410,8 @@ class TritonPartials:
         if table is not None:
             self.send_together(messages[0], table)
             return
-        for packed, out, lse in messages:
+        for packed, *both in messages:
+            out, lse = map(made, both)
             for run, index in zip(packed.runs, packed.indices, strict=True):
                 own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
                 merge_parts(
@@ -409,7 +431,7 @@ class TritonPartials:
             for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
         ]
         assert not any(part.owned for part in parts), "rows that were merged before they were sent"
-        merge_parts(self.mover, parts, first.out, first.lse, first_head=table.first_head, table=table)
+        merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
 
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
