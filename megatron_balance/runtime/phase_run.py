@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class Received:
     """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
 
-    q: Buffers[Tensor] = field(default_factory=Buffers)
-    kv: Buffers[tuple[Tensor, Tensor]] = field(default_factory=Buffers)
+    q: Buffers[Tensor] = field(default_factory=Buffers[Tensor])
+    kv: Buffers[tuple[Tensor, Tensor]] = field(default_factory=Buffers[tuple[Tensor, Tensor]])
 
 
 Arrived: TypeAlias = tuple[Message, Views, int]

@@ -142,8 +142,8 @@ class TritonMover:
         if not self._move("add", add_rows, moves):
             self._plain.add(moves)
 
-    def _move(self, call: Call, kernel: Any, moves: Sequence[Fill] | Sequence[Place]) -> bool:
-        """Launch what moves these rows, or nothing where a tensor is not aligned."""
+    def _move(self, call: Call, kernel: Any, moves: Sequence[Any]) -> bool:
+        """Launch what moves these rows (`Fill`, `Place`), or nothing where a tensor is not aligned."""
         of, own = (1, 2) if call == "fill" else (2, 1)
         key = (call, *[id(move[0]) for move in moves])
         found = self._launches.get(key)
@@ -161,7 +161,7 @@ class TritonMover:
         return True
 
     def _launches_of(
-        self, call: Call, moves: Sequence[Fill] | Sequence[Place], of: int, own: int
+        self, call: Call, moves: Sequence[Any], of: int, own: int
     ) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
         """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
         found: list[tuple[BlockTable, tuple[Pair, ...]]] = []
