@@ -141,9 +141,9 @@ class _Attention(torch.autograd.Function):
         bound, ctx.slot, ctx.scale, hooked = call
         out, lse, received = run_forward(bound, q, k, v, ctx.scale)
         ctx.received = Received() if hooked else received
-        ctx.saved = (tuple(received.q), tuple(received.kv)) if hooked else ((), ())
-        pairs = chain.from_iterable(received.kv.values()) if hooked else ()
-        ctx.save_for_backward(q, k, v, out, lse, *(received.q.values() if hooked else ()), *pairs)
+        queries, keys = (received.q.all(), received.kv.all()) if hooked else ({}, {})
+        ctx.saved = tuple(queries), tuple(keys)
+        ctx.save_for_backward(q, k, v, out, lse, *queries.values(), *chain.from_iterable(keys.values()))
         ctx.num_tokens = bound.num_tokens
         return out
 

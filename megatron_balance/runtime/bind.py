@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 
 import torch
@@ -28,11 +27,12 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.moves import Handling, moves_of
+from megatron_balance.runtime.lower.moves import Sites, moves_of
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, Finish, Phase, PhaseName
 from megatron_balance.runtime.lower.tables import ship, tables_of
+from megatron_balance.runtime.lower.views import ExchangeForm
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
@@ -57,6 +57,8 @@ class Bound:
         peak_bytes: memory that a call needs, where it comes from the pool.
         query_rows: (rows, heads) of every query buffer, by number.
         key_rows: of every key buffer.
+        exchange_forms: what is the same in every layer about the exchanges of a phase, by the phase's
+            `id` and theirs.
         gradient_wire: the type that gradients travel in.
         counters: sums over the calls that ran so far.
         trace: filled by every call, if there is one.
@@ -75,6 +77,7 @@ class Bound:
     peak_bytes: PeakBytes | None
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
+    exchange_forms: Mapping[int, Mapping[int, ExchangeForm]]
     gradient_wire: GradientWire = "fp32"
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
@@ -236,10 +239,12 @@ def prepare(  # noqa: PLR0913  as `bind`
         needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
     steps = lowering.phases.values()
     tables = [table for phase in steps for table in tables_of(phase)]
-    handling = Handling(partial(sent, groups=groups), partial(brought, groups=groups), partial(is_block, groups=groups))
+    forms = {id(phase): exchange_forms(phase, form, groups) for phase in steps}
+    sites: Sites = {}
     tables += moves.prepare(
-        chain.from_iterable(moves_of(phase, sizes, form, handling) for phase in steps),
-        {buffer: rows for buffer, (rows, _) in sizes[0].items()},
+        chain.from_iterable(moves_of(phase, sizes, form, forms[id(phase)], sites) for phase in steps),
+        sizes[0],
+        form,
     )
     owned = as_array(program.owned)
     bound = Bound(
@@ -256,7 +261,19 @@ def prepare(  # noqa: PLR0913  as `bind`
         peak_bytes=needs,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
+        exchange_forms=forms,
         gradient_wire=gradient_wire,
         trace=trace,
     )
     return Prepared(bound, tables, place)
+
+
+def exchange_forms(phase: Phase, form: Form, groups: Groups) -> dict[int, ExchangeForm]:
+    """What is the same in every layer about the exchanges of a phase, by their id."""
+    found: dict[int, ExchangeForm] = {}
+    for step in phase.steps:
+        if isinstance(step, Finish):  # it says more about what arrives than the start does
+            exchange = step.exchange
+            sides = (sent(exchange, groups), brought(exchange, groups))
+            found[exchange.id] = ExchangeForm.of(exchange, sides, form, is_block=is_block(exchange, groups))
+    return found

@@ -15,8 +15,9 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
-from megatron_balance.runtime.lower.sums import is_whole
-from megatron_balance.runtime.movers.base import Place, Space, heads_view
+from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
+from megatron_balance.runtime.lower.views import Buffers, Later, Views
+from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
 from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
 
@@ -56,13 +57,14 @@ class ForwardRun(PhaseRun):
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
         self.partials = bound.mover.partials(Space(sizes, blank, self.dim, self.dtype, self.wide, empty))
+        self.sending: list[Sent] = []  # for the next `fill`
 
     def outputs(self) -> tuple[Tensor, Tensor, Received]:
         """End the forward: output [T, H, D], LSE [T, H], and what the backward needs."""
         self.end()
         received = Received()
         if self.bound.policy == "keep":
-            received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
+            received = Received(self.q.received(), self.kv.received())
         return *self.partials.final(), received
 
     def launch(self, step: Step) -> None:
@@ -73,13 +75,28 @@ class ForwardRun(PhaseRun):
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
-    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
-        out, lse = into
-        return list(self.partials.send(message.packed, None if out is None or lse is None else (out, lse)))
+    def other_parcel(self, message: Message) -> list[Tensor]:
+        packed = message.packed
+        both = self.partials.as_they_lie(packed)
+        if both is not None:
+            return list(both)
+        out = self.empty(packed.num_rows, packed.num_heads, self.dim)
+        lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
+        self.sending.append(Sent(packed, out, lse))
+        return [out, lse]
+
+    def fill(self) -> None:
+        super().fill()
+        if self.sending:
+            self.partials.send(self.sending)
+            self.sending = []
+
+    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+        self.sending.append(Sent(message.packed, *into))
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
-        for message, (out, lse) in arrived:
-            self.partials.add(message.packed, message.merges, out, lse)
+        for message, slots, at in arrived:
+            self.partials.add(message.packed, message.merges, *slots[at])
 
 
 class BackwardRun(PhaseRun):
@@ -97,15 +114,30 @@ class BackwardRun(PhaseRun):
         q, k, v = inputs
         super().__init__(bound, bound.backward, q, k, v, received)
         self.scale = scale
-        self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
+        self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
         self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
+        self.begun: list[Place] = []  # to be copied by the next `begin_sums`
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        dq, dk, dv = (*self.summed(Kind.Q_GRAD, 0), *self.summed(Kind.KV_GRAD, 0))
-        return dq.to(self.dtype).contiguous(), dk.to(self.dtype).contiguous(), dv.to(self.dtype).contiguous()
+        dq, dk, dv = (self.final(kind, part) for kind, part in ((Kind.Q_GRAD, 0), (Kind.KV_GRAD, 0), (Kind.KV_GRAD, 1)))
+        self.fill()
+        return dq, dk, dv
+
+    def final(self, kind: Kind, part: int) -> Tensor:
+        """A gradient of the caller's rows in its type, without gaps; filled by the next `fill`."""
+        x = self.summed(kind, 0)[part]
+        if x.dtype == self.dtype:
+            return x.contiguous()
+        target = torch.empty(x.shape, dtype=self.dtype, device=self.device)
+        self.filling.append(Fill(self.whole((kind, 0)), (x,), target))
+        return target
+
+    def whole(self, value: Value) -> Packed:
+        """All rows of a gradient's buffer."""
+        return whole_of(value, self.bound.query_rows if value[0] == Kind.Q_GRAD else self.bound.key_rows)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
@@ -120,10 +152,16 @@ class BackwardRun(PhaseRun):
     def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
         held = self.held.get((kind, buffer))
-        return self.total((kind, buffer)).unbind(0) if held is None else held
+        if held is None:
+            held = self.total((kind, buffer)).unbind(0)
+            self.begin_sums()
+        return held
 
     def total(self, value: Value) -> Tensor:
-        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to."""
+        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to.
+
+        The first of them is there behind the next `begin_sums`.
+        """
         before = self.totals.get(value)
         if before is not None and before.dtype == self.wide:
             return before
@@ -136,10 +174,22 @@ class BackwardRun(PhaseRun):
         if parts is None:
             total.zero_()
         else:
-            for target, part in zip(total.unbind(0), parts, strict=True):
-                target.copy_(part)
+            whole = self.whole(value)
+            self.begun += [Place(whole, part, (x,)) for x, part in zip(total.unbind(0), parts, strict=True)]
         self.totals[value] = total
         return total
+
+    def begin_sums(self) -> None:
+        """Copy the gradients that others are added to, all of them at once."""
+        if self.begun:
+            self.bound.mover.place(self.begun)
+            self.begun = []
+
+    def add(self, places: Sequence[Place]) -> None:
+        """Add gradients, behind those that begin their sums."""
+        self.begin_sums()
+        if places:
+            self.bound.mover.add(places)
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
@@ -154,33 +204,45 @@ class BackwardRun(PhaseRun):
         self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
         places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
-        if places:
-            self.bound.mover.add(places)
+        self.add(places)
 
     def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[Place]:
         """Keep packed gradients that are a whole buffer's first; the places of the others."""
         for run in sums.kept:
             self.held[kind, run.buffer] = tuple(x.narrow(0, run.row, run.count) for x in grads)
-        if not sums.added.runs:
-            return []
-        totals = [self.total((kind, run.buffer)) for run in sums.added.runs]
-        return [Place(sums.added, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
+        return self.added(kind, sums.added, grads)
 
-    def received_places(self, message: Message, grads: Tensor) -> list[Place]:
+    def added(self, kind: Kind, packed: Packed, grads: Sequence[Tensor | Later]) -> list[Place]:
+        """The places of packed gradients that are added."""
+        if not packed.runs:
+            return []
+        totals = [self.total((kind, run.buffer)) for run in packed.runs]
+        return [Place(packed, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
+
+    def received_places(self, message: Message, slots: Views, at: int) -> list[Place]:
         """Where gradients [1 or 2, N, heads, D] that came in a message are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
         a ring's rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        if self.adopts(packed, value, grads.dtype):
+        if self.adopts(packed, value, slots.places[at][0].dtype):
+            grads = self.gradients_of(message.kind, slots, at)
             held = self.held.pop(value, ())
             self.totals[value] = grads
             return [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
-        places = self.places(message.kind, message.sums, grads.unbind(0))
+        if not message.sums.kept:
+            halves = (-1,) if message.kind == Kind.Q_GRAD else (0, 1)
+            return self.added(message.kind, message.sums.added, [slots.later(at, 0, half) for half in halves])
+        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at).unbind(0))
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
+
+    @staticmethod
+    def gradients_of(kind: Kind, slots: Views, at: int) -> Tensor:
+        """Gradients [1 or 2, N, heads, D] of a message."""
+        return slots[at][0][None] if kind == Kind.Q_GRAD else slots[at][0]
 
     def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
         """Whether received gradients of type `dtype` can be what others are added to.
@@ -192,45 +254,62 @@ class BackwardRun(PhaseRun):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
-    def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+    def final_operand(self, operand: Operand, of: Buffers[Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
             return heads_view(of[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, of.__getitem__, dtype)
 
-    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed
         match message.kind:
             case Kind.OUT_GRAD:
-                both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype, into[0])
-                return [both, self.carried(packed, self.lse.__getitem__, self.wide, into[1])]
+                both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype)
+                return [both, self.carried(packed, self.lse.__getitem__, self.wide)]
             case Kind.Q_GRAD:
-                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient, into[0])]
+                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient)]
             case _:
                 totals = {run.buffer: self.totals.get((Kind.KV_GRAD, run.buffer)) for run in packed.runs}
                 stacked = {b: x for b, x in totals.items() if x is not None and x.dtype == self.form.gradient}
                 of = partial(self.summed, Kind.KV_GRAD)
-                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient, into[0])]
+                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient)]
+
+    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+        packed = message.packed
+        match message.kind:
+            case Kind.OUT_GRAD:
+                self.write_pair(packed, lambda b, i: (self.dout, self.out)[i][b], into[0])
+                self.write(packed, self.lse.__getitem__, into[1])
+            case Kind.Q_GRAD:
+                self.write(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], into[0])
+            case _:
+                self.write_pair(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into[0])
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
-        match arrived[0][0].kind:
-            case Kind.OUT_GRAD:
-                self.place_final(arrived)
-            case kind:
-                grads = [(message, x[None] if kind == Kind.Q_GRAD else x) for message, (x,) in arrived]
-                places = [place for each in grads for place in self.received_places(*each)]
-                if places:
-                    self.bound.mover.add(places)
+        if arrived[0][0].kind == Kind.OUT_GRAD:
+            self.place_final(arrived)
+        else:
+            self.add([place for each in arrived for place in self.received_places(*each)])
 
     def place_final(self, arrived: Sequence[Arrived]) -> None:
-        """Unpack the gradients, outputs and LSE of queries that this rank serves for others."""
+        """Unpack the gradients, outputs and LSE of queries that this rank serves for others.
+
+        All rows of a buffer in one message are used where they lie.
+        """
         places: list[Place] = []
-        for message, (both, lse) in arrived:
+        for message, slots, at in arrived:
             runs = message.packed.runs
-            for buffer in {run.buffer for run in runs} - self.dout.keys():
+            if runs[0].buffer not in self.dout and becomes_buffer(message.packed, self.bound.query_rows):
+                buffer = runs[0].buffer
+                self.dout.later[buffer], self.out.later[buffer] = slots.later(at, 0, 0), slots.later(at, 0, 1)
+                self.lse.later[buffer] = slots.later(at, 1)
+                continue
+            for buffer in {run.buffer for run in runs if run.buffer not in self.dout}:
                 rows, heads = self.bound.query_rows[buffer]
                 self.dout[buffer] = self.empty(rows, heads, self.dim)
                 self.out[buffer] = self.empty(rows, heads, self.dim)
                 self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
+            both, lse = slots[at]
             held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))
             places += [Place(message.packed, x, tuple(of[run.buffer] for run in runs)) for x, of in held]
-        self.bound.mover.place(places)
+        if places:
+            self.bound.mover.place(places)

@@ -16,18 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpack, wide_dtype
+from megatron_balance.runtime.lower.parcels import Form, wide_dtype
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -41,10 +39,11 @@ from megatron_balance.runtime.lower.steps import (
     Step,
     describe,
 )
+from megatron_balance.runtime.lower.views import Arranged, Block, Buffers, ExchangeForm, Later, Sources, Views
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
 from megatron_balance.runtime.trace import Traced
 from megatron_balance.runtime.transport import open_transport
-from megatron_balance.runtime.transport.comm import brought, is_block, sent
+from megatron_balance.runtime.transport.base import Parcel
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +52,20 @@ log = logging.getLogger(__name__)
 class Received:
     """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
 
-    q: dict[int, Tensor] = field(default_factory=dict)
-    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    q: Buffers[Tensor] = field(default_factory=Buffers[Tensor])
+    kv: Buffers[tuple[Tensor, Tensor]] = field(default_factory=Buffers[tuple[Tensor, Tensor]])
 
 
-Arrived: TypeAlias = tuple[Message, list[Tensor]]
-"""A message, and the tensors that carry it."""
+Arrived: TypeAlias = tuple[Message, Views, int]
+"""A message, and the tensors that carry it: what arrived with it, and its number there."""
+
+
+def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
+    def halves() -> tuple[Tensor, Tensor]:
+        pair = both()
+        return pair[0], pair[1]
+
+    return halves
 
 
 def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
@@ -73,16 +80,19 @@ class PhaseRun:
     def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
         self.bound = bound
         self.phase = phase
-        self.q = {0: q, **received.q}
-        self.kv = {0: (k, v), **received.kv}
-        self.stacked: dict[int, Tensor] = {}  # received keys and values as they came, [2, T, G, D]
+        self.q, self.kv = (
+            Buffers({0: q, **received.q}, received.q.later),
+            Buffers({0: (k, v), **received.kv}, received.kv.later),
+        )
+        self.stacked: Buffers[Tensor] = Buffers()  # received keys and values as they came, [2, T, G, D]
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
         self.dim = q.shape[2]
         self.form = Form.of(self.dim, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
-        self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: tensors of each message
+        self.forms = bound.exchange_forms[id(phase)]
+        self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived_s = 0.0  # when the tensors of the last finished exchange were there
         self.filling: list[Fill] = []  # gathered since the last `fill`
@@ -186,23 +196,19 @@ class PhaseRun:
         """As `empty`; the transport is the first to write it."""
         return self.bound.groups.buffers.empty(shape, dtype, self.device, received=True)
 
-    def gather(
-        self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None
-    ) -> Tensor:
+    def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
         """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`.
 
-        A view where that is possible and no `into` is given; else filled by the next `fill`,
-        together with everything else that was gathered.
+        A view where that is possible; else filled by the next `fill`, together with everything else
+        that was gathered.
         """
-        if packed.direct and into is None:
+        if packed.direct:
             run = packed.runs[0]
             return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
-        sources = tuple(of(run.buffer) for run in packed.runs)
-        target = (
-            self.empty(packed.num_rows, packed.num_heads, *sources[0].shape[2:], dtype=dtype) if into is None else into
-        )
-        self.filling.append(Fill(packed, sources, target))
-        return target
+        tail = of(packed.runs[0].buffer).shape[2:]
+        into = self.empty(packed.num_rows, packed.num_heads, *tail, dtype=dtype)
+        self.write(packed, of, into)
+        return into
 
     def fill(self) -> None:
         """Copy what was gathered, all of it at once."""
@@ -210,14 +216,18 @@ class PhaseRun:
             self.bound.mover.fill(self.filling)
             self.filling = []
 
-    def carried(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    def carried(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
         """Rows of `packed` without gaps, as a message needs them; else as `gather`."""
-        if into is None:
-            x = self.gather(packed, of, dtype)
-            if not packed.direct or (x.dtype == dtype and x.is_contiguous()):
-                return x
-            into = self.empty(*x.shape, dtype=dtype)
-        return self.gather(packed, of, dtype, into)
+        x = self.gather(packed, of, dtype)
+        if not packed.direct or (x.dtype == dtype and x.is_contiguous()):
+            return x
+        into = self.empty(*x.shape, dtype=dtype)
+        self.write(packed, of, into)
+        return into
+
+    def write(self, packed: Packed, of: Callable[[int], Tensor], into: Tensor | Later) -> None:
+        """Rows of `packed` to a message's tensor; written by the next `fill`."""
+        self.filling.append(Fill(packed, Sources(packed.runs, of), into))
 
     def query_operand(self, operand: Operand) -> Tensor:
         if operand.buffer >= 0:
@@ -243,150 +253,141 @@ class PhaseRun:
         Its memory is free once no transfer holds it.
         """
         if kind == Kind.Q:
-            self.q.pop(buffer, None)
+            self.q.let_go(buffer)
         elif kind == Kind.KV:
-            self.kv.pop(buffer, None)
-            self.stacked.pop(buffer, None)
+            self.kv.let_go(buffer)
+            self.stacked.let_go(buffer)
 
     # Exchanges
 
     def expect(self) -> None:
         """Prepare the next exchange that is not yet expected, if there is one."""
         for exchange in self.upcoming:
-            arriving, slots = self.slots(exchange)
-            messages = brought(exchange, self.bound.groups)
+            form = self.forms[exchange.id]
+            slots = self.under_way[exchange.id] = self.views(form.back, received=True)
+            if form.is_block:
+                self.transport.expect(exchange, Block(slots.memory, form.back), {})
+                return
+            arriving = self.arriving(exchange, form, slots) if exchange.routed_receives else {}
             receives = [
                 (m.peer, x)
-                for m, tensors in zip(messages, slots, strict=True)
+                for m, tensors in zip(form.brought, slots, strict=True)
                 if m.peer not in arriving
                 for x in tensors
             ]
             self.transport.expect(exchange, receives, arriving)
-            self.under_way[exchange.id] = slots
             return
 
     def issue(self, exchange: ExchangeStep) -> None:
         self.expect()
-        messages = sent(exchange, self.bound.groups)
-        spaces = self.parcel_space(exchange, messages)
-        sends = [(m.peer, x) for m, into in zip(messages, spaces, strict=True) for x in self.parcel(m, into)]
+        form = self.forms[exchange.id]
+        views = self.views(form.out) if form.out.places or form.is_block else None
+        sends: list[Parcel] = []
+        for message, number in zip(form.sent, form.packed, strict=True):
+            if number < 0 or views is None:
+                sends += [(message.peer, x) for x in self.parcel(message)]
+                continue
+            self.pack(message, [views.later(number, part) for part in range(len(views.places[number]))])
+            if not form.is_block:
+                sends += [(message.peer, x) for x in views[number]]
         self.fill()
-        if len(messages) < len(exchange.sends):  # the others get the same
+        if form.is_block and views is not None:
+            self.transport.start(exchange, Block(views.memory, form.out))
+            return
+        if len(form.sent) < len(exchange.sends):  # the others get the same
             peers = dict.fromkeys(m.peer for m in exchange.sends)
             sends = [(peer, x) for peer in peers for _, x in sends]
         self.transport.start(exchange, sends)
 
-    def parcel_space(self, exchange: ExchangeStep, messages: Sequence[Message]) -> list[Sequence[Tensor | None]]:
-        """For each of the messages sent, the tensors that it is written to.
+    def views(self, arranged: Arranged, *, received: bool = False) -> Views:
+        """Memory for messages. `received`: the transport is the first to write it."""
+        empty = self.slot if received else self.empty
+        return Views(empty(arranged.num_bytes, dtype=torch.uint8), arranged.places)
 
-        None: memory of its own, or sent from where it lies. Several messages that go to a peer in
-        pieces lie one after the other, and so do all of a block, so that they need not be packed
-        again.
-        """
-        if messages and is_block(exchange, self.bound.groups):
-            return [*self.block(messages, received=False)]
-        spaces: list[Sequence[Tensor | None]] = []
-        for peer, group in groupby(messages, attrgetter("peer")):
-            carried = [m.carried for m in group]
-            if peer in exchange.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
-                spaces += unpack(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
-            else:
-                spaces += [(None,) * len(shapes(c, self.form)) for c in carried]
-        return spaces
-
-    def block(self, messages: Sequence[Message], *, received: bool = True) -> list[list[Tensor]]:
-        """Tensors of messages in one memory, one after the other, each aligned."""
-        carried = [m.carried for m in messages]
-        num_bytes = padded(parcel_bytes(carried, self.form))
-        memory = self.slot(num_bytes, dtype=torch.uint8) if received else self.empty(num_bytes, dtype=torch.uint8)
-        return unpack(memory, carried, self.form)
+    def arriving(self, exchange: ExchangeStep, form: ExchangeForm, slots: Views) -> dict[int, Tensor]:
+        """By peer whose messages are routed, the memory that holds all of the peer's."""
+        found: dict[int, Tensor] = {}
+        for peer, numbered in groupby(range(len(form.brought)), lambda at: form.brought[at].peer):
+            if peer in exchange.routed_receives:
+                places = [place for at in numbered for place in slots.places[at]]
+                found[peer] = slots.memory[places[0].begin : places[-1].begin + places[-1].num_bytes]
+        return found
 
     def receive(self, exchange: ExchangeStep) -> None:
         self.transport.arrived(exchange)
         self.arrived_s = time.perf_counter()
-        messages, slots = brought(exchange, self.bound.groups), self.under_way.pop(exchange.id)
-        for together in exchange.arrivals or [(at,) for at in range(len(messages))]:
-            self.arrive([(messages[at], slots[at]) for at in together])
-        self.transport.traffic.bytes_received += sum(x.nbytes for tensors in slots for x in tensors)
+        form, slots = self.forms[exchange.id], self.under_way.pop(exchange.id)
+        for together in form.together:
+            self.arrive([(form.brought[at], slots, at) for at in together])
+        self.transport.traffic.bytes_received += form.back.tensor_bytes
 
-    def parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def pack(self, message: Message, into: Sequence[Later]) -> None:
+        """Write a message to tensors, with the next `fill`."""
+        packed = message.packed
+        match message.kind:
+            case Kind.Q:
+                self.write(packed, self.q.__getitem__, into[0])
+            case Kind.KV:
+                self.write_pair(packed, lambda b, i: self.kv[b][i], into[0])
+            case _:
+                self.other_pack(message, into)
+
+    def write_pair(self, packed: Packed, of: Callable[[int, int], Tensor], into: Later) -> None:
+        """Rows of two tensors `of(buffer, 0 or 1)` to one [2, N, heads, D]."""
+        for i in (0, 1):
+            self.write(packed, lambda b, i=i: of(b, i), lambda i=i: into()[i])
+
+    def parcel(self, message: Message) -> list[Tensor]:
         """The contiguous tensors that carry a message, filled by the next `fill`.
 
-        `into`: tensors to write to, where there are some.
+        From where it lies, if it does so without gaps, or in memory of its own.
         """
         packed = message.packed
         match message.kind:
             case Kind.Q:
-                return [self.carried(packed, self.q.__getitem__, self.dtype, into[0])]
+                return [self.carried(packed, self.q.__getitem__, self.dtype)]
             case Kind.KV:
-                return [self.pair(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype, into[0])]
+                return [self.pair(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype)]
             case _:
-                return self.other_parcel(message, into)
+                return self.other_parcel(message)
 
     def pair(
-        self,
-        packed: Packed,
-        stacked: Mapping[int, Tensor],
-        of: Callable[[int, int], Tensor],
-        dtype: torch.dtype,
-        into: Tensor | None,
+        self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype
     ) -> Tensor:
         """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D].
 
         `stacked`: buffers that hold both already.
         """
         run = packed.runs[0]
-        if into is None and packed.direct and run.buffer in stacked:
+        if packed.direct and run.buffer in stacked:
             held = pair_view(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
             if held.is_contiguous():
                 return held
-        both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype) if into is None else into
+        both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype)
         for i in (0, 1):
-            self.gather(packed, lambda b, i=i: of(b, i), dtype, both[i])
+            self.write(packed, lambda b, i=i: of(b, i), both[i])
         return both
-
-    def slots(self, exchange: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
-        """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
-
-        Before them, by peer whose messages are routed, the memory that holds all of the peer's. They
-        lie in one memory, which is free again when the last of them is let go.
-        """
-        messages = brought(exchange, self.bound.groups)
-        if not messages:
-            return {}, []
-        if not exchange.routed_receives:
-            return {}, self.block(messages)
-        parcels = [(peer, [m.carried for m in of]) for peer, of in groupby(messages, attrgetter("peer"))]
-        sizes = [parcel_bytes(carried, self.form) for _, carried in parcels]
-        memory = self.slot(sum(map(padded, sizes)), dtype=torch.uint8)
-        arriving: dict[int, Tensor] = {}
-        slots: list[list[Tensor]] = []
-        at = 0
-        for (peer, carried), num_bytes in zip(parcels, sizes, strict=True):
-            raw = memory[at : at + num_bytes]
-            at += padded(num_bytes)
-            slots += unpack(raw, carried, self.form)
-            if peer in exchange.routed_receives:
-                arriving[peer] = raw
-        return arriving, slots
 
     def arrive(self, arrived: Sequence[Arrived]) -> None:
         """Take messages of one kind that touch no row in common."""
         match arrived[0][0].kind:
             case Kind.Q:
-                for message, tensors in arrived:
-                    self.q[message.buffer] = tensors[0]
+                for message, slots, at in arrived:
+                    self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
-                for message, (both,) in arrived:
-                    self.stacked[message.buffer] = both
-                    self.kv[message.buffer] = (both[0], both[1])
+                for message, slots, at in arrived:
+                    self.stacked.later[message.buffer] = both = slots.later(at, 0)
+                    self.kv.later[message.buffer] = _halves(both)
             case _:
                 self.other_arrive(arrived)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError
 
-    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+    def other_parcel(self, message: Message) -> list[Tensor]:
+        raise NotImplementedError
+
+    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
         raise NotImplementedError
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:

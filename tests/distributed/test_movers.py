@@ -45,6 +45,14 @@ SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {
     "routed": replace(ROUTED, lengths=(72, 20)),
     "collective": replace(COLLECTIVE, lengths=(20, 18, 5)),
+    "head ring": by_hand.plan(
+        (30, 21, 12, 5),
+        4,
+        by_hand.zone("zone", "head_ring", range(4), (0, 1)),
+        by_hand.head_exchange(range(4), 2, 3),
+        ranks_per_node=2,
+        heads=(4, 4),
+    ),
     "tiled": random_task_table(Batch((72, 20)), Cluster(4, 4), Model(4, 2, 8), seed=3),
 }
 TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
@@ -69,7 +77,7 @@ def test_tritons_mover_in_every_kind_of_exchange(pool: Pool, planned: Microbatch
         assert 0 < dense.worst(ours, theirs) < 2e-2, name
 
 
-RESULTS = {"aten.empty.memory_format": 2, "aten._to_copy.default": 3}
+RESULTS = {"aten.empty.memory_format": 5}
 """Per layer in bf16: out and LSE; the gradients of q, and of k and v."""
 
 

@@ -18,11 +18,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.moves import Move, Moved, Site
+from megatron_balance.runtime.lower.parcels import Form, layout, parcel_bytes, unpack
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.triton.mover import TritonMover
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -182,10 +186,118 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
         held = mover.partials(space)
         for packed, out, lse in adds:
             held.add(packed, (True,) * len(packed.runs), out.clone(), lse.clone())
-        results.append((*held.send(sent), *held.final()))
+        message = Sent(
+            sent,
+            torch.full((sent.num_rows, 1, dim), torch.nan, dtype=dtype),
+            torch.full((sent.num_rows, 1), torch.nan, dtype=wide),
+        )
+        held.send([message])
+        results.append((message.out, message.lse, *held.final()))
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found.isinf(), expected.isinf())
         tolerance = SUM_TOLERANCE[wide] if found.dtype == wide else 2 * ONE_PLACE[dtype]
+        close(found.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), tolerance)
+
+
+@few
+@given(
+    packs=st.lists(packings(distinct=True), min_size=2, max_size=10),
+    dim=st.sampled_from([5, 8, 16]),
+    dtype=st.sampled_from(DTYPES),
+)
+def shared(packs: list, dim: int, dtype: torch.dtype) -> None:
+    """Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
+    where rows and heads allow.
+    """
+    form = Form.of(dim, dtype, "fp32")
+    carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
+    places = layout(tuple(carried), form).places
+    own = [Site("block", of[0].begin, of[0].strides[0]) for of in places]
+    moved = tuple(Moved(packed, own=site) for (packed, _), site in zip(packs, own, strict=True))
+    results = []
+    for mover in movers():
+        mover.prepare([Move(call, moved) for call in ("fill", "place", "add")], {}, form)
+        messages = [
+            one[0] for one in unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+        ]
+        of = [
+            {b: values((*size, dim), dtype, 7 * seed + b) for b, size in sizes.items()}
+            for seed, (_, sizes) in enumerate(packs)
+        ]
+        mover.fill(
+            [
+                Fill(p, tuple(x[run.buffer] for run in p.runs), m)
+                for (p, _), x, m in zip(packs, of, messages, strict=True)
+            ]
+        )
+        filled = [m.clone() for m in messages]
+        for seed, m in enumerate(messages):
+            m.copy_(values(tuple(m.shape), dtype, 99 + seed))
+        placed = [[torch.zeros(*size, dim, dtype=dtype) for size in sizes.values()] for _, sizes in packs]
+        summed = [[torch.ones(*size, dim) for size in sizes.values()] for _, sizes in packs]
+        mover.place(
+            [
+                Place(p, m, tuple(x[run.buffer] for run in p.runs))
+                for (p, _), x, m in zip(packs, placed, messages, strict=True)
+            ]
+        )
+        mover.add(
+            [
+                Place(p, m, tuple(x[run.buffer] for run in p.runs))
+                for (p, _), x, m in zip(packs, summed, messages, strict=True)
+            ]
+        )
+        results.append([*filled, *(x for of in (*placed, *summed) for x in of)])
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 0.0)
+
+
+@few
+@given(
+    rows=st.lists(st.integers(1, 12), min_size=3, max_size=6),
+    heads=st.integers(1, 3),
+    num_parts=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message to
+    each in one memory.
+    """
+    form, sizes = Form.of(16, dtype, "fp32"), {b: (n, heads) for b, n in enumerate(rows)}
+    parts = []
+    for _ in range(num_parts):
+        named = {b: data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)) for b, n in enumerate(rows)}
+        order = data.draw(st.permutations([b for b in named if named[b]])) or [0]
+        parts.append(packed_of([(b, named[b] or [0], 0, heads, 0) for b in order], heads))
+    out = [
+        packed_of([(b, list(range(n))[:: data.draw(st.sampled_from([1, -1]))], 0, heads, 0)], heads)
+        for b, n in enumerate(rows)
+    ]
+    carried = [(Kind.OUT, p.num_rows, heads) for p in out]
+    places = layout(tuple(carried), form).places
+    ends = [
+        Moved(p, own=Site("block", at.begin, at.strides[0])) for p, both in zip(out, places, strict=True) for at in both
+    ]
+    results = []
+    for mover in movers():
+        moves = [*(Move("partial", (Moved(p),)) for p in parts), Move("send", tuple(ends))]
+        mover.prepare(moves, sizes, form)
+        wide = torch.float32
+        held = mover.partials(
+            Space(sizes, tuple(sizes), 16, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+        )
+        for seed, p in enumerate(parts):
+            lse = (3 * values((heads, p.num_rows), wide, 50 + seed)).T
+            held.add(p, (True,) * len(p.runs), values((p.num_rows, heads, 16), dtype, seed), lse)
+        messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+        made = [Sent(p, *m) for p, m in zip(out, messages, strict=True)]
+        assert not isinstance(mover, TritonMover) or mover.send_table(made) is not None, "messages one by one"
+        held.send(made)
+        results.append([x for m in messages for x in m])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found.isinf(), expected.isinf())
+        tolerance = SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 2 * ONE_PLACE[dtype]
         close(found.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), tolerance)
 
 
@@ -218,7 +330,7 @@ def movers() -> tuple[Mover, Mover]:
 
 def main() -> None:
     passed = {}
-    for test in (fill, place, add, partials, empty):
+    for test in (fill, place, add, partials, shared, sent, empty):
         test()
         passed[test.__name__] = True
     print(json.dumps(passed))  # noqa: T201  read by the test that started this process

@@ -21,7 +21,7 @@ from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpack
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import copy_bytes_per_s, gpu_s
@@ -171,7 +171,7 @@ def _merging(shape: Shape, num: int, values: Callable[[int, torch.dtype], Tensor
         for index, (x, y) in enumerate(zip(outs, lses, strict=True)):
             # The plain twin goes on in the first one's memory.
             held.add(rows, (index > 0,), x, y.clone())
-        return lambda: held.send(rows, (out, lse))
+        return lambda: held.send([Sent(rows, out, lse)])
 
     num_bytes = (num + 1) * (out.nbytes + lse.nbytes)
     return Case(f"merge of {num} partials", num_bytes, run, lambda: [out, lse])

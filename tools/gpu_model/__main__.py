@@ -1,11 +1,10 @@
 """Check the runtime on a model of the GPU: `python -m tools.gpu_model races` or `... timeline`.
 
 `races [N]` records N random plans (1,000) of `drawn`. Prints the races, none of which there should
-be (`python -m tools.faults races` counts them over many runs); in one of ten
-plans every wait and every event is left out in turn, and every launch is let run beside what its
-stream had before it: how many of those the check finds. Of the others nothing is used by two streams
-at once, or another wait orders the same. `timeline [PLANNER ...]` prints a layer
-of each planner with batches issued as they were and as they are.
+be (`python -m tools.faults races` counts them over many runs); in one of ten plans every wait and
+every event is left out in turn, and every launch is let run beside what its stream had before it:
+how many of those the check finds, and why the others are not needed (`dropped`). `timeline
+[PLANNER ...]` prints a layer of each planner with batches issued as they were and as they are.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from tqdm import tqdm
 
 from tools.gpu_model import findings
 from tools.gpu_model.drawn import drawn
-from tools.gpu_model.races import WaitCount, count_waits, found_unchained, found_without_event
+from tools.gpu_model.dropped import Counts, verdicts
 
 COUNTED = 10
 """Of so many plans, the waits of one are left out in turn."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 where there is a race."""
+    """Returns 1 where there is a race, or where the check misjudges what was left out."""
     parser = argparse.ArgumentParser(
         prog="tools.gpu_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _races(num_plans: int, first: int) -> int:
     begin = time.monotonic()
-    found, num_ops, waits = 0, 0, WaitCount(0, 0, 0)
-    events, orders = [0, 0], [0, 0]  # found missing, and all
+    found, num_ops, counts = 0, 0, Counts()
     for number in tqdm(range(first, first + num_plans), unit="plan", file=sys.stderr, disable=None):
         program = drawn(number)
         recorded = program.recorded()
@@ -51,21 +49,12 @@ def _races(num_plans: int, first: int) -> int:
             found += 1
             print(f"plan {number}, {program}: {race}")
         if number % COUNTED == 0:
-            waits += count_waits(recorded)
-            launches = [at for at, op in enumerate(recorded.trace.ops) if op.what == "launch"]
-            for counts, missed, of in (
-                (events, found_without_event(recorded), recorded.waited_for),
-                (orders, found_unchained(recorded, launches), launches),
-            ):
-                counts[0] += sum(1 for _ in missed)
-                counts[1] += len(of)
+            counts += verdicts(recorded)
     print(
         f"{found} of {num_plans} plans with a race, {num_ops} launches, events and waits, "
-        f"{time.monotonic() - begin:.0f} s; left out one by one, {waits.found} waits are found missing, "
-        f"{waits.implied} are implied by others, {waits.needless} nothing needs; of {events[1]} events {events[0]} are "
-        f"found missing, of {orders[1]} orders within a stream {orders[0]}"
+        f"{time.monotonic() - begin:.0f} s; left out one by one: {counts}"
     )
-    return 1 if found else 0
+    return 1 if found or counts.wrong else 0
 
 
 def _timeline(planners: Sequence[str]) -> int:

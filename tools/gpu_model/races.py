@@ -9,7 +9,7 @@ again at once.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,13 +59,18 @@ class Recorded:
         return [index for index, op in enumerate(self.trace.ops) if op.what == "wait"]
 
     @property
+    def launches(self) -> list[int]:
+        """Indices of the launches."""
+        return [index for index, op in enumerate(self.trace.ops) if op.what == "launch"]
+
+    @property
     def waited_for(self) -> list[int]:
         """Numbers of the events that a stream waits for."""
         return sorted({self.trace.ops[index].event for index in self.waits})
 
-    def clocks(self, *, without: int = -1, unchained: int = -1, no_event: int = -1) -> Clocks:
-        """Clocks of all ops. `without`: a wait to leave out; `unchained`: an op to run beside what
-        its stream had before it; `no_event`: an event that nobody waits for.
+    def clocks(self, *, without: int = -1, no_event: int = -1) -> Clocks:
+        """Clocks of all ops. `without`: a wait to leave out; `no_event`: an event that nobody waits
+        for.
         """
         ops = self.trace.ops
         clocks = np.zeros((len(ops), len(self.streams)), dtype=np.int64)
@@ -75,15 +80,21 @@ class Recorded:
         for index, op in enumerate(ops):
             stream = stream_of[index]
             clock = clocks[index]
-            if index != unchained:
-                clock[:] = now[stream]
+            clock[:] = now[stream]
             if op.what == "wait" and index != without and op.event != no_event and op.event in events:
                 np.maximum(clock, events[op.event], out=clock)
             clock[stream] = index + 1
             if op.what == "record":
                 events[op.event] = clock
-            now[stream] = clock if index != unchained else np.maximum(now[stream], clock)
+            now[stream] = clock
         return clocks
+
+    def is_found_unchained(self, launch: int) -> bool:
+        """Whether the check finds a race where a launch runs beside what its stream had before it.
+
+        It then waits for nothing, so that whatever it must come behind is not ordered with it.
+        """
+        return bool((self.pairs[:, 1] == launch).any())
 
     def races(self, clocks: Clocks | None = None) -> list[Race]:
         """Pairs that nothing orders; `clocks`: others than those of the trace as it is."""
@@ -98,69 +109,6 @@ class Recorded:
     def _unordered(self, clocks: Clocks) -> npt.NDArray[np.bool_]:
         earlier, later = self.pairs.T
         return clocks[later, self.stream_of[earlier]] <= earlier
-
-
-@dataclass(frozen=True, slots=True)
-class WaitCount:
-    """The waits of a trace, by what leaving one out does.
-
-    Attributes:
-        found: a race comes up, which the check names.
-        implied: nothing: other waits order the same.
-        needless: less is ordered, but no two accesses need it.
-    """
-
-    found: int
-    implied: int
-    needless: int
-
-    def __add__(self, other: WaitCount) -> WaitCount:
-        return WaitCount(self.found + other.found, self.implied + other.implied, self.needless + other.needless)
-
-
-def count_waits(recorded: Recorded) -> WaitCount:
-    """Leave out each wait of a trace in turn."""
-    found, implied = set(found_without(recorded)), set(implied_waits(recorded))
-    return WaitCount(len(found), len(implied), len(set(recorded.waits) - found - implied))
-
-
-def implied_waits(recorded: Recorded) -> list[int]:
-    """Waits for what their stream has behind it anyway."""
-    clocks = recorded.clocks()
-    recorded_at = {op.event: index for index, op in enumerate(recorded.trace.ops) if op.what == "record"}
-    last: dict[str, int] = {}
-    implied: list[int] = []
-    for index, op in enumerate(recorded.trace.ops):
-        if op.what == "wait" and op.event in recorded_at:
-            before = clocks[last[op.stream]] if op.stream in last else np.zeros(len(recorded.streams), dtype=np.int64)
-            of = recorded_at[op.event]
-            if before[recorded.stream_of[of]] > of:
-                implied.append(index)
-        last[op.stream] = index
-    return implied
-
-
-def found_without(recorded: Recorded) -> Iterator[int]:
-    """Waits without which the check finds a race."""
-    for index in recorded.waits:
-        if not recorded.is_safe(recorded.clocks(without=index)):
-            yield index
-
-
-def found_without_event(recorded: Recorded) -> Iterator[int]:
-    """Events without which the check finds a race."""
-    for event in recorded.waited_for:
-        if not recorded.is_safe(recorded.clocks(no_event=event)):
-            yield event
-
-
-def found_unchained(recorded: Recorded, chosen: Collection[int]) -> Iterator[int]:
-    """Ops of `chosen` for which the check finds a race where they run beside what their stream had
-    before them.
-    """
-    for index in chosen:
-        if not recorded.is_safe(recorded.clocks(unchained=index)):
-            yield index
 
 
 class _Segment:

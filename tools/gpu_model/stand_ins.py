@@ -24,6 +24,7 @@ from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
+from megatron_balance.runtime.movers.triton.tables import UNIT
 from megatron_balance.runtime.pool import SLAB
 from megatron_balance.runtime.transport import comm
 from tools.gpu_model.trace import COMPUTE, Extent, Message, Trace, Work
@@ -268,8 +269,9 @@ class TritonLaunch:
                 of = [int(index[a + i]) for a, n in zip(first, number, strict=True) for i in range(n)]
             # Pair and heads are the same columns of both tables.
             pair, heads = block[CopyBlock.PAIR], block[CopyBlock.HEADS]
-            reads += _of_rows(sources[pair], of, block[CopyBlock.SOURCE_HEAD], heads)
-            writes += _of_rows(targets[pair], to, block[CopyBlock.TARGET_HEAD], heads)
+            begins = (UNIT * block[CopyBlock.SOURCE_BEGIN], UNIT * block[CopyBlock.TARGET_BEGIN])
+            reads += _of_rows(sources[pair], of, block[CopyBlock.SOURCE_HEAD], heads, begins[0])
+            writes += _of_rows(targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, begins[1])
         reads, writes = joined(reads), joined(writes)
         num_bytes = sum(b - a for a, b in (*reads, *writes))
         self.recorder.launch(self.name, reads, writes, Work("rows", num_bytes))
@@ -285,11 +287,13 @@ def _rows(index: Any, first: int, listed: int, count: int) -> list[int]:
     return list(range(first, first + count)) if listed < 0 else index[listed : listed + count].tolist()
 
 
-def _of_rows(x: Tensor, rows: Sequence[int], head: int, num_heads: int) -> list[Extent]:
-    """Extents of heads of some rows of `x` [T, H, ...], whose rows have no gaps inside."""
+def _of_rows(x: Tensor, rows: Sequence[int], head: int, num_heads: int, behind: int) -> list[Extent]:
+    """Extents of heads of some rows of a tensor like `x` [T, H, ...], whose rows have no gaps inside,
+    `behind` bytes behind it.
+    """
     size = x.element_size()
     per_head = size * (x[0, 0].numel() if x.dim() > 2 else 1)
-    begin, stride = x.data_ptr() + head * per_head, x.stride(0) * size
+    begin, stride = x.data_ptr() + behind + head * per_head, x.stride(0) * size
     return [(begin + row * stride, begin + row * stride + num_heads * per_head) for row in rows]
 
 

@@ -2,7 +2,8 @@
 
 A head exchange brings heads from every peer, and a launch for each would cost the host more than the
 rows cost the device. Messages that touch no row and head in common may be placed, or added, in one
-call of the mover; those that do are taken one after the other, in order.
+call of the mover, gradients of queries with those of keys; those that do are taken one after the
+other, in order.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.last_use import GRADS
 from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import Message
+from megatron_balance.runtime.lower.steps import ExchangeStep, Message
 
-_Box: TypeAlias = tuple[int, int, int, int, int]
-"""Buffer, heads [start, stop), and rows [start, stop) that hold all that a run names."""
+_Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
+"""Kind and buffer, heads [start, stop), and rows [start, stop) that hold all that a run names."""
 
 
 def arrivals(receives: Sequence[Message]) -> tuple[tuple[int, ...], ...]:
@@ -23,8 +25,9 @@ def arrivals(receives: Sequence[Message]) -> tuple[tuple[int, ...], ...]:
     calls: dict[Kind, list[list[int]]] = {}
     boxes: dict[Kind, list[list[_Box]]] = {}
     for number, message in enumerate(receives):
-        numbers, taken = calls.setdefault(message.kind, []), boxes.setdefault(message.kind, [])
-        own = [_box(run) for run in message.packed.runs]
+        kind = Kind.Q_GRAD if message.kind in GRADS else message.kind
+        numbers, taken = calls.setdefault(kind, []), boxes.setdefault(kind, [])
+        own = [_box(message.kind, run) for run in message.packed.runs]
         at = next((i + 1 for i in range(len(taken) - 1, -1, -1) if _meet(own, taken[i])), 0)
         if at == len(taken):
             numbers.append([])
@@ -34,9 +37,15 @@ def arrivals(receives: Sequence[Message]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(call) for numbers in calls.values() for call in numbers)
 
 
-def _box(run: Run) -> _Box:
+def taken_together(exchange: ExchangeStep, num_brought: int) -> list[tuple[int, ...]]:
+    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others."""
+    of_call = [tuple(number for number in numbers if number < num_brought) for numbers in exchange.arrivals]
+    return [numbers for numbers in of_call if numbers]
+
+
+def _box(kind: Kind, run: Run) -> _Box:
     rows = (run.start, run.stop) if run.index is None else (int(run.index.min()), int(run.index.max()) + 1)
-    return run.buffer, run.buffer_head, run.buffer_head + run.num_heads, *rows
+    return (kind, run.buffer), run.buffer_head, run.buffer_head + run.num_heads, *rows
 
 
 def _meet(own: Sequence[_Box], taken: Sequence[_Box]) -> bool:

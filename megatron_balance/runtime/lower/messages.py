@@ -170,7 +170,7 @@ class MessageLookup:
                 exchanges[i] = ExchangeStep(
                     *(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far),
                     stream,
-                    arrivals(back) if op.collective == "all_to_all" else (),
+                    arrivals(back),
                 )
         return exchanges
 

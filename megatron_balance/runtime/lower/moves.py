@@ -9,16 +9,14 @@ and copied by itself, when the first layer runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, shapes
+from megatron_balance.runtime.lower.parcels import Form, Place
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -31,33 +29,46 @@ from megatron_balance.runtime.lower.steps import (
     Start,
     Sums,
 )
-from megatron_balance.runtime.lower.sums import is_whole
+from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
+from megatron_balance.runtime.lower.views import ExchangeForm
 
-Call: TypeAlias = Literal["fill", "place", "add", "partial"]
-"""A mover's method, or "partial": outputs that are added to its partials, of one packed tensor."""
+Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
+"""A mover's method; or a method of its partials: "partial", outputs of one packed tensor that are
+added, and "send", of which each message gives output and LSE."""
 Sizes: TypeAlias = Mapping[int, tuple[int, int]]
 """(rows, heads) of buffers by number."""
 
 
-class Handling(NamedTuple):
-    """Questions about an exchange that its transport answers.
+class Site(NamedTuple):
+    """Where a tensor [T, heads, ...] begins in memory that it may share with others.
 
     Attributes:
-        sent: the messages that are packed.
-        brought: those that arrive.
-        is_block: whether all that are sent are packed into one memory.
+        memory: equal for tensors of one memory.
+        begin: byte there.
+        row: elements from a row to the next; 0: as the tensors have them, alike in one memory.
+        first_row: of that memory's rows, where it begins, instead of `begin`.
     """
 
-    sent: Callable[[ExchangeStep], Sequence[Message]]
-    brought: Callable[[ExchangeStep], Sequence[Message]]
-    is_block: Callable[[ExchangeStep], bool]
+    memory: Hashable
+    begin: int = 0
+    row: int = 0
+    first_row: int = 0
 
 
 class Moved(NamedTuple):
-    """Rows that are moved. `kind`: equal for tensors that one launch may move (type and head)."""
+    """Rows that are moved.
+
+    Attributes:
+        packed: which.
+        kind: equal for tensors that one launch may move (type and head).
+        of: of each run, where its buffer lies; empty: each buffer is a tensor of its own.
+        own: where the packed rows lie; None: a tensor of its own.
+    """
 
     packed: Packed
     kind: Hashable = None
+    of: tuple[Site, ...] = ()
+    own: Site | None = None
 
 
 class Move(NamedTuple):
@@ -74,9 +85,21 @@ class _Filled(NamedTuple):
     maybe: bool = False
 
 
-def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, handling: Handling) -> Iterator[Move]:
-    """The calls that one run of a phase makes. `sizes`: of query and of key buffers."""
-    walk = _Walk(*sizes, form)
+Forms: TypeAlias = Mapping[int, ExchangeForm]
+"""What is the same in every layer about exchanges, by their id."""
+Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
+"""By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
+
+
+def moves_of(
+    phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, forms: Forms, sites: Sites | None = None
+) -> Iterator[Move]:
+    """The calls that one run of a phase makes.
+
+    `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
+    left.
+    """
+    walk = _Walk(*sizes, form, {} if sites is None else sites, id(phase))
     for step in phase.steps:
         match step:
             case Launch():
@@ -84,15 +107,19 @@ def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, handling: Han
                 yield Move("partial", (Moved(step.out),))
             case GradLaunch():
                 yield Move("fill", (*walk.operands(step), *walk.final(step.dout.packed, gathered=_gathered(step.dout))))
-                yield Move("add", walk.launched(step))
+                yield from walk.summing(walk.launched(step))
             case Start(exchange):
-                filled = list(walk.sent(exchange, handling))
+                yield Move("send", walk.merged(exchange, forms[exchange.id]))
+                filled = list(walk.sent(exchange, forms[exchange.id]))
                 yield Move("fill", tuple(one.moved for one in filled if not one.maybe))
                 yield Move("fill", tuple(one.moved for one in filled))
             case Finish(exchange):
-                messages = handling.brought(exchange)
-                for together in exchange.arrivals or [(at,) for at in range(len(messages))]:
-                    yield from walk.received([messages[at] for at in together])
+                yield from walk.received(exchange, forms[exchange.id])
+    if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
+        yield from walk.ended()
+
+
+_LSE = "lse"
 
 
 def _gathered(operand: Operand) -> bool:
@@ -105,70 +132,111 @@ class _Walk:
     Attributes:
         held: types of the only gradients of buffers so far.
         totals: types of the sums of gradients of buffers.
+        begun: gradients that become the first of a sum.
+        finals: buffers with output, its gradient and LSE.
     """
 
-    def __init__(self, queries: Sizes, keys: Sizes, form: Form) -> None:
-        self.queries, self.keys, self.form = queries, keys, form
+    def __init__(self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Hashable) -> None:
+        self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, phase
+        self.launches = 0
+        self.finals = {0}
         self.rows: Hashable = (form.dtype, form.dtype, form.dim)
         self.lse: Hashable = (form.wide, form.wide, 1)
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
+        self.begun: list[Moved] = []
+
+    # Where tensors lie
+
+    def of(self, packed: Packed, what: Hashable, part: int = 0) -> tuple[Site, ...]:
+        """Where the buffers of packed rows lie: in memory of their own, if nothing else is known."""
+        keys = [(what, run.buffer, part) for run in packed.runs]
+        return tuple([self.sites.get(key) or Site(key) for key in keys])
+
+    def lie(self, what: Hashable, buffer: int, sites: Sequence[Site] | None) -> None:
+        """Note where the tensors of a buffer lie, from now on; None: in memory of their own."""
+        for part in (0, 1):
+            if sites is None:
+                self.sites.pop((what, buffer, part), None)
+            elif part < len(sites):
+                self.sites[what, buffer, part] = sites[part]
+
+    @staticmethod
+    def placed(messages: Sequence[Sequence[Place]], memory: Hashable) -> list[list[Site]]:
+        """Where messages lie that fill one memory: of each the tensors of rows, pairs as two."""
+        return [[site for place in places for site in _halves(place, memory)] for places in messages]
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
         return tuple(
-            Moved(operand.packed, self.rows)
-            for operand, tensors in ((step.q, 1), (step.k, 2))
-            for _ in range(tensors if _gathered(operand) else 0)
+            Moved(operand.packed, self.rows, self.of(operand.packed, kind, part))
+            for operand, kind, parts in ((step.q, Kind.Q, 1), (step.k, Kind.KV, 2))
+            for part in range(parts if _gathered(operand) else 0)
         )
 
-    def final(self, packed: Packed, *, gathered: bool = True) -> tuple[Moved, ...]:
-        """The gradient, output and LSE of queries."""
+    def final(
+        self, packed: Packed, *, gathered: bool = True, own: Sequence[Site | None] = (None,) * 3
+    ) -> tuple[Moved, ...]:
+        """The gradient, output and LSE of queries. `own`: where the packed rows lie."""
         kinds = (self.rows, self.rows, self.lse) if gathered else ()
-        return tuple(Moved(packed, kind) for kind in kinds)
+        return tuple(
+            Moved(packed, kind, self.of(packed, Kind.OUT_GRAD if part < 2 else _LSE, part % 2), own[part])
+            for part, kind in enumerate(kinds)
+        )
 
     # What is sent
 
-    def sent(self, exchange: ExchangeStep, handling: Handling) -> Iterator[_Filled]:
-        is_block = handling.is_block(exchange)
-        for peer, group in groupby(handling.sent(exchange), attrgetter("peer")):
-            messages = list(group)
-            parts = sum(len(shapes(m.carried, self.form)) for m in messages)
-            together = is_block or (peer in exchange.routed_sends and parts > 1)
-            for message in messages:
-                yield from self.filled(message, together=together)
+    def merged(self, exchange: ExchangeStep, form: ExchangeForm) -> tuple[Moved, ...]:
+        """Output and LSE of the messages of outputs that an exchange sends."""
+        sites = self.outgoing(exchange, form)
+        return tuple(
+            Moved(message.packed, own=at)
+            for message, own in zip(form.sent, sites, strict=True)
+            for at in (own[:2] if message.kind == Kind.OUT else ())
+        )
 
-    def filled(self, message: Message, *, together: bool) -> Iterator[_Filled]:
+    def outgoing(self, exchange: ExchangeStep, form: ExchangeForm) -> list[Sequence[Site | None]]:
+        """Where each message sent lies."""
+        sites = self.placed(form.out.places, ("out", self.phase, exchange.id))
+        return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
+
+    def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[_Filled]:
+        for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):
+            yield from self.filled(message, at, together=number >= 0)
+
+    def filled(self, message: Message, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
         """The tensors of a message that are filled, the others being sent from where they lie.
 
-        `together`: packed with others, so never from there.
+        Outputs are merged. `at`: where its tensors lie; `together`: packed with others, so never from
+        there.
         """
         packed = message.packed
         own = packed.direct and packed.runs[0].buffer == 0
         rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
         match message.kind:
-            case Kind.OUT:
-                pass  # merged
             case Kind.Q:
                 if not rows or own:
-                    yield _Filled(Moved(packed, self.rows), maybe=rows)
+                    yield _Filled(Moved(packed, self.rows, self.of(packed, Kind.Q), at[0]), maybe=rows)
             case Kind.OUT_GRAD:
-                gradient, out, lse = self.final(packed)
+                gradient, out, lse = self.final(packed, own=at)
                 yield from (_Filled(gradient), _Filled(out))
                 if not rows or own:
                     yield _Filled(lse, maybe=rows)
             case Kind.KV:  # the caller's are two tensors
                 if not (rows and not own and self.has_all_rows(packed, self.keys)):
-                    yield from (_Filled(Moved(packed, self.rows)),) * 2
+                    yield from (
+                        _Filled(Moved(packed, self.rows, self.of(packed, Kind.KV, part), at[part])) for part in (0, 1)
+                    )
             case Kind.Q_GRAD:
                 dtype = self.summed(Kind.Q_GRAD, packed)
                 held = (Kind.Q_GRAD, packed.runs[0].buffer) in self.held
                 as_it_lies = rows and dtype == self.form.gradient
                 if not as_it_lies or held:
-                    yield _Filled(self.sum_of(packed, dtype), maybe=as_it_lies)
+                    yield _Filled(self.sum_of(packed, dtype, Kind.Q_GRAD, 0, at), maybe=as_it_lies)
             case Kind.KV_GRAD:
                 stacked = self.totals.get((Kind.KV_GRAD, packed.runs[0].buffer)) == self.form.gradient
                 if not (rows and stacked and self.has_all_rows(packed, self.keys)):
-                    yield from (_Filled(self.sum_of(packed, self.summed(Kind.KV_GRAD, packed))),) * 2
+                    dtype = self.summed(Kind.KV_GRAD, packed)
+                    yield from (_Filled(self.sum_of(packed, dtype, Kind.KV_GRAD, part, at)) for part in (0, 1))
 
     def heads(self, message: Message) -> int:
         of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
@@ -179,8 +247,8 @@ class _Walk:
         run = packed.runs[0]
         return run.stop - run.start == of[run.buffer][0]
 
-    def sum_of(self, packed: Packed, dtype: torch.dtype) -> Moved:
-        return Moved(packed, (dtype, self.form.gradient, self.form.dim))
+    def sum_of(self, packed: Packed, dtype: torch.dtype, kind: Kind, part: int, at: Sequence[Site | None]) -> Moved:
+        return Moved(packed, (dtype, self.form.gradient, self.form.dim), self.of(packed, kind, part), at[part])
 
     # Gradients, as `executor.BackwardRun` sums them
 
@@ -193,48 +261,100 @@ class _Walk:
         return self.held.get(values[0], self.form.wide)
 
     def total(self, value: Value) -> None:
-        self.held.pop(value, None)
+        if self.totals.get(value) == self.form.wide:
+            return
+        dtype = self.held.pop(value, None) or self.totals.get(value)
+        whole = whole_of(value, self.queries if value[0] == Kind.Q_GRAD else self.keys)
+        sites = [self.of(whole, value[0], part)[0] for part in range(1 if value[0] == Kind.Q_GRAD else 2)]
+        self.lie(*value, None)
         self.totals[value] = self.form.wide
+        if dtype is not None:
+            self.begun += [
+                Moved(whole, (dtype, self.form.wide, self.form.dim), self.of(whole, value[0], part), site)
+                for part, site in enumerate(sites)
+            ]
+
+    def summing(self, added: tuple[Moved, ...]) -> Iterator[Move]:
+        """The calls that add gradients, behind those that begin their sums."""
+        if self.begun:
+            yield Move("place", tuple(self.begun))
+            self.begun = []
+        yield Move("add", added)
+
+    def ended(self) -> Iterator[Move]:
+        """The conversion of sums to the caller's type."""
+        form, moved = self.form, list[Moved]()
+        for kind, sizes, parts in ((Kind.Q_GRAD, self.queries, 1), (Kind.KV_GRAD, self.keys, 2)):
+            if (kind, 0) not in self.held and form.wide != form.dtype:
+                self.total((kind, 0))
+                whole = whole_of((kind, 0), sizes)
+                kinds = (form.wide, form.dtype, form.dim)
+                moved += [Moved(whole, kinds, self.of(whole, kind, part)) for part in range(parts)]
+        yield Move("fill", tuple(moved))
 
     def launched(self, step: GradLaunch) -> tuple[Moved, ...]:
         """The additions of a launch's gradients, which kernels leave in the type of the inputs."""
+        self.launches += 1
+        dq, dk, dv = (Site((name, self.phase, self.launches)) for name in ("dq", "dk", "dv"))
         return (
-            *self.added(Kind.Q_GRAD, step.dq_sums, self.form.dtype),
-            *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype),
+            *self.added(Kind.Q_GRAD, step.dq_sums, self.form.dtype, [dq]),
+            *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype, [dk, dv]),
         )
 
-    def added(self, kind: Kind, sums: Sums, dtype: torch.dtype) -> tuple[Moved, ...]:
+    def added(self, kind: Kind, sums: Sums, dtype: torch.dtype, own: Sequence[Site]) -> tuple[Moved, ...]:
+        """`own`: where the packed gradients lie."""
         for run in sums.kept:
             self.held[kind, run.buffer] = dtype
+            self.lie(kind, run.buffer, [site._replace(first_row=run.row) for site in own])
         for run in sums.added.runs:
             self.total((kind, run.buffer))
-        return self.each(kind, sums.added) if sums.added.runs else ()
+        return self.each(kind, sums.added, own) if sums.added.runs else ()
 
-    @staticmethod
-    def each(kind: Kind, packed: Packed) -> tuple[Moved, ...]:
-        return (Moved(packed),) * (1 if kind == Kind.Q_GRAD else 2)
+    def each(self, kind: Kind, packed: Packed, own: Sequence[Site]) -> tuple[Moved, ...]:
+        return tuple(Moved(packed, None, self.of(packed, kind, part), site) for part, site in enumerate(own))
 
-    def received(self, messages: Sequence[Message]) -> Iterator[Move]:
-        """The calls for messages of one kind that arrive together."""
-        match messages[0].kind:
+    def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[Move]:
+        """The calls for the messages that an exchange brings."""
+        sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
+        for together in form.together:
+            yield from self.arrived([(form.brought[at], sites[at]) for at in together])
+
+    def arrived(self, arrived: Sequence[tuple[Message, Sequence[Site]]]) -> Iterator[Move]:
+        """The calls for messages of one kind that arrive together, each with where it lies."""
+        match arrived[0][0].kind:
             case Kind.OUT:
-                for message in messages:
+                for message, _ in arrived:
                     yield Move("partial", (Moved(message.packed),))
             case Kind.OUT_GRAD:
-                yield Move("place", tuple(moved for m in messages for moved in self.final(m.packed)))
+                rest = [(m, at) for m, at in arrived if not self.adopted(m, at)]
+                yield Move("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
             case Kind.Q_GRAD | Kind.KV_GRAD:
-                yield Move("add", tuple(moved for m in messages for moved in self.received_grads(m)))
-            case Kind.Q | Kind.KV:
-                pass  # they become buffers
+                yield from self.summing(tuple(moved for m, at in arrived for moved in self.received_grads(m, at)))
+            case Kind.Q | Kind.KV:  # they become buffers
+                for message, at in arrived:
+                    self.lie(message.kind, message.buffer, at)
 
-    def received_grads(self, message: Message) -> tuple[Moved, ...]:
+    def adopted(self, message: Message, at: Sequence[Site]) -> bool:
+        """Whether a message of output gradients becomes a buffer."""
+        buffer = message.packed.runs[0].buffer
+        if buffer in self.finals or not becomes_buffer(message.packed, self.queries):
+            self.finals |= {run.buffer for run in message.packed.runs}
+            return False
+        self.finals.add(buffer)
+        self.lie(Kind.OUT_GRAD, buffer, at[:2])
+        self.lie(_LSE, buffer, at[2:])
+        return True
+
+    def received_grads(self, message: Message, at: Sequence[Site]) -> tuple[Moved, ...]:
         packed, kind = message.packed, message.kind
         value = (kind, packed.runs[0].buffer)
         if self.adopts(packed, value):
-            moved = self.each(kind, packed) if self.held.pop(value, None) is not None else ()
+            held = self.held.pop(value, None) is not None
+            own = self.of(packed, kind, 0) + (self.of(packed, kind, 1) if kind == Kind.KV_GRAD else ())
             self.totals[value] = self.form.gradient
-            return moved
-        moved = self.added(kind, message.sums, self.form.gradient)
+            self.lie(*value, at)
+            return self.each(kind, packed, own) if held else ()
+        moved = self.added(kind, message.sums, self.form.gradient, at)
         if any(not run.buffer for run in message.sums.kept):
             self.total((kind, 0))
         return moved
@@ -244,3 +364,10 @@ class _Walk:
         if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
             return False
         return value[1] > 0 or form.gradient == form.wide != form.dtype
+
+
+def _halves(place: Place, memory: Hashable) -> list[Site]:
+    """Where a tensor of rows [N, heads, ...] lies, or the two of a pair [2, N, heads, dim]."""
+    row = place.strides[0] if len(place.shape) < 4 else place.strides[1]
+    halves = place.shape[0] if len(place.shape) == 4 else 1
+    return [Site(memory, place.begin + half * place.strides[0] * place.dtype.itemsize, row) for half in range(halves)]

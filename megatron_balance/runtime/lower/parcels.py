@@ -64,6 +64,10 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class Layout(NamedTuple):
     """Messages packed one after the other: bytes of all, and the tensors of each."""

@@ -198,8 +198,7 @@ class ExchangeStep(NamedTuple):
         routed_receives: by peer, the pieces that all messages from it travel as.
         far: peers on other nodes.
         stream: of a collective.
-        arrivals: messages received, by number, that are taken together (`lower.arrivals`); empty: one
-            by one.
+        arrivals: messages received, by number, that are taken together (`lower.arrivals`).
     """
 
     op: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import GRADS, Value
@@ -46,6 +47,23 @@ def is_whole(run: Run, packed: Packed, size: tuple[int, int]) -> bool:
     rows, heads = size
     whole_rows = run.index is None and (run.start, run.count) == (0, rows)
     return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
+
+
+def becomes_buffer(packed: Packed, sizes: Mapping[int, tuple[int, int]]) -> bool:
+    """Whether packed rows that came in a message are all of a buffer that is not the caller's."""
+    run = packed.runs[0]
+    return len(packed.runs) == 1 and run.buffer > 0 and is_whole(run, packed, sizes[run.buffer])
+
+
+@lru_cache(maxsize=4096)
+def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
+    del kind  # movers know packed rows by identity: each kind has its own
+    return Packed((Run(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
+
+
+def whole_of(value: Value, sizes: Mapping[int, tuple[int, int]]) -> Packed:
+    """All rows and heads of a buffer of these (rows, heads): the same object for the same value."""
+    return _whole(value[1], *sizes[value[1]], value[0])
 
 
 def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: Sizes) -> Sums:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.lower.moves import Move
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.views import Later
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
@@ -39,8 +41,16 @@ class Fill(NamedTuple):
     """
 
     packed: Packed
-    sources: tuple[Tensor, ...]
-    target: Tensor
+    sources: Sequence[Tensor]
+    target: Tensor | Later
+
+
+class Sent(NamedTuple):
+    """A message of outputs: packed rows, and the tensors for output [N, H, D] and LSE [N, H]."""
+
+    packed: Packed
+    out: Tensor | Later
+    lse: Tensor | Later
 
 
 class Place(NamedTuple):
@@ -50,8 +60,8 @@ class Place(NamedTuple):
     """
 
     packed: Packed
-    source: Tensor
-    targets: tuple[Tensor, ...]
+    source: Tensor | Later
+    targets: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,8 @@ class Space:
         dtype: of the output.
         wide: of LSE and of accumulated partials.
         empty: makes a tensor.
-        held: most partials of a buffer that wait to be merged at once.
+        held: partials of all rows of a buffer, or of as many rows in all, that wait to be merged at
+            once.
     """
 
     sizes: Mapping[int, tuple[int, int]]
@@ -87,11 +98,14 @@ class Partials(Protocol):
         """
         ...
 
-    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous.
-
-        `into`: tensors to write to, where there are some.
+    def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        """Out [N, H, D] in its final type and LSE [N, H] of packed rows where they lie, if both are
+        contiguous there.
         """
+        ...
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        """Fill messages with outputs and LSE; nothing is added to their rows any more."""
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
@@ -104,10 +118,10 @@ class Mover(Protocol):
 
     name: str
 
-    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
         """Make the tables of calls that will come: tensors on the host, which the caller ships.
 
-        `rows`: of each query buffer.
+        `sizes`: (rows, heads) of each query buffer.
         """
         ...
 

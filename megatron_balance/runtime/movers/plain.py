@@ -9,8 +9,10 @@ from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
 from megatron_balance.runtime.lower.moves import Move
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space, heads_view, rows_view
+from megatron_balance.runtime.lower.views import made
+from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
 
 
 class PlainMover:
@@ -18,12 +20,13 @@ class PlainMover:
 
     name = "plain"
 
-    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
-        del moves, rows  # runs are copied one by one
+    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
+        del moves, sizes, form  # runs are copied one by one
         return ()
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        for packed, sources, target in fills:
+        for packed, sources, into in fills:
+            target = made(into)
             for run, index, source in zip(packed.runs, packed.indices, sources, strict=True):
                 if index is None:
                     taken = rows_view(source, run.start, run.stop, run.buffer_head, run.num_heads)
@@ -32,7 +35,8 @@ class PlainMover:
                 rows_view(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
 
     def place(self, places: Sequence[Place]) -> None:
-        for packed, source, targets in places:
+        for packed, of, targets in places:
+            source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 own = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
@@ -41,7 +45,8 @@ class PlainMover:
                     heads_view(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
 
     def add(self, places: Sequence[Place]) -> None:
-        for packed, source, targets in places:
+        for packed, of, targets in places:
+            source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 added = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
@@ -99,8 +104,8 @@ class PlainPartials:
             held_out[index] = new_out.to(self.space.wide)
             held_lse[index] = new_lse
 
-    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        if into is None and packed.direct and self.space.dtype == self.space.wide:
+    def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        if packed.direct and self.space.dtype == self.space.wide:
             run = packed.runs[0]
             out, lse = (
                 rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
@@ -108,14 +113,12 @@ class PlainPartials:
             )
             if out.is_contiguous() and lse.is_contiguous():
                 return out, lse  # nothing is added to them any more
-        shape = (packed.num_rows, packed.num_heads)
-        out, lse = into or (
-            self.space.empty((*shape, self.space.dim), self.space.dtype),
-            self.space.empty(shape, self.space.wide),
-        )
-        for held, target in ((self.out, out), (self.lse, lse)):
-            self.mover.fill([Fill(packed, tuple(held[run.buffer] for run in packed.runs), target)])
-        return out, lse
+        return None
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        for packed, out, lse in messages:
+            for held, target in ((self.out, out), (self.lse, lse)):
+                self.mover.fill([Fill(packed, [held[run.buffer] for run in packed.runs], target)])
 
     def final(self) -> tuple[Tensor, Tensor]:
         self.make(0)

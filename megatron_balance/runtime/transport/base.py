@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.lower.steps import ExchangeStep
+from megatron_balance.runtime.lower.views import Block
 
 Parcel = tuple[int, Tensor]
 """(pool rank of the peer, contiguous tensor)."""
@@ -24,15 +25,18 @@ class Transport(Protocol):
     traffic: Traffic
     ahead: int
 
-    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        """Say where the tensors of an exchange that begins later go.
+    def expect(
+        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
+    ) -> None:
+        """Say where the tensors of an exchange that begins later go: a block, if that is one on both
+        sides.
 
         `arriving`: by peer whose messages are routed, the memory for all that comes from it; these
         peers are not in `receives`.
         """
         ...
 
-    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
         """Begin an exchange that was expected."""
         ...
 

@@ -8,7 +8,7 @@ where they arrive (`is_block`): nothing is copied for the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.parcels import as_bytes, pack
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Message, Piece
+from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.transport.base import Parcel
 
 _POISON_TAG = 2**31 - 1
@@ -129,33 +130,24 @@ def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
 
 
 def pack_collective(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups
+    sends: Sequence[Parcel] | Block, receives: Sequence[Parcel] | Block, exchange: ExchangeStep, groups: Groups
 ) -> CollectiveCall:
     """An exchange as one collective call."""
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
+    if isinstance(sends, Block) and isinstance(receives, Block):
+        return _all_to_all(sends, receives, group)
+    assert not isinstance(sends, Block), "a block goes out, parcels come back"
+    assert not isinstance(receives, Block), "parcels go out, a block comes back"
     if exchange.collective == "all_gather":
         return _all_gather(sends, receives, exchange.group, groups, group)
-    if is_summed(exchange, groups):
-        return _reduce_scatter(sends, receives, exchange.group, groups, group)
-    return _all_to_all(sends, receives, exchange.group, group)
+    return _reduce_scatter(sends, receives, exchange.group, groups, group)
 
 
-def _block(parcels: Sequence[Parcel], num_bytes: int, device: torch.device) -> Tensor:
-    """The memory, uint8 [num_bytes], at whose begin the first of parcels lies (`is_block`)."""
-    if not parcels:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    first = parcels[0][1]
-    assert first.storage_offset() == 0, "messages of an all-to-all lie in a block of their own"
-    return as_bytes(first).as_strided((num_bytes,), (1,), 0)
-
-
-def _sizes(parcels: Sequence[Parcel], group: tuple[int, ...]) -> list[int]:
-    """Bytes of the parcels of each peer, each tensor aligned."""
-    sizes = dict.fromkeys(group, 0)
-    for peer, x in parcels:
-        sizes[peer] += padded(x.nbytes)
-    return list(sizes.values())
+def far_bytes(parcels: Sequence[Parcel] | Block, far: frozenset[int], routed: Collection[int] = ()) -> int:
+    """Bytes to or from peers on other nodes that are not `routed`."""
+    own = parcels.arranged.peers if isinstance(parcels, Block) else ((peer, x.nbytes) for peer, x in parcels)
+    return sum(num_bytes for peer, num_bytes in own if peer in far and peer not in routed)
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:
@@ -182,15 +174,9 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
     return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
 
 
-def _all_to_all(
-    sends: Sequence[Parcel],
-    receives: Sequence[Parcel],
-    group: tuple[int, ...],
-    process_group: dist.ProcessGroup,
-) -> CollectiveCall:
-    device = _device(sends, receives)
-    in_sizes, out_sizes = _sizes(sends, group), _sizes(receives, group)
-    packed, raw = _block(sends, sum(in_sizes), device), _block(receives, sum(out_sizes), device)
+def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup) -> CollectiveCall:
+    packed, raw = sends.memory, receives.memory
+    in_sizes, out_sizes = list(sends.arranged.sizes), list(receives.arranged.sizes)
 
     def issue() -> list[dist.Work]:
         work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)

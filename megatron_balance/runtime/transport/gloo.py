@@ -17,12 +17,14 @@ from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
+from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.trace import Trace
 from megatron_balance.runtime.transport.base import Parcel
 from megatron_balance.runtime.transport.comm import (
     CollectiveCall,
     break_off,
     direct_and_routed,
+    far_bytes,
     is_collective,
     pack_collective,
     pieces,
@@ -78,15 +80,17 @@ class Gloo:
     def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
         self.groups = groups
         self.traffic = Traffic()
-        self.expected: dict[int, Sequence[Parcel]] = {}  # receives of collectives not yet issued
+        self.expected: dict[int, Sequence[Parcel] | Block] = {}  # receives of collectives not yet issued
         self.under_way: dict[int, _UnderWay] = {}
         self.leaving: dict[int, _UnderWay] = {}  # exchanges whose sends may still be under way
         self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
 
-    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+    def expect(
+        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
+    ) -> None:
         if exchange.far:
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
-        if is_collective(exchange, self.groups):
+            self.traffic.inter_node_bytes_received += far_bytes(receives, exchange.far)
+        if isinstance(receives, Block) or is_collective(exchange, self.groups):
             self.expected[exchange.id] = receives
             return
         receiving = [receive(x, peer, exchange.tag, self.groups) for peer, x in receives if x.numel()]
@@ -96,15 +100,14 @@ class Gloo:
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
         self.under_way[exchange.id] = _UnderWay(receiving)
 
-    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
-            )
+            self.traffic.inter_node_bytes_sent += far_bytes(sends, exchange.far, exchange.routed_sends)
         if exchange.id in self.expected:
             packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
             self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
             return
+        assert not isinstance(sends, Block), "a block without a collective"
         under_way = self.leaving[exchange.id] = self.under_way[exchange.id]
         under_way.keep = [x for _, x in sends]
         direct, routed = direct_and_routed(sends, exchange)

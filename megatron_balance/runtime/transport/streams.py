@@ -37,12 +37,14 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.issue import Behind
 from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, Launch, Phase, RelayTask
+from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
 from megatron_balance.runtime.transport.comm import (
     CollectiveCall,
     direct_and_routed,
+    far_bytes,
     is_collective,
     pack_collective,
     pieces,
@@ -114,24 +116,24 @@ class Streamed:
         self.traffic = Traffic()
         launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
         self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
-        self.expected: dict[int, tuple[Sequence[Parcel], Mapping[int, Tensor]]] = {}
+        self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
         self.relay_tasks: dict[int, list[RelayTask]] = {}
         for group in phase.relay_tasks:
             for relay_task in group:
                 self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
-    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+    def expect(
+        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
+    ) -> None:
         self.expected[exchange.id] = receives, arriving
 
-    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
         receives, arriving = self.expected.pop(exchange.id)
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
-            )
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
-        if is_collective(exchange, self.groups):
+            self.traffic.inter_node_bytes_sent += far_bytes(sends, exchange.far, exchange.routed_sends)
+            self.traffic.inter_node_bytes_received += far_bytes(receives, exchange.far)
+        if isinstance(sends, Block) or isinstance(receives, Block) or is_collective(exchange, self.groups):
             self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
             return
         batches = _Batches()

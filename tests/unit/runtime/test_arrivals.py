@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.arrivals import arrivals
+from megatron_balance.runtime.lower.arrivals import arrivals, taken_together
 from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import Message, Packed
+from megatron_balance.runtime.lower.steps import ExchangeStep, Message, Packed
 
 
 def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> Message:
@@ -18,13 +18,24 @@ def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int]
     return Message(peer, kind, Packed((run,), run.count, run.num_heads, (None,)))
 
 
-def test_heads_of_other_peers_are_taken_together_by_kind() -> None:
+def test_heads_of_other_peers_are_taken_together() -> None:
+    """Gradients of queries with those of keys, which go elsewhere."""
     received = [
         message(peer, kind, (0, 10), (2 * peer, 2 * peer + 2))
         for peer in (1, 2, 3)
         for kind in (Kind.Q_GRAD, Kind.KV_GRAD)
     ]
-    assert arrivals(received) == ((0, 2, 4), (1, 3, 5))
+    assert arrivals(received) == ((0, 1, 2, 3, 4, 5),)
+
+
+def test_an_exchange_that_sums_on_the_way_brings_one_peers_messages() -> None:
+    received = tuple(message(peer, Kind.KV_GRAD, (0, 10), (0, 2)) for peer in (1, 2, 3))
+    exchange = ExchangeStep(
+        *(0, 0, "", "reduce_scatter", (0, 1, 2, 3), (), received, 0, {}, {}, frozenset(), ""),
+        arrivals=arrivals(received),
+    )
+    assert exchange.arrivals == ((0,), (1,), (2,))
+    assert taken_together(exchange, 1) == [(0,)]
 
 
 def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came_behind() -> None:

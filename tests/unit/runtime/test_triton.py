@@ -42,6 +42,8 @@ def test_kernels_equal_their_twins() -> None:
         "place": True,
         "add": True,
         "partials": True,
+        "shared": True,
+        "sent": True,
         "empty": True,
     }
 
@@ -65,5 +67,5 @@ def test_every_variant_that_a_call_launches_is_built_at_the_start() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
     for found in json.loads(ran.stdout.splitlines()[-1]).values():
         assert found["launched but not built"] == []
-        assert found["built"] == found["launches of the start"] <= 18
+        assert found["built"] == found["launches of the start"] <= 20
         assert found["launched"] >= 8

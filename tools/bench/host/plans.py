@@ -30,6 +30,7 @@ PLANS: Mapping[str, tuple[str, Layers, Mapping[str, Any]]] = {
     "ulysses": ("ulysses", Layers(), {}),
     "head exchange in a node": ("flexsp", Layers(), {}),
     "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True), {}),
+    "zeppelin, waves": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "waves"}),
     "zeppelin, groups": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "groups"}),
     "distca": ("distca", Layers(), {}),
 }

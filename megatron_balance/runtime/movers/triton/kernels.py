@@ -27,22 +27,26 @@ BLOCK_ROWS = 8
 class CopyBlock:
     """Columns of a block of `copy_rows`, which reads them by number.
 
-    A list begins there in the index; -1: rows from the row beside it on.
+    A list begins there in the index; -1: rows from the row beside it on. The begins are where the
+    rows' tensors lie behind the pair's, in units of 16 bytes.
     """
 
-    WIDTH = 9
-    PAIR, SOURCE_ROW, SOURCE_LIST, TARGET_ROW, TARGET_LIST, COUNT, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
+    WIDTH = 11
+    PAIR, SOURCE_ROW, SOURCE_LIST, TARGET_ROW, TARGET_LIST, COUNT = range(6)
+    SOURCE_HEAD, TARGET_HEAD, HEADS, SOURCE_BEGIN, TARGET_BEGIN = range(6, 11)
 
 
 class AddBlock:
     """Columns of a block of `add_rows`, which reads them by number.
 
     Lists in the index: the target rows, the place of the first source of each, the number of its
-    sources. A first source is a place in the list of source rows, also in the index.
+    sources. A first source is a place in the list of source rows, also in the index. Begins as in
+    `CopyBlock`.
     """
 
-    WIDTH = 9
-    PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
+    WIDTH = 11
+    PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES = range(6)
+    SOURCE_HEAD, TARGET_HEAD, HEADS, SOURCE_BEGIN, TARGET_BEGIN = range(6, 11)
 
 
 def disguised(value: int) -> int:
@@ -62,6 +66,12 @@ def elements(heads, DIM: tl.constexpr, VEC: tl.constexpr):
     return tl.multiple_of(heads * DIM, VEC)
 
 
+@triton.jit
+def units(begin, pointer):
+    """Elements of `pointer` in `begin` units of 16 bytes."""
+    return begin.to(tl.int64) * (128 // pointer.dtype.element_ty.primitive_bitwidth)
+
+
 @triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index"])
 def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touches
     sources,
@@ -76,12 +86,13 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     COLS: tl.constexpr,
 ):
     """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`."""
-    block = blocks + tl.program_id(0).to(tl.int64) * 9
+    block = blocks + tl.program_id(0).to(tl.int64) * 11
     pair = tl.load(block)
     source_row, source_at = tl.load(block + 1), tl.load(block + 2)
     target_row, target_at = tl.load(block + 3), tl.load(block + 4)
     count = tl.load(block + 5)
     source_head, target_head, heads = tl.load(block + 6), tl.load(block + 7), tl.load(block + 8)
+    source_begin, target_begin = tl.load(block + 9), tl.load(block + 10)
     row = tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = row < count
@@ -96,11 +107,13 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
             mask = live[:, None] & (col < elements(heads, DIM, VEC))[None, :]
             from_col = elements(source_head, DIM, VEC) + col
             to_col = elements(target_head, DIM, VEC) + col
+            source = sources[i] + units(source_begin, sources[i])
+            target = targets[i] + units(target_begin, targets[i])
             moved = tl.load(
-                sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
+                source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
                 mask=mask,
             )
-            place = targets[i] + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
+            place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
 
 
@@ -122,11 +135,12 @@ def add_rows(  # noqa: PLR0913, PLR0917
     A target row is read and written once, by one program, which takes its source rows in the order
     of the table.
     """
-    block = blocks + tl.program_id(0).to(tl.int64) * 9
+    block = blocks + tl.program_id(0).to(tl.int64) * 11
     pair = tl.load(block)
     target_at, first_at, number_at = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     count, most = tl.load(block + 4), tl.load(block + 5)
     source_head, target_head, heads = tl.load(block + 6), tl.load(block + 7), tl.load(block + 8)
+    source_begin, target_begin = tl.load(block + 9), tl.load(block + 10)
     row = tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = row < count
@@ -138,13 +152,15 @@ def add_rows(  # noqa: PLR0913, PLR0917
             within = (col < elements(heads, DIM, VEC))[None, :]
             from_col = elements(source_head, DIM, VEC) + col
             to_col = elements(target_head, DIM, VEC) + col
-            place = targets[i] + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
+            source = sources[i] + units(source_begin, sources[i])
+            target = targets[i] + units(target_begin, targets[i])
+            place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             total = tl.load(place, mask=live[:, None] & within)
             for j in range(most):
                 some = j < number
                 from_row = tl.load(index + first + j, mask=some, other=0)
                 added = tl.load(
-                    sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
+                    source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
                     mask=some[:, None] & within,
                     other=0.0,
                 )
@@ -157,6 +173,7 @@ def add_rows(  # noqa: PLR0913, PLR0917
     do_not_specialize=[
         *("lses", "maps", "mapped", "out_rows", "out_heads", "lse_rows", "lse_heads", "first_heads", "num_heads"),
         *("own_heads", "rows", "listed", "lse", "out_stride", "lse_stride", "count", "first_row", "first_head"),
+        *("out_begins", "lse_begins", "placed"),
     ]
 )
 def merge_rows(  # noqa: PLR0913, PLR0917
@@ -180,6 +197,9 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     count,
     first_row,
     first_head,
+    out_begins,
+    lse_begins,
+    placed,
     DIM: tl.constexpr,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
@@ -191,7 +211,9 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     the buffer where `listed` is 1, else `first_row` + t, and head h the buffer's `first_head` + h. A
     partial r has buffer row b at row `maps[r][b]` (-1: nowhere; `mapped[r]` 0: at b) and heads
     [first_heads[r], + num_heads[r]) of the buffer at `own_heads[r]`; none: the place is empty. Where
-    there is no partial, the output is zero and LSE -inf.
+    there is no partial, the output is zero and LSE -inf. Rows of the result follow one another or,
+    where `placed` is 1, row t of the output begins `out_begins[t]` units of 16 bytes behind the first,
+    and its LSE `lse_begins[t]` elements.
     """
     wide = lse.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -227,16 +249,15 @@ def merge_rows(  # noqa: PLR0913, PLR0917
             peak = top
     some = total > 0
     merged = merged / tl.where(some, total, 1.0)[:, None]
-    place = row.to(tl.int64)
+    out_row = row.to(tl.int64) * plain(out_stride[0]) * VEC
+    lse_row = row.to(tl.int64) * plain(lse_stride[0])
+    if placed != 0:
+        out_row = units(tl.load(out_begins + row, mask=live, other=0), out)
+        lse_row = tl.load(lse_begins + row, mask=live, other=0).to(tl.int64)
     tl.store(
-        lse + place * plain(lse_stride[0]) + head * plain(lse_stride[1]),
+        lse + lse_row + head * plain(lse_stride[1]),
         tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")),
         mask=live,
     )
-    target = (
-        out
-        + place[:, None] * plain(out_stride[0]) * VEC
-        + head.to(tl.int64) * plain(out_stride[1]) * VEC
-        + col[None, :]
-    )
+    target = out + out_row[:, None] + head.to(tl.int64) * plain(out_stride[1]) * VEC + col[None, :]
     tl.store(target, merged.to(out.dtype.element_ty), mask=live[:, None] & (col < DIM)[None, :])

@@ -7,7 +7,7 @@ has `PLACES` for them and fills what it does not need, so that its compiled vari
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,19 +15,26 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_balance.runtime.lower.moves import Call, Move
+from megatron_balance.runtime.lower.moves import Call, Move, Moved
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.tables import tensors_in
-from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
+from megatron_balance.runtime.lower.views import made
+from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
 from megatron_balance.runtime.movers.triton.tables import (
     MAX_PAIRS,
     BlockTable,
+    Entry,
+    Pair,
     RowMap,
+    SendTable,
+    Share,
     add_tables,
     copy_tables,
     row_maps,
+    send_table,
 )
 
 _HOST = torch.device("cpu")
@@ -57,6 +64,9 @@ class TritonMover:
         self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
         self._row_maps: dict[int, tuple[RowMap, ...]] = {}
         self._kept: list[Packed] = []
+        self._launches: dict[tuple[object, ...], list[tuple[BlockTable, tuple[Pair, ...]]]] = {}
+        self._unchecked: set[tuple[object, ...]] = set()  # tables that no launch has used
+        self._sends: dict[tuple[object, ...], SendTable] = {}
         self._plain = PlainMover()
         self._blank: dict[torch.dtype, Tensor] = {}
 
@@ -66,48 +76,101 @@ class TritonMover:
             self._blank[dtype] = torch.zeros(16, dtype=dtype, device=self.device)
         return self._blank[dtype]
 
-    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
         """See `Mover`: tables and row maps of these calls, on the host until they are shipped."""
-        made: list[BlockTable] = []
+        tables: list[BlockTable] = []
         maps: list[RowMap] = []
+        expected = _Expected(sizes)
+        sends: list[SendTable] = []
         for call, moved in moves:
             if call == "partial":
-                maps += self._map_rows(moved[0].packed, rows, _HOST)
+                own = self._map_rows(moved[0].packed, {buffer: rows for buffer, (rows, _) in sizes.items()}, _HOST)
+                expected.add(own)
+                maps += own
                 continue
-            kinds: dict[Hashable, list[Packed]] = {}
-            for packed, kind in moved:
-                if packed.runs:
-                    kinds.setdefault(kind, []).append(packed)
+            if call == "send":
+                sends += self._send_table(moved, expected, form)
+                continue
+            kinds: dict[Hashable, list[Moved]] = {}
+            for one in moved:
+                if one.packed.runs:
+                    kinds.setdefault(one.kind, []).append(one)
             for some in kinds.values():
-                made += self._table(call, some, _HOST)
-        return list(tensors_in((made, maps)))
+                tables += self._table(call, some, _HOST)
+        held = [(table.row_maps, table.out_begins, table.lse_begins) for table in sends]
+        return list(tensors_in(([(table.blocks, table.index) for table in tables], maps, held)))
+
+    def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: Form) -> Iterator[SendTable]:
+        """The merge of all messages of outputs of an exchange, if that is one and they are several."""
+        if sum(len(one.packed.runs) for one in moved) <= 2:
+            return
+        row_bytes = (form.dim * form.dtype.itemsize, form.wide.itemsize)
+        table = send_table(moved[::2], moved[1::2], expected.entries, row_bytes)
+        if table is not None and len(table.parts) <= PARTS[-1]:
+            packed = [one.packed for one in moved[::2]]
+            self._kept += packed
+            key = tuple(map(id, packed))
+            self._sends[key] = table
+            self._unchecked.add(key)
+            yield table
+
+    def send_table(self, messages: Sequence[Sent]) -> SendTable | None:
+        """The table of the merge of all these messages, if there is one."""
+        key = tuple([id(message.packed) for message in messages])
+        table = self._sends.get(key)
+        if table is not None and key in self._unchecked:
+            self._unchecked.discard(key)
+            first = messages[0]
+            for behind, message in zip(table.shares, messages, strict=True):
+                for num_bytes, x, base in zip(behind, message[1:], first[1:], strict=True):
+                    assert made(x).is_contiguous(), "a message with gaps"
+                    assert made(x).data_ptr() - made(base).data_ptr() == num_bytes, "a message that lies elsewhere"
+        return table
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        if not _aligned([x for fill in fills for x in (*fill.sources, fill.target)]):
-            self._plain.fill(fills)
-            return
-        for some in _by_kind([(*fill.sources[:1], fill.target, fill) for fill in fills if fill.sources]):
-            for table in self._of("fill", some):
-                sources = [some[place].sources[run] for place, run in table.pairs]
-                launch(copy_rows, table, sources, [some[place].target for place, _ in table.pairs])
+        moves = [fill for fill in fills if fill.sources]
+        if not self._move("fill", copy_rows, moves):
+            self._plain.fill(moves)
 
     def place(self, places: Sequence[Place]) -> None:
-        if not _aligned([x for place in places for x in (place.source, *place.targets)]):
-            self._plain.place(places)
-            return
-        self._to_rows("place", places, copy_rows)
+        moves = [place for place in places if place.targets]
+        if not self._move("place", copy_rows, moves):
+            self._plain.place(moves)
 
     def add(self, places: Sequence[Place]) -> None:
-        if not _aligned([x for place in places for x in (place.source, *place.targets)]):
-            self._plain.add(places)
-            return
-        self._to_rows("add", places, add_rows)
+        moves = [place for place in places if place.targets]
+        if not self._move("add", add_rows, moves):
+            self._plain.add(moves)
 
-    def _to_rows(self, call: Call, places: Sequence[Place], kernel: Any) -> None:
-        for some in _by_kind([(place.source, *place.targets[:1], place) for place in places if place.targets]):
-            for table in self._of(call, some):
-                targets = [some[place].targets[run] for place, run in table.pairs]
-                launch(kernel, table, [some[place].source for place, _ in table.pairs], targets)
+    def _move(self, call: Call, kernel: Any, moves: Sequence[Any]) -> bool:
+        """Launch what moves these rows (`Fill`, `Place`), or nothing where a tensor is not aligned."""
+        of, own = (1, 2) if call == "fill" else (2, 1)
+        key = (call, *[id(move[0]) for move in moves])
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = self._launches_of(call, moves, of, own)
+        launches: list[tuple[BlockTable, list[Tensor], list[Tensor]]] = []
+        for table, pairs in found:
+            buffers = [moves[place][of][run] for place, run in pairs]
+            packed = [made(moves[place][own]) for place, _ in pairs]
+            if not _aligned(buffers) or not _aligned(packed):
+                return False
+            launches.append((table, buffers, packed))
+        for table, buffers, packed in launches:
+            launch(kernel, table, *((buffers, packed) if call == "fill" else (packed, buffers)))
+        return True
+
+    def _launches_of(
+        self, call: Call, moves: Sequence[Any], of: int, own: int
+    ) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
+        """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
+        found: list[tuple[BlockTable, tuple[Pair, ...]]] = []
+        for numbers in _by_kind(moves, of, own):
+            some = [moves[number] for number in numbers]
+            self._kept += [move[0] for move in some]  # the key holds their ids: they must not go away
+            for table in self._tables_of(call, some, of, own):
+                found.append((table, tuple([(numbers[place], run) for place, run in table.pairs])))
+        return found
 
     def partials(self, space: Space) -> Partials:
         return TritonPartials(space, self)
@@ -124,21 +187,53 @@ class TritonMover:
         self._row_maps[id(packed)] = maps = row_maps(packed, rows, device)
         return maps
 
-    def _of(self, call: Call, moves: Sequence[Fill] | Sequence[Place]) -> list[BlockTable]:
-        return self._table(call, [move.packed for move in moves], self.device)
+    def _tables_of(self, call: Call, moves: Sequence[Any], of: int, own: int) -> list[BlockTable]:
+        """Tables of a call on these tensors.
 
-    def _table(self, call: Call, packed: Sequence[Packed], device: torch.device) -> list[BlockTable]:
+        `of`, `own`: where a move has its buffers, and its packed rows.
+        """
+        key = (call, *[id(move[0]) for move in moves])
+        tables = self._tables.get(key)
+        if tables is None:
+            return self._table(call, [Moved(move[0]) for move in moves], self.device)
+        if key in self._unchecked:  # where tensors lie is the same in every layer
+            self._unchecked.discard(key)
+            for table in tables:
+                _check(table.shares, moves, of, own)
+        return tables
+
+    def _table(self, call: Call, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
         """Tables of a call on these packed tensors, made once.
 
         On the host by `prepare`, else here and now, each with a copy of its own.
         """
+        packed = [one.packed for one in moved]
         key = (call, *map(id, packed))
         if key not in self._tables:
             self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = (
-                add_tables(packed, device) if call == "add" else copy_tables(packed, device, take=call == "fill")
+                add_tables(moved, device) if call == "add" else copy_tables(moved, device, take=call == "fill")
             )
+            self._unchecked.add(key)
         return self._tables[key]
+
+
+def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> None:
+    """Check that tensors that a launch is not given lie where its table has them.
+
+    Raises:
+        AssertionError: one does not, and its rows would go astray.
+    """
+    for share in shares:
+        x, base = (
+            made(moves[place][own]) if share.own else moves[place][of][run]
+            for place, run in (share.pair, share.stands_for)
+        )
+        assert x.stride()[1:] == base.stride()[1:] or x.shape[1:] != base.shape[1:], "memory shared by other rows"
+        behind = share.begin + share.rows * base.stride(0) * base.element_size()
+        assert x.stride(0) == base.stride(0) and x.data_ptr() == base.data_ptr() + behind, (  # noqa: PT018
+            f"rows that were to lie {behind} bytes behind others lie {x.data_ptr() - base.data_ptr()} behind"
+        )
 
 
 def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -180,11 +275,14 @@ def _padded(tensors: Sequence[Tensor], places: int) -> tuple[Tensor, ...]:
     return (*tensors, *([tensors[0]] * (places - len(tensors))))
 
 
-def _by_kind(moves: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Moves (source, target, move) whose tensors have one type and one size of a head."""
-    kinds: dict[tuple[object, ...], list[Any]] = {}
-    for source, target, move in moves:
-        kinds.setdefault((source.dtype, target.dtype, target.shape[2:]), []).append(move)
+def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
+    """Numbers of the moves whose tensors have one type and one size of a head. `of`, `own`: as in
+    `_tables_of`.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number, move in enumerate(moves):
+        buffer, packed = move[of][0], made(move[own])
+        kinds.setdefault((buffer.dtype, packed.dtype, packed.shape[2:]), []).append(number)
     return list(kinds.values())
 
 
@@ -225,6 +323,48 @@ def partial_of(out: Tensor, lse: Tensor) -> _Partial:
     return _Partial(out, lse, RowMap(0, None, 0, out.shape[1], 0))
 
 
+class _Expected:
+    """The partials that a call will hold, before there are any: as `TritonPartials` holds them."""
+
+    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self.sizes = sizes
+        self.entries: dict[int, list[Entry]] = {}
+        self.number = 0
+
+    def add(self, row_maps: Sequence[RowMap]) -> None:
+        """Add a partial."""
+        self.number += 1
+        for row_map in row_maps:
+            buffer = row_map.buffer
+            held = self.entries.setdefault(buffer, [])
+            if is_full(held):
+                held[:] = [self.accumulated(buffer)]
+            held.append(Entry(self.number, row_map))
+            if is_much(held, self.sizes[buffer], HELD_PARTS):
+                held[:] = [self.accumulated(buffer)]
+
+    def accumulated(self, buffer: int) -> Entry:
+        self.number += 1
+        return Entry(self.number, whole_map(buffer, self.sizes[buffer]), owned=True)
+
+
+def whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
+    """All rows and heads of a buffer of `size` (rows, heads)."""
+    return RowMap(buffer, None, 0, size[1], 0, size[0])
+
+
+def is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
+    """Whether one merge can take no more partials; an accumulator has a place of its own."""
+    return len(held) - held[0].owned >= PARTS[-1] if held else False
+
+
+def is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
+    """Whether partials of a buffer are merged at once: their rows and heads are more than `most` of
+    all.
+    """
+    return sum([part.row_map.count * part.row_map.num_heads for part in held]) > most * size[0] * size[1]
+
+
 class TritonPartials:
     """See `runtime.movers.base.Partials`.
 
@@ -238,10 +378,13 @@ class TritonPartials:
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
         del merges  # rows without a partial are known here by their row map
         for row_map in self.mover.row_maps(packed, self.space):
-            held = self.held.setdefault(row_map.buffer, [])
+            buffer = row_map.buffer
+            held = self.held.setdefault(buffer, [])
+            if is_full(held):
+                held[:] = [self.accumulated(buffer, held)]
             held.append(_Partial(out, lse, row_map))
-            if len(held) > self.space.held:
-                self.held[row_map.buffer] = [self.accumulated(row_map.buffer, held)]
+            if is_much(held, self.space.sizes[buffer], self.space.held):
+                held[:] = [self.accumulated(buffer, held)]
 
     def accumulated(self, buffer: int, held: list[_Partial]) -> _Partial:
         """All partials of a buffer as one, in the wide type.
@@ -253,29 +396,42 @@ class TritonPartials:
         if not target.owned:
             out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
             target = _Partial(
-                out, self.space.empty((rows, heads), self.space.wide), RowMap(buffer, None, 0, heads, 0), owned=True
+                out, self.space.empty((rows, heads), self.space.wide), whole_map(buffer, (rows, heads)), owned=True
             )
         merge_parts(self.mover, held, target.out, target.lse)
         return target
 
-    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        shape = (packed.num_rows, packed.num_heads)
-        out, lse = into or (
-            self.space.empty((*shape, self.space.dim), self.space.dtype),
-            self.space.empty(shape, self.space.wide),
-        )
-        for run, index in zip(packed.runs, packed.indices, strict=True):
-            own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
-            merge_parts(
-                self.mover,
-                self.held.get(run.buffer, []),
-                out[own],
-                lse[own],
-                rows=index,
-                first_row=run.start,
-                first_head=run.buffer_head,
-            )
-        return out, lse
+    def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
+        del packed
+        return None
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        table = self.mover.send_table(messages)
+        if table is not None:
+            self.send_together(messages[0], table)
+            return
+        for packed, *both in messages:
+            out, lse = map(made, both)
+            for run, index in zip(packed.runs, packed.indices, strict=True):
+                own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
+                merge_parts(
+                    self.mover,
+                    self.held.get(run.buffer, []),
+                    out[own],
+                    lse[own],
+                    rows=index,
+                    first_row=run.start,
+                    first_head=run.buffer_head,
+                )
+
+    def send_together(self, first: Sent, table: SendTable) -> None:
+        """Fill all messages of an exchange in one launch; `first`: of them."""
+        parts = [
+            self.held[buffer][number]._replace(row_map=row_map)
+            for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
+        ]
+        assert not any(part.owned for part in parts), "rows that were merged before they were sent"
+        merge_parts(self.mover, parts, made(first.out), made(first.lse), first_head=table.first_head, table=table)
 
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
@@ -298,13 +454,14 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     rows: Tensor | None = None,
     first_row: int = 0,
     first_head: int = 0,
+    table: SendTable | None = None,
 ) -> None:
     """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H].
 
     The buffer's heads from `first_head` on; without partials: zero and -inf.
 
     `rows`: the buffer's row of each, or None: from `first_row` on. `out` and `lse` may be the first
-    partial's own.
+    partial's own. `table`: the result is all messages of an exchange, of which these are the first.
     """
     if not held:
         out.zero_()
@@ -312,6 +469,8 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
         return
     assert out.stride(2) == 1 or out.shape[2] == 1, "heads with gaps inside"
     count, num_heads, dim = out.shape
+    if table is not None:
+        count = len(table.out_begins)
     if not count or not num_heads:
         return
     # An accumulator of another type than the partials has a place of its own, the first.
@@ -351,6 +510,9 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
         count,
         first_row,
         first_head,
+        no_map if table is None else table.out_begins,
+        no_map if table is None else table.lse_begins,
+        int(table is not None),
         DIM=dim,
         VEC=vec,
         ROWS=block,

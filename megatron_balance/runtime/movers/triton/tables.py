@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.runtime.lower.moves import Moved, Site
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
@@ -20,8 +22,23 @@ from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock,
 MAX_PAIRS = 8
 """Tensor pairs of one launch. The kernels have a branch for each."""
 
+UNIT = 16
+"""Bytes that begins in a table are counted in."""
+
 Pair = tuple[int, int]
 """(place of a packed tensor in the call, run of it whose buffer is meant)."""
+
+
+class Share(NamedTuple):
+    """A tensor that lies in the memory of a pair's, which stands for it: `begin` bytes and `rows` of
+    its rows behind that one. `own`: the packed rows, not the buffer.
+    """
+
+    own: bool
+    pair: Pair
+    stands_for: Pair
+    begin: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +46,36 @@ class BlockTable:
     """Blocks of one launch.
 
     Attributes:
-        pairs: whose tensors it is given.
+        pairs: whose tensors it is given; those that share memory with them are not.
         blocks: int32 [n, `CopyBlock.WIDTH` or `AddBlock.WIDTH`].
         index: int32 rows.
         heads: most of any block.
+        shares: the tensors that it is not given.
     """
 
     pairs: tuple[Pair, ...]
     blocks: Tensor
     index: Tensor
     heads: int
+    shares: tuple[Share, ...] = ()
+
+
+class _Sides(NamedTuple):
+    """Where the two tensors of a move lie: the buffer and the packed rows."""
+
+    buffer: Site
+    own: Site
+
+    @classmethod
+    def of(cls, moved: Moved, place: int, run_at: int) -> _Sides:
+        """Of run `run_at` of the call's `place`-th packed tensor. Unknown: in memory of its own."""
+        buffer = moved.of[run_at] if moved.of else Site(("buffer", place, moved.packed.runs[run_at].buffer))
+        return cls(buffer, moved.own or Site(("own", place)))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for moves that one pair of tensors serves."""
+        return tuple([(site.memory, site.row, site.begin % UNIT) for site in self])
 
 
 class _TableBuilder:
@@ -47,9 +84,22 @@ class _TableBuilder:
     def __init__(self, width: int) -> None:
         self.width = width
         self.pairs: list[Pair] = []
+        self.sides: list[_Sides] = []  # of each pair
+        self.shares: list[Share] = []
         self.blocks: list[Ints] = []
         self.index: list[Ints] = []
         self.num_index = 0
+
+    def behind(self, number: int, sides: _Sides, pair: Pair) -> tuple[list[int], list[int]]:
+        """How far the tensors of a move lie behind those of pair `number`: units, and rows."""
+        begins, rows = [], []
+        for own, (site, base) in enumerate(zip(sides, self.sides[number], strict=True)):
+            begin, row = site.begin - base.begin, site.first_row - base.first_row
+            begins.append(begin // UNIT)
+            rows.append(row)
+            if pair != self.pairs[number]:
+                self.shares.append(Share(bool(own), pair, self.pairs[number], begin, row))
+        return begins, rows
 
     def listed(self, rows: Ints) -> int:
         """Append rows to `index`; where they begin."""
@@ -60,8 +110,9 @@ class _TableBuilder:
     def done(self, device: torch.device) -> BlockTable:
         blocks = np.concatenate(self.blocks) if self.blocks else np.empty((0, self.width), dtype=np.int64)
         index = np.concatenate(self.index) if self.index else np.zeros(1, dtype=np.int64)
-        heads = int(blocks[:, CopyBlock.HEADS].max()) if len(blocks) else 0  # last of both
-        return BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads)
+        heads = int(blocks[:, CopyBlock.HEADS].max()) if len(blocks) else 0  # the same column of both
+        shares = tuple(dict.fromkeys(self.shares))
+        return BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads, shares)
 
 
 def _to(device: torch.device, values: Ints) -> Tensor:
@@ -74,67 +125,71 @@ def _to(device: torch.device, values: Ints) -> Tensor:
     return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # no wait
 
 
-def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -> list[BlockTable]:
+def copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[BlockTable]:
     """Launches that copy all runs of the packed tensors: usually one. Blocks: `CopyBlock`.
 
     `take`: from their buffers, else to them.
     """
     launches: list[_TableBuilder] = []
-    numbers: dict[Pair, int] = {}
-    for place, one in enumerate(packed):
-        for run_at, run in enumerate(one.runs):
+    numbers: dict[tuple[object, ...], int] = {}
+    for place, one in enumerate(moved):
+        for run_at, run in enumerate(one.packed.runs):
             if not run.count:
                 continue
-            pair = _numbered(launches, numbers, (place, run.buffer), (place, run_at), CopyBlock.WIDTH)
+            sides = _Sides.of(one, place, run_at)
+            pair = _numbered(launches, numbers, sides, (place, run_at), CopyBlock.WIDTH)
             launch = launches[-1]
+            begins, rows = launch.behind(pair, sides, (place, run_at))
             starts = np.arange(0, run.count, BLOCK_ROWS)
-            at = -1 if run.index is None else launch.listed(run.index)
-            inside = (starts + run.start, np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
-            packed_side = (starts + run.row, np.full(len(starts), -1))
-            heads = (run.buffer_head, run.head) if take else (run.head, run.buffer_head)
-            source, target = (inside, packed_side) if take else (packed_side, inside)
+            at = -1 if run.index is None else launch.listed(run.index + rows[0])
+            inside = (starts + run.start + rows[0], np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
+            packed_side = (starts + run.row + rows[1], np.full(len(starts), -1))
+            heads = (run.buffer_head, run.head)
+            sources, targets = (inside, packed_side), (packed_side, inside)
+            source, target = sources if take else targets
             blocks = np.empty((len(starts), CopyBlock.WIDTH), dtype=np.int64)
             blocks[:, CopyBlock.PAIR] = pair
             blocks[:, CopyBlock.SOURCE_ROW], blocks[:, CopyBlock.SOURCE_LIST] = source
             blocks[:, CopyBlock.TARGET_ROW], blocks[:, CopyBlock.TARGET_LIST] = target
             blocks[:, CopyBlock.COUNT] = np.minimum(BLOCK_ROWS, run.count - starts)
-            blocks[:, CopyBlock.SOURCE_HEAD], blocks[:, CopyBlock.TARGET_HEAD] = heads
+            blocks[:, CopyBlock.SOURCE_HEAD], blocks[:, CopyBlock.TARGET_HEAD] = heads if take else heads[::-1]
+            blocks[:, CopyBlock.SOURCE_BEGIN], blocks[:, CopyBlock.TARGET_BEGIN] = begins if take else begins[::-1]
             blocks[:, CopyBlock.HEADS] = run.num_heads
             launch.blocks.append(blocks)
     return [launch.done(device) for launch in launches]
 
 
-def _numbered(launches: list[_TableBuilder], numbers: dict[Pair, int], key: Pair, pair: Pair, width: int) -> int:
-    """The number of a pair of tensors in the last launch; a new one is begun if that is full.
-
-    `key`: equal for equal tensors.
-    """
+def _numbered(
+    launches: list[_TableBuilder], numbers: dict[tuple[object, ...], int], sides: _Sides, pair: Pair, width: int
+) -> int:
+    """The number of a pair of tensors in the last launch; a new one is begun if that is full."""
+    key = sides.key
     if key not in numbers:
         if not launches or len(launches[-1].pairs) == MAX_PAIRS:
             launches.append(_TableBuilder(width))
             numbers.clear()
         numbers[key] = len(launches[-1].pairs)
         launches[-1].pairs.append(pair)
+        launches[-1].sides.append(sides)
     return numbers[key]
 
 
-def add_tables(packed: Sequence[Packed], device: torch.device) -> list[BlockTable]:
+def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
     """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
 
     Usually one; more where heads of the same rows are split differently, since no two programs of a
     launch may write the same element.
     """
-    waves: list[list[_TableBuilder]] = []
-    for place, one in enumerate(packed):
-        for wave, runs in enumerate(_waves(one)):
+    waves: list[tuple[list[_TableBuilder], dict[tuple[object, ...], int]]] = []
+    for place, one in enumerate(moved):
+        for wave, runs in enumerate(_waves(one.packed)):
             if wave == len(waves):
-                waves.append([])
-            launches = waves[wave]
+                waves.append(([], {}))
             for run_at, rows in runs:
-                if not launches or len(launches[-1].pairs) == MAX_PAIRS:
-                    launches.append(_TableBuilder(AddBlock.WIDTH))
-                _add_blocks(launches[-1], one.runs[run_at], *rows, (place, run_at))
-    return [launch.done(device) for wave in waves for launch in wave]
+                sides = _Sides.of(one, place, run_at)
+                number = _numbered(*waves[wave], sides, (place, run_at), AddBlock.WIDTH)
+                _add_blocks(waves[wave][0][-1], number, sides, one.packed.runs[run_at], rows, (place, run_at))
+    return [launch.done(device) for launches, _ in waves for launch in launches]
 
 
 def _waves(packed: Packed) -> list[list[tuple[int, tuple[Ints, Ints]]]]:
@@ -170,26 +225,30 @@ def _rows(run: Run) -> tuple[Ints, Ints]:
     return of_buffer, np.arange(run.row, run.row + run.count)
 
 
-def _add_blocks(launch: _TableBuilder, run: Run, of_buffer: Ints, packed: Ints, pair: Pair) -> None:
+def _add_blocks(
+    launch: _TableBuilder, number: int, sides: _Sides, run: Run, rows: tuple[Ints, Ints], pair: Pair
+) -> None:
+    begins, behind = launch.behind(number, sides, pair)
+    of_buffer, packed = rows[0] + behind[0], rows[1] + behind[1]
     order = np.argsort(of_buffer, kind="stable")
-    targets, first, number = np.unique(of_buffer[order], return_index=True, return_counts=True)
+    targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     target_at = launch.listed(targets)
     sources_at = launch.num_index + 2 * len(targets)  # behind the two lists that come next
     first_at = launch.listed(first + sources_at)
-    number_at = launch.listed(number)
+    number_at = launch.listed(counts)
     launch.listed(packed[order])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
     blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
-    blocks[:, AddBlock.PAIR] = len(launch.pairs)
+    blocks[:, AddBlock.PAIR] = number
     blocks[:, AddBlock.TARGET_LIST] = starts + target_at
     blocks[:, AddBlock.FIRST_LIST] = starts + first_at
     blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
     blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
-    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(number, starts)
+    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(counts, starts)
     blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = run.head, run.buffer_head
+    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.SOURCE_BEGIN] = begins
     blocks[:, AddBlock.HEADS] = run.num_heads
     launch.blocks.append(blocks)
-    launch.pairs.append(pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +257,7 @@ class RowMap:
 
     `rows`: int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
     Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
+    `count`: rows of it.
     """
 
     buffer: int
@@ -205,6 +265,7 @@ class RowMap:
     head: int
     num_heads: int
     buffer_head: int
+    count: int = 0
 
     def covers(self, num_heads: int) -> bool:
         """Whether it is all of a buffer of `num_heads` heads, in order."""
@@ -227,8 +288,114 @@ def row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device) 
     for (buffer, head, num_heads, buffer_head), maps in maps_of.items():
         for one in maps:
             whole = bool((one == np.arange(len(one))).all())
-            made.append(RowMap(buffer, None if whole else _to(device, one), head, num_heads, buffer_head))
+            rows = None if whole else _to(device, one)
+            made.append(RowMap(buffer, rows, head, num_heads, buffer_head, int((one >= 0).sum())))
     return tuple(made)
+
+
+class Entry(NamedTuple):
+    """A partial of a buffer: equal `part` for the rows of one launch or message, and where its rows
+    are. `owned`: it is an accumulator.
+    """
+
+    part: int
+    row_map: RowMap
+    owned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendTable:
+    """One merge of partials into all messages of an exchange.
+
+    Attributes:
+        parts: (buffer, number among its partials) that stands for each.
+        row_maps: of each part, the packed row of every row sent.
+        out_begins: int32 [rows sent], units of 16 bytes from the first message's output to each row.
+        lse_begins: int32 [rows sent], elements from its LSE.
+        num_heads: of each message.
+        first_head: of the buffers, where those begin.
+        shares: bytes from the first message's output, and LSE, to each message's.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    row_maps: tuple[RowMap, ...]
+    out_begins: Tensor
+    lse_begins: Tensor
+    num_heads: int
+    first_head: int
+    shares: tuple[tuple[int, int], ...]
+
+
+def send_table(
+    outs: Sequence[Moved], lses: Sequence[Moved], held: Mapping[int, Sequence[Entry]], row_bytes: tuple[int, int]
+) -> SendTable | None:
+    """The table of messages of outputs in one memory, or None where one merge does not do.
+
+    `held`: the partials of each buffer then; `row_bytes`: of a head of a row, output and LSE.
+    """
+    heads = {
+        (run.buffer_head, run.num_heads, run.head, one.packed.num_heads) for one in outs for run in one.packed.runs
+    }
+    if len(heads) != 1 or any(one.own is None for one in (*outs, *lses)):
+        return None
+    ((first_head, num_heads, head, of_message),) = heads
+    sites = [(out.own, lse.own) for out, lse in zip(outs, lses, strict=True) if out.own and lse.own]
+    if (
+        head
+        or num_heads != of_message
+        or num_heads * row_bytes[0] % UNIT
+        or len({s.memory for p in sites for s in p}) > 1
+    ):
+        return None
+    total = sum(one.packed.num_rows for one in outs)
+    maps: dict[tuple[object, int, int, int], list[tuple[tuple[int, int], Ints]]] = {}
+    out_begins, lse_begins = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    at = 0
+    shares = [tuple(own.begin - base.begin for own, base in zip(pair, sites[0], strict=True)) for pair in sites]
+    for one, (out_begin, lse_begin) in zip(outs, shares, strict=True):
+        rows = np.arange(one.packed.num_rows)
+        if out_begin % UNIT or lse_begin % row_bytes[1]:
+            return None
+        out_begins[at : at + len(rows)] = (out_begin + rows * num_heads * row_bytes[0]) // UNIT
+        lse_begins[at : at + len(rows)] = lse_begin // row_bytes[1] + rows * num_heads
+        for run in one.packed.runs:
+            of_buffer, packed = _rows(run)
+            for number, (part, row_map, owned) in enumerate(held.get(run.buffer, ())):
+                if owned:
+                    return None
+                whole = row_map.rows is None
+                found = of_buffer if whole else row_map.rows.numpy()[of_buffer]  # pyright: ignore[reportOptionalMemberAccess]
+                key = (part, row_map.head, row_map.num_heads, row_map.buffer_head)
+                _enter(maps.setdefault(key, []), packed + at, found, total, (run.buffer, number))
+        at += len(rows)
+    parts = [(key, place, one) for key, own in maps.items() for place, one in own]
+    row_maps = [RowMap(place[0], _to(_CPU, one), *key[1:]) for key, place, one in parts]
+    made = SendTable(
+        tuple(place for _, place, _ in parts),
+        tuple(row_maps),
+        _to(_CPU, out_begins),
+        _to(_CPU, lse_begins),
+        num_heads,
+        first_head,
+        tuple((a, b) for a, b in shares),
+    )
+    return made if parts else None
+
+
+_CPU = torch.device("cpu")
+
+
+def _enter(
+    maps: list[tuple[tuple[int, int], Ints]], rows: Ints, found: Ints, total: int, place: tuple[int, int]
+) -> None:
+    """Enter packed rows of a partial for some rows sent, in the first map that has none for them."""
+    for _, one in maps:
+        if (one[rows] < 0).all():
+            one[rows] = found
+            return
+    one = np.full(total, -1, dtype=np.int64)
+    one[rows] = found
+    maps.append((place, one))
 
 
 def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints]:

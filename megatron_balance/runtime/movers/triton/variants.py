@@ -15,9 +15,6 @@ from megatron_balance.runtime.movers.triton.kernels import AddBlock, CopyBlock, 
 from megatron_balance.runtime.movers.triton.mover import PARTS, PLACES, TritonMover, launch, merge_parts, partial_of
 from megatron_balance.runtime.movers.triton.tables import BlockTable
 
-HELD_PARTS = PARTS[:2]
-"""Partials of one merge that a call holds at once (`movers.base.HELD_PARTS`, and one more)."""
-
 
 class Kind(NamedTuple):
     """Types of the sources and targets of one launch, and elements of a head."""
@@ -61,7 +58,7 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     wide = wide_dtype(dtype)
     lse = torch.zeros((1, 1), dtype=wide, device=device)
     part = partial_of(torch.zeros((1, 1, head_dim), dtype=dtype, device=device), lse)
-    for num_parts in HELD_PARTS:
+    for num_parts in PARTS:
         for out_dtype in dict.fromkeys((dtype, wide)):
             out = torch.empty((1, 1, head_dim), dtype=out_dtype, device=device)
             merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
