@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.emulated_cluster import Controller, NicBytes
 
@@ -93,15 +94,27 @@ def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int
     return Measured(float(seconds), all(torch.equal(received, pattern) for received, _ in receives), nics)
 
 
-def describe(_rank: int, _controller: Controller) -> dict[str, str]:
-    """The environment that torchrun would give, the host's name, and what the rank and a program that
-    it starts may do: the lines about privileges of their status.
+def describe(_rank: int, _controller: Controller) -> dict[str, Any]:
+    """The environment that torchrun would give, the host's name, what the rank and a program that
+    it starts may do (the lines about privileges of their status), and whether the rank could raise its
+    priority.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     child = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
-    status = Path("/proc/self/status").read_text() + child
-    may = " ".join(line for line in status.splitlines() if line.startswith(("Cap", "NoNewPrivs")))
-    return {"host": os.uname().nodename, "may": may, **{name: os.environ[name] for name in names}}
+    may = {"own": privileges(Path("/proc/self/status").read_text()), "program": privileges(child)}
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, -11)
+    except PermissionError:
+        raised = False
+    else:
+        raised = True
+    return {"host": os.uname().nodename, **may, "raised": raised, **{name: os.environ[name] for name in names}}
+
+
+def privileges(status: str) -> dict[str, int]:
+    """The capability sets and NoNewPrivs of a process's status."""
+    lines = (line.split() for line in status.splitlines() if line.startswith(("Cap", "NoNewPrivs")))
+    return {name.rstrip(":"): int(word, 16) for name, word in lines}
 
 
 def fail_on(rank: int, _controller: Controller, failing: int, code: int | None) -> None:

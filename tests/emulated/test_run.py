@@ -23,6 +23,8 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/emulated"
 SMALL = Topology(num_nodes=2, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=100_000_000, intra_bits_per_s=None)
+CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+SYS_NICE = 1 << 23
 ENDED_S = 30.0
 """Seconds that a job may take to end once a rank has died."""
 
@@ -198,19 +200,24 @@ def test_check_says_ok(permitted: None) -> None:
     assert (done.returncode, done.stdout) == (0, "OK\n")
 
 
-def test_ranks_have_torchruns_environment_their_nodes_host_name_and_no_capability(emulate: Emulate) -> None:
-    result = emulate(SMALL, jobs.describe)
+@pytest.mark.parametrize("may_schedule", [False, True])
+def test_ranks_have_torchruns_environment_their_nodes_host_name_and_no_other_capability(
+    emulate: Emulate, may_schedule: bool
+) -> None:
+    result = emulate(SMALL, jobs.describe, may_schedule=may_schedule)
     assert [value["RANK"] for value in result.values] == ["0", "1", "2", "3"]
     assert [value["LOCAL_RANK"] for value in result.values] == ["0", "1", "0", "1"]
     assert [value["host"] for value in result.values] == ["n0", "n0", "n1", "n1"]
     assert {value["MASTER_ADDR"] for value in result.values} == {"10.201.0.1"}
     assert len(result.nic_bytes) == 2
     assert result.seconds < ENDED_S
-    # and no capability, the one of process 1 that built the cluster included
-    words = result.values[0]["may"].split()
-    assert words.count("CapEff:") == 2
-    assert {int(word, 16) for name, word in zip(words[::2], words[1::2], strict=True) if name != "NoNewPrivs:"} == {0}
-    assert {word for name, word in zip(words[::2], words[1::2], strict=True) if name == "NoNewPrivs:"} == {"1"}
+    # and no capability (process 1 had some, to build the cluster), but to schedule where asked for
+    own, program = result.values[0]["own"], result.values[0]["program"]
+    kept = own["CapEff"] & SYS_NICE if may_schedule else 0
+    assert own == {**dict.fromkeys(CAPABILITIES, 0), "CapEff": kept, "CapPrm": kept, "NoNewPrivs": 1}
+    assert program == {**dict.fromkeys(CAPABILITIES, 0), "NoNewPrivs": 1}
+    ours = jobs.privileges(Path("/proc/self/status").read_text())["CapEff"]
+    assert result.values[0]["raised"] == (may_schedule and bool(ours & SYS_NICE))
 
 
 @pytest.mark.parametrize(("code", "shown"), [(None, "ValueError: asked to fail"), (7, "failed with exit code 7")])

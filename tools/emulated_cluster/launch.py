@@ -95,6 +95,7 @@ def run(
     *,
     deadline_s: float = 3600.0,
     show: int | None = None,
+    may_schedule: bool = False,
 ) -> Result:
     """Run `target` on every rank of a cluster; of nothing it started is anything left when this
     returns or raises.
@@ -108,6 +109,8 @@ def run(
         logs: folder for the ranks' output.
         deadline_s: what the job may take.
         show: the rank whose output is copied to this process's standard output as it comes.
+        may_schedule: ranks keep the right, if this process has it, to raise their priority and to
+            reserve time of a core; else they have no capability at all.
 
     Raises:
         RankError: a rank failed or died, or the deadline passed.
@@ -117,19 +120,20 @@ def run(
     for old in logs.glob("rank*.log"):
         old.unlink()
     if isinstance(where, EmulatedCluster):
-        return in_sandbox(lambda: _run(where, target, logs, deadline_s, show), own_network=False)
+        ranks = _Ranks(where, logs, may_schedule=may_schedule)
+        return in_sandbox(lambda: _run(ranks, target, deadline_s, show), own_network=False)
 
     def alone() -> Result:
         with EmulatedCluster(where, "job") as cluster:
-            return _run(cluster, target, logs, deadline_s, show)
+            return _run(_Ranks(cluster, logs, may_schedule=may_schedule), target, deadline_s, show)
 
     return in_sandbox(alone)
 
 
-def _run(cluster: EmulatedCluster, target: Target, logs: Path, deadline_s: float, show: int | None) -> Result:
+def _run(ranks: _Ranks, target: Target, deadline_s: float, show: int | None) -> Result:
+    cluster, logs = ranks.cluster, ranks.logs
     before = cluster.nic_bytes()
     start = time.monotonic()
-    ranks = _Ranks(cluster, logs)
     ranks.start(target)
     _watch(ranks, start + deadline_s, None if show is None else _Copy(_log(logs, show)))
     seconds = time.monotonic() - start
@@ -145,10 +149,11 @@ class _Ranks:
     negative if killed by that signal.
     """
 
-    def __init__(self, cluster: EmulatedCluster, logs: Path) -> None:
+    def __init__(self, cluster: EmulatedCluster, logs: Path, *, may_schedule: bool) -> None:
         self.cluster = cluster
         self.logs = logs
-        self.start_s = time.monotonic()
+        self.may_schedule = may_schedule
+        self.start_s = 0.0
         self.pids: dict[int, int] = {}
         self.pipes: dict[Connection, int] = {}
         self.codes: dict[int, int] = {}
@@ -159,14 +164,36 @@ class _Ranks:
         return [rank for rank in range(self.cluster.topology.world_size) if rank not in self.codes]
 
     def start(self, target: Target) -> None:
+        self.start_s = time.monotonic()
         for rank in range(self.cluster.topology.world_size):
             ours, theirs = multiprocessing.Pipe()
             pid = os.fork()
             if pid == 0:
-                _be_rank(self.cluster, rank, target, theirs, _log(self.logs, rank))
+                self._be_rank(rank, target, theirs)
             theirs.close()
             self.pids[pid] = rank
             self.pipes[ours] = rank
+
+    def _be_rank(self, rank: int, target: Target, pipe: Connection) -> NoReturn:
+        """In a rank's process: its output, namespace and environment, then the target."""
+        code = 1
+        try:
+            _redirect(_log(self.logs, rank))
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            self.cluster.enter(rank)
+            linux.drop_capabilities(may_schedule=self.may_schedule)  # a rank needs none of what built the cluster
+            os.environ.update(self.cluster.topology.environment(rank))
+            pipe.send(("value", (target(rank, Controller(pipe)),)))
+            code = 0
+        except SystemExit as end:
+            code = _exit_code(end)
+        except BaseException:  # a forked rank must not return into its parent's code
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
 
     def serve(self, timeout_s: float) -> None:
         """Answer what ranks ask, for at most this long."""
@@ -309,28 +336,6 @@ class _Copy:
         new = self._log.read()
         while new:
             new = new[os.write(1, new) :]
-
-
-def _be_rank(cluster: EmulatedCluster, rank: int, target: Target, pipe: Connection, log: Path) -> NoReturn:
-    """In a rank's process: its output, namespace and environment, then the target."""
-    code = 1
-    try:
-        _redirect(log)
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        cluster.enter(rank)
-        linux.drop_capabilities()  # what a rank runs needs none of what built the cluster
-        os.environ.update(cluster.topology.environment(rank))
-        pipe.send(("value", (target(rank, Controller(pipe)),)))
-        code = 0
-    except SystemExit as end:
-        code = _exit_code(end)
-    except BaseException:  # a forked rank must not return into its parent's code
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def _redirect(log: Path) -> None:

@@ -18,6 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAP_SYS_NICE = 23
 _MS_REC = 1 << 14
 _MS_PRIVATE = 1 << 18
 
@@ -29,17 +30,22 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(*, may_schedule: bool = False) -> None:
     """Give up every capability of this process for good: no program that it starts gains one, whatever
-    user it is, and none can be had by a set-user-ID program.
+    user it is, and none can be had by a set-user-ID program. `may_schedule`: the process itself keeps
+    the one to raise its priority and to reserve time of a core, if it has it.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     for capability in range(last + 1):
         _prctl(_PR_CAPBSET_DROP, capability, "PR_CAPBSET_DROP")
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)  # this thread
-    none = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice 32 bits each
-    if _libc.capset(header, none):
+    kept = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice 32 bits each
+    if may_schedule:
+        if _libc.capget(header, kept):
+            raise OSError(ctypes.get_errno(), "capget")
+        kept[:] = [word & (1 << _CAP_SYS_NICE) if at < 2 else 0 for at, word in enumerate(kept)]
+    if _libc.capset(header, kept):
         raise OSError(ctypes.get_errno(), "capset")
 
 

@@ -13,7 +13,7 @@ from tools.bench.emulated import __main__ as command
 from tools.bench.emulated import launch, report
 from tools.bench.emulated.batches import DATASETS, draw_batches, scaled
 from tools.bench.emulated.device import share_of_core
-from tools.bench.emulated.point import HOP_BYTES, TOKENS, TRANSFER_TO_ROUND, Kernels, Point
+from tools.bench.emulated.point import SHAPE, SHAPES, TOKENS, TRANSFER_TO_ROUND, Kernels, Point
 from tools.bench.emulated.steps import WARM_UP, Ablation
 from tools.bench.emulated.variants import BASELINE, VARIANTS
 
@@ -33,6 +33,7 @@ def experiment(**changes: Any) -> Ablation:
         "nic_mbit": None,
         "calibration_s": 1.0,
         "core_share": 0.2,
+        "shape": "2x4",
     }
     return Ablation(**{**keys, **changes})
 
@@ -51,7 +52,9 @@ def test_the_point_has_the_papers_ratio_and_tells_planners_the_same_rates() -> N
     point = Point.of(KERNELS)
     assert point.transfer_to_round == pytest.approx(TRANSFER_TO_ROUND, rel=1e-6)
     cluster = point.cluster(2)
-    assert HOP_BYTES / cluster["nic_bytes_per_s"] == pytest.approx(TRANSFER_TO_ROUND * KERNELS.forward_s, rel=1e-6)
+    assert SHAPE.hop_bytes / cluster["nic_bytes_per_s"] == pytest.approx(
+        TRANSFER_TO_ROUND * KERNELS.forward_s, rel=1e-6
+    )
     assert cluster["intra_bytes_per_s"] == pytest.approx(8 * cluster["nic_bytes_per_s"], rel=1e-6)
     assert cluster["ranks_per_nic"] == 2
     assert point.topology(2).ranks_per_nic == 2
@@ -79,6 +82,10 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
         "step_s": seconds + 1.5,
         "all_reduce_s": 0.5,
         "hidden_share": 0.25,
+        "cpu_s": 0.4,
+        "model_s": 4.0,
+        "waited_s": 2.0,
+        "used": [(1.0, 100.0), (2.5, 103.2)],
     }
     # it waits for the other to come
     prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]
@@ -90,6 +97,8 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
         "repeat": repeat,
         "variant_id": variant,
         "variant": VARIANTS[variant].name,
+        "share": 0.2,
+        "cores": 2,
         "loss": 5.0,
         "grad_norm": 0.25,
         "ranks": [rank, idle],
@@ -122,6 +131,43 @@ def test_ratios_compare_the_same_batches_and_leave_the_warm_up_out() -> None:
     assert whole.step_ratio == pytest.approx((7.0 + 7.0) / (3.0 + 5.0))
     assert whole.hidden_share == pytest.approx(0.5)
     assert by_name["mean", VARIANTS[4].name].attention_ratio == pytest.approx(2.0)
+
+
+def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None:
+    calm = record(0, 0, 0, 6.0)
+    assert report.speed(calm) == pytest.approx(1.0)
+    assert report.others_share(calm) == pytest.approx(0.2 / 8)
+    assert not report.disturbed(calm)
+    (first, second) = calm["ranks"]
+    slow = {**calm, "ranks": [first, {**second, "waited_s": 1.8}]}
+    assert report.speed(slow) == pytest.approx(0.4 / 2.2 / 0.2)
+    busy = {**calm, "ranks": [first, {**second, "used": [(1.0, 100.0), (2.5, 103.5)]}]}
+    assert report.others_share(busy) == pytest.approx(0.5 / 8)
+    assert report.disturbed(slow)
+    assert report.disturbed(busy)
+    assert not report.disturbed({**slow, "share": None})
+    (line, *_) = report.lines([calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}])
+    assert line.disturbed == 2
+    assert line.nic_over_mean == pytest.approx(2.0)
+    assert report.nic_over_mean({**calm, "nic_sent": [2, 1], "nic_received": [0, 0]}) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_a_head_for_each_rank_and_say_so_to_planners(name: str) -> None:
+    shape = SHAPES[name]
+    assert shape.heads == (shape.num_ranks if "heads" not in name else 2)
+    assert shape.tokens_per_rank * shape.num_ranks == TOKENS
+    point = Point.of(KERNELS, shape)
+    assert point.transfer_to_round == pytest.approx(TRANSFER_TO_ROUND, rel=1e-6)
+    cluster, topology = point.cluster(4), point.topology(4)
+    assert (cluster["num_ranks"], topology.world_size) == (shape.num_ranks, shape.num_ranks)
+    assert cluster["ranks_per_nic"] == topology.ranks_per_nic == shape.ranks_per_node // 4
+    assert f"{shape.heads} heads x {shape.head_dim}" in point.text()
+
+
+def test_every_variant_names_a_planner_with_options_that_it_has() -> None:
+    assert [variant.choice().name for variant in VARIANTS] == [variant.planner for variant in VARIANTS]
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
 
 
 def test_a_loss_that_depends_on_the_variant_is_named() -> None:

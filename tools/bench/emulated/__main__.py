@@ -17,12 +17,12 @@ from rich.console import Console
 
 from tools.bench.emulated import launch, report
 from tools.bench.emulated.device import SHARE
+from tools.bench.emulated.point import SHAPES
 from tools.bench.emulated.steps import Ablation
-from tools.bench.emulated.variants import VARIANTS
+from tools.bench.emulated.variants import QUICK, VARIANTS
 
 USAGE_ERROR = 2
 BASE = 0
-QUICK_VARIANTS = 7
 EXPLANATION = (
     "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and "
     "gradient norms of a "
@@ -35,7 +35,9 @@ EXPLANATION = (
     "spread: the largest "
     "(max - min) / median over the repeats of a batch. NIC: most bytes that one sent or received in a step. Hidden: "
     "of the time that "
-    "a rank's transfers were under way, the share in which it did not wait for them.",
+    "a rank's transfers were under way, the share in which it did not wait for them. Over mean: bytes of the busiest "
+    "NIC over the mean of all. Disturbed: steps in which a rank had less than its share of a core, or other programs "
+    "some of the cores.",
 )
 
 
@@ -83,8 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants",
         type=_numbers,
-        default=tuple(range(len(VARIANTS))),
-        help="places in the list, the first is te_ring",
+        default=None,
+        help="places in the list, the first is te_ring (default: all; with --quick some)",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=tuple(SHAPES),
+        default=next(iter(SHAPES)),
+        help="nodes x ranks, and a model with as many heads (default %(default)s)",
     )
     return parser
 
@@ -103,7 +111,8 @@ def _experiment(options: argparse.Namespace) -> Ablation:
         seed=options.seed,
         layers=1 if quick else options.layers,
         backward=options.backward,
-        variants=options.variants[:QUICK_VARIANTS] if quick else options.variants,
+        variants=options.variants or (QUICK if quick else tuple(range(len(VARIANTS)))),
+        shape=options.shape,
         nic_mbit=options.nic_mbit,
         core_share=options.core_share,
         calibration_s=min(2.0, options.calibration_s) if quick else options.calibration_s,
@@ -116,8 +125,8 @@ def _show(console: Console, found: Sequence[report.Line], records: Sequence[repo
         console.print(launch.table(report.HEADINGS, report.rows(of_topology), f"{nics} NICs a node"))
     console.print(
         "Bytes of a NIC as the kernel counted them, less headers, against the plan's: "
-        f"{100 * report.counted_against_plan(records):.1f} % "
-        f"of the busiest NIC's apart at most, where that carries 1 MB or more. {len(records)} steps in {seconds:.0f} s."
+        f"{100 * report.counted_against_plan(records):.1f} % of the busiest NIC's apart at most, where that carries "
+        f"1 MB or more. {len(records)} steps in {seconds:.0f} s. " + report.disturbance(records)
     )
 
 
@@ -135,6 +144,7 @@ def _text(
         title = f"## {nics} NICs a node: {experiment.batches[at]} batches of each data set, {experiment.repeats} times"
         parts += [title, report.markdown(of_topology)]
     apart = 100 * report.counted_against_plan(records)
+    parts.append(report.disturbance(records))
     parts.append(
         f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's "
         "apart at most, over "

@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_balance.errors import ConfigError
 
@@ -35,6 +36,7 @@ _SCHED_DEADLINE = 6
 _RESET_ON_FORK = 1
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 _TRANSFERS_NICE = -10
+_STAT = Path("/proc/stat")
 _PATIENCE_S = 20.0  # for reservations of threads that have just ended
 
 
@@ -74,6 +76,20 @@ def reserve(share: float) -> bool:
 def release() -> None:
     """Run this thread as an ordinary one again."""
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+class Used(NamedTuple):
+    """Seconds of cores used so far: by this process, and by all programs of this machine."""
+
+    own_s: float
+    machine_s: float
+
+    @staticmethod
+    def now() -> Used:
+        """Of the machine also what its host took from it; work of the network is no program's."""
+        user, nice, system, _idle, _io, _irq, _network, stolen, *_ = map(int, _STAT.read_text().split(maxsplit=9)[1:9])
+        machine_s = (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+        return Used(time.process_time(), machine_s)
 
 
 def prefer_transfers() -> None:

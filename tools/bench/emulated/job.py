@@ -11,12 +11,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tools.bench.emulated import device
-from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, NUM_RANKS, TOKENS_PER_RANK, Kernels, Point
+from tools.bench.emulated.point import SHAPE, SHAPES, Kernels, Point, Shape
 from tools.bench.emulated.steps import Ablation, Experiment, Planned
 from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Topology, run
@@ -40,6 +40,7 @@ class Task:
     topologies: tuple[OnTopology, ...]
     variants: tuple[Variant, ...]
     flags: Mapping[str, Any] = field(default_factory=dict)
+    shape: Shape = SHAPE
     train: Callable[[int, Any, Any], None] | None = None
     """A rank's work with its number, its controller and its `training.Run`; not given: one
     microbatch a step under each variant.
@@ -50,7 +51,10 @@ def main() -> int:
     """Run the ablation that the only argument describes."""
     experiment = Ablation.parse(sys.argv[1])
     topologies = [OnTopology(nics, experiment.steps(at)) for at, nics in enumerate(experiment.nics)]
-    return carry_out(experiment, Task(tuple(topologies), VARIANTS), Point.of)
+    shape = SHAPES[experiment.shape]
+    return carry_out(
+        experiment, Task(tuple(topologies), VARIANTS, shape=shape), lambda kernels: Point.of(kernels, shape)
+    )
 
 
 def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], Point]) -> int:
@@ -72,9 +76,11 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
 
     train = task.train or training.train
     folder = experiment.folder
-    share = device.share_of_core(experiment.core_share, NUM_RANKS) if experiment.core_share else None
-    kernels = calibrated(share, experiment.calibration_s, folder / "kernels")
-    point = point_of(kernels) if experiment.nic_mbit is None else Point(kernels, round(1e6 * experiment.nic_mbit))
+    share = device.share_of_core(experiment.core_share, task.shape.num_ranks) if experiment.core_share else None
+    kernels = calibrated(share, experiment.calibration_s, folder / "kernels", task.shape)
+    point = point_of(kernels)
+    if experiment.nic_mbit is not None:
+        point = replace(point, nic_bits_per_s=round(1e6 * experiment.nic_mbit))
     # Written before anything is compared: the point must not depend on how planners fare there.
     (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
     with (folder / STEPS_FILE).open("w") as records:
@@ -90,12 +96,14 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
                 record=writer(records),
                 variants=task.variants,
                 flags=task.flags,
+                shape=task.shape,
             )
             run(
                 job.topology,
                 lambda rank, controller, job=job: train(rank, controller, job),
                 folder / f"{nics}-nics",
                 deadline_s=DEADLINE_S,
+                may_schedule=True,
             )
     return 0
 
@@ -110,18 +118,20 @@ def writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
     return write
 
 
-def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
+def calibrated(share: float | None, seconds: float, logs: Path, shape: Shape = SHAPE) -> Kernels:
     """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they
     share the cores evenly.
     """
-    topology = Topology(1, NUM_RANKS, NUM_RANKS, 10**9, None)
-    result = run(topology, lambda *_: _measure(share, seconds), logs)
+    size = shape.num_ranks
+    result = run(
+        Topology(1, size, size, 10**9, None), lambda *_: _measure(share, seconds, shape), logs, may_schedule=True
+    )
     reserved = all(value[3] for value in result.values)
-    forward, backward, linear = (sum(value[i] for value in result.values) / NUM_RANKS for i in range(3))
+    forward, backward, linear = (sum(value[i] for value in result.values) / size for i in range(3))
     return Kernels(forward, backward, linear, share if reserved else None)
 
 
-def _measure(share: float | None, seconds: float) -> tuple[float, float, float, bool]:
+def _measure(share: float | None, seconds: float, shape: Shape) -> tuple[float, float, float, bool]:
     """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while
     all ranks do the same.
 
@@ -134,16 +144,17 @@ def _measure(share: float | None, seconds: float) -> tuple[float, float, float, 
     from megatron_balance.runtime.kernels.base import Entries
 
     dist.init_process_group("gloo")
-    kernel = choose_kernel("auto", torch.device("cpu"), torch.float32, HEAD_DIM)
-    q, k, v, out, dout = torch.randn(5, TOKENS_PER_RANK, HEADS, HEAD_DIM).unbind()
-    lse = torch.full((TOKENS_PER_RANK, HEADS), 8.0)
-    whole, nano_batch = (0, TOKENS_PER_RANK), TOKENS_PER_RANK // 2
+    kernel = choose_kernel("auto", torch.device("cpu"), torch.float32, shape.head_dim)
+    tokens = shape.tokens_per_rank
+    q, k, v, out, dout = torch.randn(5, tokens, shape.heads, shape.head_dim).unbind()
+    lse = torch.full((tokens, shape.heads), 8.0)
+    whole, nano_batch = (0, tokens), tokens // 2
     # The two kinds of round of a zigzag ring: keys of an earlier rank, keys of a later one.
     kinds = [
         Entries((whole,), ((0, nano_batch),), (False,), (whole,)),
-        Entries(((nano_batch, TOKENS_PER_RANK),), (whole,), (False,), ((nano_batch, TOKENS_PER_RANK),)),
+        Entries(((nano_batch, tokens),), (whole,), (False,), ((nano_batch, tokens),)),
     ]
-    x, w = torch.randn(TOKENS_PER_RANK, HEADS * HEAD_DIM), torch.randn(HEADS * HEAD_DIM, 2 * FFN_SIZE)
+    x, w = torch.randn(tokens, shape.hidden_size), torch.randn(shape.hidden_size, 2 * shape.ffn_size)
     forward = [lambda e=e: kernel.forward(kernel.prepare(e, q.device), q, k, v, 0.125) for e in kinds]
     backward = [
         lambda e=e: kernel.backward(kernel.prepare(e, q.device), (dout, out, lse), q, k, v, 0.125) for e in kinds

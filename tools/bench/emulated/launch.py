@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from tools.bench.emulated.job import POINT_FILE, STEPS_FILE
-from tools.bench.emulated.point import Kernels, Point
+from tools.bench.emulated.point import Kernels, Point, Shape
 from tools.bench.emulated.report import Record
 from tools.bench.emulated.steps import Experiment
 from tools.emulated_cluster import check
@@ -124,7 +124,7 @@ def records(experiment: Experiment) -> list[Record]:
 def point(experiment: Experiment) -> Point:
     """The point that the job fixed."""
     keys: dict[str, Any] = json.loads((experiment.folder / POINT_FILE).read_text())
-    return Point(Kernels(**keys["kernels"]), keys["nic_bits_per_s"])
+    return Point(Kernels(**keys["kernels"]), keys["nic_bits_per_s"], Shape(**keys["shape"]))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:

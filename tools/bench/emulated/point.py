@@ -20,19 +20,68 @@ PAPER_TOKENS = 64 * 1024
 """Zeppelin's timeline (section 5.4.1): 64k tokens on 16 GPUs of cluster A."""
 SCALE = 4
 TOKENS = PAPER_TOKENS // SCALE
-TOKENS_PER_RANK = TOKENS // NUM_RANKS
 
 HEADS, HEAD_DIM = 2, 64
 BYTES_PER_ELEMENT = 4
-HOP_BYTES = TOKENS_PER_RANK * 2 * HEADS * HEAD_DIM * BYTES_PER_ELEMENT
-"""Keys and values of one rank: what a round of the ring sends over a NIC."""
-ROUND_PAIRS = TOKENS_PER_RANK * TOKENS_PER_RANK // 2
-"""(query, key) pairs of a rank in one round of a zigzag ring over a single sequence."""
-ROUND_FLOPS = 4 * HEADS * HEAD_DIM * ROUND_PAIRS
-
 FFN_SIZE = 768
 """Makes linear modules take 0.38 of the time of a full context's attention, as in the paper's 3B
 model (docs/operating-point.md).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Ranks and the model that is trained on them; the defaults are those of most benchmarks."""
+
+    nodes: int = NUM_NODES
+    ranks_per_node: int = RANKS_PER_NODE
+    heads: int = HEADS
+    """Of queries and, as many, of keys."""
+    head_dim: int = HEAD_DIM
+    ffn_size: int = FFN_SIZE
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the model."""
+        return self.heads * self.head_dim
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of a batch of `TOKENS`."""
+        return TOKENS // self.num_ranks
+
+    @property
+    def hop_bytes(self) -> int:
+        """Keys and values of one rank: what a round of the ring sends over a NIC."""
+        return self.tokens_per_rank * 2 * self.hidden_size * BYTES_PER_ELEMENT
+
+    @property
+    def round_pairs(self) -> int:
+        """(query, key) pairs of a rank in one round of a zigzag ring over a single sequence."""
+        return self.tokens_per_rank**2 // 2
+
+    @property
+    def round_flops(self) -> int:
+        """Of a round's attention, forward."""
+        return 4 * self.hidden_size * self.round_pairs
+
+
+SHAPE = Shape()
+ROUND_PAIRS = SHAPE.round_pairs
+SHAPES = {
+    "2x4": Shape(heads=8, head_dim=16, ffn_size=1152),
+    "2x8": Shape(ranks_per_node=8, heads=16, head_dim=16, ffn_size=960),
+    "4x4": Shape(nodes=4, heads=16, head_dim=16, ffn_size=960),
+    "2x4, 2 heads": SHAPE,
+}
+"""By nodes x ranks: a head for each rank, so that heads can be exchanged between all of them. A
+kernel on heads of 16 takes 1.4 times as long for the same FLOPs as on heads of 64, and the MLP is
+as much wider. With two heads for eight ranks most ranks of an exchange of heads would be idle.
 """
 
 TRANSFER_TO_ROUND = 3.5
@@ -62,14 +111,15 @@ class Point:
 
     kernels: Kernels
     nic_bits_per_s: int
+    shape: Shape = SHAPE
 
     @staticmethod
-    def of(kernels: Kernels) -> Point:
+    def of(kernels: Kernels, shape: Shape = SHAPE) -> Point:
         """The point at which a transfer takes `TRANSFER_TO_ROUND` times as long as the attention of
         its round.
         """
-        payload_bytes_per_s = HOP_BYTES / (TRANSFER_TO_ROUND * kernels.forward_s)
-        return Point(kernels, round(8 * payload_bytes_per_s / GOODPUT))
+        payload_bytes_per_s = shape.hop_bytes / (TRANSFER_TO_ROUND * kernels.forward_s)
+        return Point(kernels, round(8 * payload_bytes_per_s / GOODPUT), shape)
 
     @property
     def intra_bits_per_s(self) -> int:
@@ -79,20 +129,22 @@ class Point:
     @property
     def transfer_to_round(self) -> float:
         """The ratio that this point has; not `TRANSFER_TO_ROUND` if the rate was given."""
-        return HOP_BYTES / self._payload(self.nic_bits_per_s) / self.kernels.forward_s
+        return self.shape.hop_bytes / self._payload(self.nic_bits_per_s) / self.kernels.forward_s
 
     def topology(self, nics_per_node: int) -> Topology:
         """The emulated cluster."""
-        return Topology(NUM_NODES, RANKS_PER_NODE, nics_per_node, self.nic_bits_per_s, self.intra_bits_per_s)
+        shape = self.shape
+        return Topology(shape.nodes, shape.ranks_per_node, nics_per_node, self.nic_bits_per_s, self.intra_bits_per_s)
 
     def cluster(self, nics_per_node: int) -> dict[str, Any]:
         """The `cluster` section of a configuration: what planners are told."""
-        flops_per_s = ROUND_FLOPS / self.kernels.forward_s
+        shape = self.shape
+        flops_per_s = shape.round_flops / self.kernels.forward_s
         return {
             "base": "emulated",
-            "num_ranks": NUM_RANKS,
-            "ranks_per_node": RANKS_PER_NODE,
-            "ranks_per_nic": RANKS_PER_NODE // nics_per_node,
+            "num_ranks": shape.num_ranks,
+            "ranks_per_node": shape.ranks_per_node,
+            "ranks_per_nic": shape.ranks_per_node // nics_per_node,
             "nic_bytes_per_s": self._payload(self.nic_bits_per_s),
             "intra_bytes_per_s": self._payload(self.intra_bits_per_s),
             "flops_per_s": flops_per_s,
@@ -102,20 +154,20 @@ class Point:
 
     def text(self) -> str:
         """A paragraph for people."""
-        k = self.kernels
+        k, shape = self.kernels, self.shape
         speed = "the ranks share the cores; imbalance between them costs less than on a cluster"
         if k.share is not None:
             speed = f"each rank computes at {100 * k.share:.0f} % of a core, by the deadline scheduler"
         return (
-            f"{NUM_NODES} nodes x {RANKS_PER_NODE} ranks, {TOKENS_PER_RANK} tokens a rank, {HEADS} heads x "
-            f"{HEAD_DIM}, fp32; {speed}.\n"
+            f"{shape.nodes} nodes x {shape.ranks_per_node} ranks, {shape.tokens_per_rank} tokens a rank, {shape.heads} "
+            f"heads x {shape.head_dim}, fp32; {speed}.\n"
             f"Attention of a ring round, all ranks at once: forward {1e3 * k.forward_s:.1f} ms, backward "
             f"{1e3 * k.backward_s:.1f} ms "
-            f"({ROUND_FLOPS / k.forward_s / 1e9:.1f} GFLOP/s a rank; matrix products "
+            f"({shape.round_flops / k.forward_s / 1e9:.1f} GFLOP/s a rank; matrix products "
             f"{k.linear_flops_per_s / 1e9:.1f}).\n"
-            f"A hop carries {HOP_BYTES / 1e6:.3f} MB; NIC {self.nic_bits_per_s / 1e6:.1f} Mbit/s, links in a node "
-            f"{self.intra_bits_per_s / 1e6:.1f} Mbit/s: a hop between nodes takes {self.transfer_to_round:.2f} times "
-            "its round's attention."
+            f"A hop carries {shape.hop_bytes / 1e6:.3f} MB; NIC {self.nic_bits_per_s / 1e6:.1f} Mbit/s, links in a "
+            f"node {self.intra_bits_per_s / 1e6:.1f} Mbit/s: a hop between nodes takes {self.transfer_to_round:.2f} "
+            "times its round's attention."
         )
 
     @staticmethod

@@ -25,7 +25,8 @@ class Line:
 
     Times are medians over repeats of each batch, then means over batches; `*_ratio`: te_ring's over
     this one's; `low`, `high`: the smallest and largest ratio of one batch; `spread`: the largest
-    (max - min) / median of a batch's attention time over repeats.
+    (max - min) / median of a batch's attention time over repeats. `nic_mb`: bytes of the busiest NIC,
+    in MB; `nic_over_mean`: of all NICs, those of the busiest over the mean; `disturbed`: steps.
     """
 
     nics: int
@@ -40,7 +41,9 @@ class Line:
     step_ratio: float
     all_reduce_s: float
     nic_mb: float
+    nic_over_mean: float
     hidden_share: float
+    disturbed: int
 
 
 LEAST_COMPARED = 1_000_000
@@ -86,6 +89,7 @@ def brief(record: Record) -> Record:
         "zones",
         "moved_tokens",
         "routed_zones",
+        "picked",
     )
     names += ("loss", "grad_norm", "nic_sent", "nic_received", "plan_nic_sent", "plan_nic_received")
     times = {
@@ -93,6 +97,8 @@ def brief(record: Record) -> Record:
         "attention_backward_s": phase_s(record, "backward_calls"),
         "step_s": slowest("step_s")(record),
         "all_reduce_s": slowest("all_reduce_s")(record),
+        "speed": speed(record),
+        "others_share": others_share(record),
     }
     return {**{name: record[name] for name in names}, **{name: round(seconds, 4) for name, seconds in times.items()}}
 
@@ -100,6 +106,51 @@ def brief(record: Record) -> Record:
 def busiest_nic_mb(record: Record) -> float:
     """Most bytes that a NIC sent or received, as the kernel counted them, in MB."""
     return max(*record["nic_sent"], *record["nic_received"]) / 1e6
+
+
+def nic_over_mean(record: Record) -> float:
+    """Bytes of the busiest NIC over the mean of all, of what they sent or received; 1 where none sent
+    any.
+    """
+    sides = (record["nic_sent"], record["nic_received"])
+    return max((max(side) / statistics.fmean(side) for side in sides if any(side)), default=1.0)
+
+
+LEAST_SPEED, MOST_OTHERS = 0.95, 0.05
+
+
+def speed(record: Record) -> float:
+    """Of the core's share that each rank was promised, what the slowest one's thread had while it was
+    busy.
+    """
+    if record["share"] is None:
+        return 1.0
+    return min(rank["cpu_s"] / (rank["model_s"] - rank["waited_s"]) for rank in record["ranks"]) / record["share"]
+
+
+def others_share(record: Record) -> float:
+    """Of all cores, the share that programs beside the ranks took while the model ran."""
+    begun, ended = zip(*(rank["used"] for rank in record["ranks"]), strict=True)
+    own_s = sum(stop[0] - start[0] for start, stop in zip(begun, ended, strict=True))
+    machine_s = max(stop[1] for stop in ended) - min(start[1] for start in begun)
+    return max(0.0, machine_s - own_s) / (record["cores"] * slowest("model_s")(record))
+
+
+def disturbed(record: Record) -> bool:
+    """Whether ranks computed slower than promised, or other programs took what transfers need."""
+    return speed(record) < LEAST_SPEED or others_share(record) > MOST_OTHERS
+
+
+def disturbance(records: Sequence[Record]) -> str:
+    """A sentence."""
+    steps = [record for record in records if record["repeat"] != WARM_UP]
+    others = [100 * others_share(step) for step in steps]
+    return (
+        f"Disturbed steps: {sum(map(disturbed, steps))} of {len(steps)}. A rank had at least "
+        f"{min(map(speed, steps)):.2f} of its share of a core (disturbed below {LEAST_SPEED}); other programs had "
+        f"{max(others):.0f} % of the cores at most, {statistics.median(others):.0f} % in the median step (disturbed "
+        f"above {100 * MOST_OTHERS:.0f} %)."
+    )
 
 
 def check(records: Sequence[Record]) -> list[str]:
@@ -174,6 +225,8 @@ def _line(nics: int, dataset: str, variant: str, groups: dict[tuple[Any, ...], l
         step_ratio=sum(base_step) / sum(step),
         all_reduce_s=statistics.fmean(medians(variant, slowest("all_reduce_s"))),
         nic_mb=statistics.fmean(medians(variant, busiest_nic_mb)),
+        nic_over_mean=statistics.fmean(medians(variant, nic_over_mean)),
+        disturbed=sum(disturbed(record) for batch in batches for record in groups[variant, batch]),
         hidden_share=statistics.fmean(
             statistics.fmean(rank["hidden_share"] for rank in record["ranks"])
             for batch in batches
@@ -186,13 +239,15 @@ def _mean(nics: int, variant: str, of_sets: Sequence[Line]) -> Line:
     def mean(name: str) -> float:
         return statistics.fmean(getattr(line, name) for line in of_sets)
 
-    names = ("attention_s", "attention_ratio", "step_s", "step_ratio", "all_reduce_s", "nic_mb", "hidden_share")
+    names = ("attention_s", "attention_ratio", "step_s", "step_ratio", "all_reduce_s", "nic_mb")
+    names += ("nic_over_mean", "hidden_share")
     ends = {"low": min(line.low for line in of_sets), "high": max(line.high for line in of_sets)}
     return Line(
         nics,
         "mean",
         variant,
         spread=max(line.spread for line in of_sets),
+        disturbed=sum(line.disturbed for line in of_sets),
         **ends,
         **{name: mean(name) for name in names},
     )
@@ -211,7 +266,7 @@ def _grouped(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], li
 
 HEADINGS = (
     *("data set", "variant", "attention s", "ratio", "of a batch", "spread", "step s", "ratio"),
-    *("all-reduce s", "busiest NIC MB", "hidden"),
+    *("all-reduce s", "busiest NIC MB", "over mean", "hidden", "disturbed"),
 )
 
 
@@ -227,7 +282,12 @@ def rows(of_topology: Sequence[Line]) -> list[list[str]]:
                 f"{line.low:.2f}-{line.high:.2f}",
             ),
             *(f"{100 * line.spread:.0f} %", f"{line.step_s:.3f}", f"{line.step_ratio:.2f}", f"{line.all_reduce_s:.3f}"),
-            *(f"{line.nic_mb:.2f}", f"{100 * line.hidden_share:.0f} %"),
+            *(
+                f"{line.nic_mb:.2f}",
+                f"{line.nic_over_mean:.2f}",
+                f"{100 * line.hidden_share:.0f} %",
+                f"{line.disturbed}",
+            ),
         ]
         for line in of_topology
     ]

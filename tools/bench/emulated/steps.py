@@ -83,6 +83,8 @@ class Ablation(Experiment):
     """Batches of each data set, by topology."""
     variants: tuple[int, ...]
     """Places in `VARIANTS`."""
+    shape: str
+    """Name in `SHAPES`."""
 
     def steps(self, topology: int) -> tuple[Planned, ...]:
         """The steps of one topology."""

@@ -9,6 +9,7 @@ attention call.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ from megatron_balance.training.plans import StepPlans
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
 from tools.bench.emulated.exchanges import exchanges_of
-from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, TOKENS
+from tools.bench.emulated.point import SHAPE, TOKENS, Shape
 from tools.bench.emulated.steps import Planned
 from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Controller, NicBytes, Topology
@@ -51,10 +52,6 @@ VOCABULARY = 256
 FLAGS: dict[str, Any] = {
     **GPT,
     **LOOP,
-    "hidden-size": HEADS * HEAD_DIM,
-    "kv-channels": HEAD_DIM,
-    "num-attention-heads": HEADS,
-    "ffn-hidden-size": FFN_SIZE,
     "seq-length": TOKENS,
     "max-position-embeddings": TOKENS,
     "global-batch-size": 1,
@@ -68,6 +65,16 @@ FLAGS: dict[str, Any] = {
     "distributed-backend": "gloo",
     "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
 }
+
+
+def model_flags(shape: Shape) -> dict[str, Any]:
+    """Megatron's flags of the model."""
+    return {
+        "hidden-size": shape.hidden_size,
+        "kv-channels": shape.head_dim,
+        "num-attention-heads": shape.heads,
+        "ffn-hidden-size": shape.ffn_size,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Run:
     variants: tuple[Variant, ...] = VARIANTS
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Of Megatron, in place of `FLAGS`."""
+    shape: Shape = SHAPE
 
 
 def train(rank: int, controller: Controller, run: Run) -> None:
@@ -104,6 +112,7 @@ def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequ
     file.write_text(yaml.safe_dump({**config, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False}))
     flags = {
         **FLAGS,
+        **model_flags(run.shape),
         "context-parallel-size": run.topology.world_size,
         **run.flags,
         "num-layers": run.layers,
@@ -176,6 +185,10 @@ class MeasuredStep:
     step_s: float = 0.0
     own_s: float = 0.0
     """Of the step, what the measuring itself took; not in `step_s`."""
+    cpu_s: float = 0.0
+    """Of the thread that computes, over `model_s`."""
+    used: list[device.Used] = field(default_factory=list)
+    """Before the model and behind it."""
     before: tuple[NicBytes, ...] = ()
     after: tuple[NicBytes, ...] = ()
 
@@ -189,20 +202,21 @@ class Meter:
         """Make a meter that wraps nothing yet."""
         self.rank, self.controller, self.run = rank, controller, run
         self.step = MeasuredStep()
-        self._model_start_s = 0.0
+        self._model_start_s = self._cpu_start_s = 0.0
 
     def begin(self) -> None:
         """The model begins."""
         self.step.before = self._counted()
         if self.run.share is not None:
             device.reserve(self.run.share)
-        self._model_start_s = time.perf_counter()
+        self._model_start_s, self._cpu_start_s = time.perf_counter(), time.thread_time()
 
     def reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         """`reduce`, the reduction of gradients, with which the model ends."""
 
         def measured(*args: Any, **kwargs: Any) -> None:
             self.step.model_s = time.perf_counter() - self._model_start_s
+            self.step.cpu_s = time.thread_time() - self._cpu_start_s
             if self.run.share is not None:
                 device.release()
             # with it a barrier: else the first rank's reduction would be waiting for the last
@@ -217,6 +231,7 @@ class Meter:
         """The counters of all NICs at a moment when no rank sends anything; rank 0 has them."""
         dist.barrier()
         start = time.perf_counter()
+        self.step.used.append(device.Used.now())
         found = self.controller.nic_bytes() if self.rank == 0 else ()
         dist.barrier()
         self.step.own_s += time.perf_counter() - start
@@ -310,6 +325,8 @@ class _Meter(Meter):
             "model_s": step.model_s,
             "all_reduce_s": step.all_reduce_s,
             "step_s": step.step_s,
+            "cpu_s": step.cpu_s,
+            "used": [step.used[0], step.used[-1]],
             "kernel_s": sum(event.stop_s - event.start_s for trace in traces for event in trace if event.leg == "run"),
             "under_way_s": under_way,
             "waited_s": waited,
@@ -331,6 +348,8 @@ class _Meter(Meter):
                 **asdict(planned),
                 "variant_id": planned.variant,
                 "variant": self.run.variants[planned.variant].name,
+                "share": self.run.share,
+                "cores": len(os.sched_getaffinity(0)),
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "ranks": ranks,
@@ -366,6 +385,7 @@ def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
     return {
         "fingerprint": StepPlan.whole(tuple(plans)).fingerprint() if len(plans) > 1 else plans[0].fingerprint(),
         "zones": zones,
+        "picked": [plan.note.split(":")[0] or plan.planner for plan in plans],
         "moved_tokens": sum(row[2] for plan in plans for row in plan.moves),
         "routed_zones": [zone for plan in plans if plan.routing is not None for zone in plan.routing.zones],
         "plan_nic_sent": [run.layers * n for n in np.sum([each.nic_sent for each in moved], axis=0).flatten().tolist()],

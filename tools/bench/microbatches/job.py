@@ -54,7 +54,7 @@ def main() -> int:
             def on_rank(rank: int, controller: Any, of_depth: Run = of_depth) -> None:
                 train(rank, controller, of_depth, experiment)
 
-            run(of_depth.topology, on_rank, folder / f"pp{stages}", deadline_s=DEADLINE_S)
+            run(of_depth.topology, on_rank, folder / f"pp{stages}", deadline_s=DEADLINE_S, may_schedule=True)
     return 0
 
 
