@@ -156,7 +156,7 @@ def try_place(runs: Runs, number: int) -> Outcome:
     if result.left:
         return Outcome("left a process", f"{cell}: {result.left}")
     if place != "start" and not any(
-        f"rank {failing} " in logs[rank] or "has ended: rank 0" in logs[rank] for rank in survivors
+        f"rank {failing} " in logs[rank] or "or is frozen: rank 0" in logs[rank] for rank in survivors
     ):
         return Outcome("not named", f"{cell}: {logs[survivors[0]][-300:]}")
     return Outcome("ended and named")
