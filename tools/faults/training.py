@@ -25,7 +25,8 @@ from tests.support.megatron_run import Job, Result, Trainer
 from tools.faults.cases import Outcome
 from tools.megatron_flags import command_line
 
-AT_ONCE = 3
+AT_ONCE, AHEAD = 4, 12
+"""Runs at a time, and cases that are begun before they are asked for."""
 RANKS, WORKERS = (2, 4), (0, 2)
 TIMEOUT_S = 20
 """Of Megatron's process groups, once training runs."""
@@ -89,7 +90,7 @@ class Runs:
 @contextmanager
 def _ahead(try_one: Callable[[Runs, int], Outcome]) -> Iterator[Callable[[int], Outcome]]:
     """Case after case, `AT_ONCE` of them at a time where they are asked for in order: a run that
-    fails mostly waits. Each of them has its own `Runs`.
+    fails mostly waits. Each that runs has a `Runs` of its own.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
@@ -113,12 +114,13 @@ def _ahead(try_one: Callable[[Runs, int], Outcome]) -> Iterator[Callable[[int], 
         begun: dict[int, Future[Outcome]] = {}
 
         def one(number: int) -> Outcome:
-            for each in range(number, number + (AT_ONCE if number - 1 in begun else 1)):
+            for each in range(number, number + (AHEAD if number - 1 in begun else 1)):
                 if each not in begun:
                     begun[each] = threads.submit(in_turn, each)
             return begun[number].result()
 
         yield one
+        threads.shutdown(cancel_futures=True)
 
 
 def matrix() -> list[tuple[int, int, str, str]]:
