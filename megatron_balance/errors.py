@@ -45,6 +45,10 @@ class DataError(BalanceError):
     """A corpus that is truncated, too long, foreign or empty; found at opening."""
 
 
+MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, OverflowError)
+"""What taking parsed text apart raises where it has another form, or numbers that nothing holds."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` for the known word that comes closest; empty if none does."""
     from difflib import get_close_matches

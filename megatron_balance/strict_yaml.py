@@ -69,6 +69,10 @@ def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: set[str] = set()
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key that is a list or a mapping itself", key_node.start_mark
+            )
         if key_node.value in keys:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key_node.value!r} is given twice", key_node.start_mark

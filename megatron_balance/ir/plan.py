@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.ir.columns import Move, Placed, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.rows import Rows
@@ -199,7 +199,7 @@ def from_body(loaded: Any) -> MicrobatchPlan:
             mask=mask_named(str(body.get("mask", CAUSAL.name))),
             note=str(body.get("note", "")),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias, cast
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
@@ -103,7 +103,7 @@ class Carry:
         try:
             waiting = tuple((int(number), int(length)) for number, length in body["waiting"])
             made = cls.of(str(body["planner"]), body["state"], waiting)
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {body!r:.80}") from None
         numbers = [number for number, _ in waiting]
         if any(number >= 0 for number in numbers) or numbers != sorted(set(numbers)):
@@ -350,7 +350,7 @@ def from_body(loaded: Any) -> StepPlan:
             None if body["strategy"] is None else Strategy.parse(str(body["strategy"])),
             tuple(map(int, body["num_microbatches"])),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 
 
@@ -102,7 +102,7 @@ class Ledger:
             held = tuple(Held(*map(int, each)) for each in body["held"])
             made = cls(Carry.from_body(body["carry"]), held, *(int(body[n]) for n in ("behind", "drawn", "trained")))
             corpus = str(body["corpus"])
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise ConfigError(
                 f"not the account of a run's documents: {type(error).__name__}: {error}; got {text!r:.80}"
             ) from None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +26,7 @@ MOST_NAMED, MOST_CHARACTERS = 8, 300
 """Ranks that a sentence names, and of the reason of each."""
 _POLL_S = 0.1
 _FOREVER = timedelta(days=365)
+T = TypeVar("T")
 
 
 class RollCall:
@@ -46,18 +47,19 @@ class RollCall:
         if self._thread is None:
             return
         self._thread = None  # it answers until the process ends
+        store, size = self._store, self._size
         if _of_communication(error):
-            log.error("%s", in_words(missing(self._store, self._size), reasons(self._store, self._size), self._size))
+            found = _in_time(lambda: (missing(store, size), reasons(store, size)), 3 * PATIENCE_S)
+            log.error("%s", in_words(*(found or (None, {})), size))
             return
-        with suppress(RuntimeError):
-            text = " ".join(str(error).split())
-            self._store.set(_reason_of(self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
+        text = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {text[:MOST_CHARACTERS]}"
+        _in_time(lambda: store.set(_reason_of(self._rank), reason), PATIENCE_S)
 
     def close(self) -> None:
         """End the thread; for the others this rank has answered. Safe to call twice."""
         if self._thread is not None:
-            with suppress(RuntimeError):  # the store may have ended before
-                self._store.set(_call_of(self._rank), "")
+            _in_time(lambda: self._store.set(_call_of(self._rank), ""), PATIENCE_S)
             self._thread.join(PATIENCE_S)
             self._thread = None
 
@@ -94,7 +96,7 @@ def reasons(store: Any, size: int) -> dict[int, str]:
 def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> str:
     """One sentence on what `missing` and `reasons` found."""
     if silent is None:
-        return "the process that holds the job's store has ended: rank 0, or the launcher"
+        return "the process that holds the job's store has ended, or is frozen: rank 0, or the launcher"
     told = [f"rank {rank} failed ({reason})" for rank, reason in list(failed.items())[:MOST_NAMED]]
     silent = [rank for rank in silent if rank not in failed]
     if silent:
@@ -104,6 +106,24 @@ def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> 
         does = "does" if one else "do"
         told.append(f"rank{'' if one else 's'} {some}{more} of {size} {does} not answer: ended, or frozen")
     return "; ".join(told) or f"all {size} ranks still run: none of them ended or is frozen"
+
+
+def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
+    """What `ask` returns; None: the store has ended, or says nothing for so long.
+
+    A call of the store has no timeout where its process is frozen, or where another process holds
+    the connections of one that ended.
+    """
+    answers: list[T] = []
+
+    def asked() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = Thread(target=asked, daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    return answers[0] if answers else None
 
 
 def _of_communication(error: Exception) -> bool:

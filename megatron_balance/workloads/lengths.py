@@ -140,6 +140,8 @@ def _of_lines(text: str) -> list[object]:
         rows = [row for row in csv.reader(text.replace("\t", ",").splitlines()) if any(word.strip() for word in row)]
     except csv.Error as error:
         raise UnreadableError(f"not CSV: {error}") from None
+    if not rows:
+        raise UnreadableError("no lengths in any of its lines")
     header = [word.strip() for word in rows[0]]
     batches = [[datasets.whole(word) for word in " ".join(row).split()] for row in rows]
     if not all(isinstance(entry, int) for entry in batches[0]):

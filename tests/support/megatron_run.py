@@ -221,6 +221,7 @@ def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
     codes: dict[int, int] = {}
     stop_at = time.monotonic() + job.deadline_s
     killed = frozen = False
+    stopped = [job.fault[2]] if job.fault is not None and job.fault[1] == "stop" else []
     while len(codes) < job.num_ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks:
@@ -229,6 +230,8 @@ def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
                 stop_at = min(stop_at, time.monotonic() + job.grace_s)
             continue
         left = [pid for pid, rank in ranks.items() if rank not in codes]
+        if [ranks[pid] for pid in left] == stopped:
+            os.kill(left[0], signal.SIGKILL)  # nobody waits for it any more, and it does not end by itself
         reached = job.kill_after is not None and _lines(job.kill_after[0]) >= job.kill_after[1]
         if reached and job.freeze is not None and not frozen:
             os.kill(next(pid for pid, rank in ranks.items() if rank == job.freeze), signal.SIGSTOP)

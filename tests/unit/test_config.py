@@ -265,6 +265,7 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("dataset: {name: arxiv, tokens: 4, sed: 1}", "DIR/run.yaml: dataset.sed: unknown key, did you mean 'seed'?"),
         ("lengths: [1, a]", "DIR/run.yaml: lengths.1: expected a whole number, got 'a'"),
         ("planner: te_ring\nplanner: zeppelin", "DIR/run.yaml:2: not valid YAML: key 'planner' is given twice"),
+        ("planner:\n  {}: te_ring", "DIR/run.yaml:2: not valid YAML: a key that is a list or a mapping itself"),
         ("a: [1", "DIR/run.yaml:1: not valid YAML"),
         ("- 1", "DIR/run.yaml: expected keys such as 'planner:', got [1]"),
         ("", "DIR/run.yaml: expected keys such as 'planner:', got None"),

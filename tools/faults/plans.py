@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
@@ -24,8 +25,10 @@ from tools.faults.cases import Outcome, SlowError, within
 
 LIMIT_S = 20.0
 """Processor time of one step's planning."""
-PROVED, MOST_PROVED = 0.1, 6000
-"""Share of the cases whose plans are proved, if their ranks x tokens are at most so many."""
+MOST_PROVED = 6000
+"""Ranks x tokens of a step that is proved, at most."""
+FIRST = 4000
+"""Cases below are of the first drawing; those behind it are most of them small, and so many more."""
 HEADS = ((1, 1), (2, 2), (4, 4), (3, 1), (4, 2), (8, 2), (6, 3), (8, 8), (8, 1))
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "distca": {
@@ -46,16 +49,58 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How cases are drawn. `ranks`: ceilings and how often each is taken; `longest`: ceilings of a
+    length; `few`, `many`: ceilings of a list's lengths for up to 64 ranks and for more; `proved`:
+    share of the cases whose plans are proved, if they are small; `order`: planners, case after case.
+    """
+
+    ranks: tuple[tuple[int, ...], tuple[float, ...]]
+    longest: tuple[int, ...]
+    few: tuple[int, ...]
+    many: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    proved: float
+    order: tuple[str, ...]
+
+    @staticmethod
+    def of(number: int) -> Drawing:
+        """The drawing that a case is of."""
+        return EARLIER if number < FIRST else LATER
+
+
+EARLIER = Drawing(
+    ((8, 16, 64, 256, 1024), (60, 25, 10, 4, 1)),
+    (3, 12, 40, 300, 300, 2000, 20000),
+    (1, 3, 8, 8, 40),
+    (8, 40, 200),
+    (1, 1, 2, 3),
+    0.1,
+    tuple(PLANNERS),
+)
+_DEAR = ("auto", "flexsp")  # a case takes ten times as long as another planner's: half as many
+LATER = Drawing(
+    ((6, 16, 64, 256, 1024), (80, 17, 2.4, 0.5, 0.1)),
+    (3, 12, 40, 40, 300, 300, 2000, 20000),
+    (1, 2, 3, 5, 8, 12),
+    (8, 40, 100),
+    (1, 1, 1, 2),
+    0.03,
+    (*(name for name in PLANNERS if name not in _DEAR), *PLANNERS),
+)
+
+
 def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
     """The spec of case `number`, and the lengths of a step or two."""
-    draw = random.Random(f"plans {number}")
-    name = list(PLANNERS)[number % len(PLANNERS)]
-    ranks, per_node = _cluster(draw)
+    draw, by = random.Random(f"plans {number}"), Drawing.of(number)
+    name = by.order[number % len(by.order)]
+    ranks, per_node = _cluster(draw, by)
     heads, kv_heads = draw.choice(HEADS)
     model = Model(heads, kv_heads, 4, num_layers=draw.choice((1, 4)), hidden_size=32, ffn_size=64)
     if "full" in PLANNERS[name].masks and draw.random() < 0.1:
         model = Model(heads, kv_heads, 4, hidden_size=32, ffn_size=64, attention="full")
-    steps = [_lengths(draw, ranks) for _ in range(draw.choice((1, 1, 2)))]
+    steps = [_lengths(draw, ranks, by) for _ in range(draw.choice((1, 1, 2)))]
     options = {key: draw.choice(values) for key, values in OPTIONS.get(name, {}).items() if draw.random() < 0.6}
     most = max(sum(microbatch) for step in steps for microbatch in step)
     even = -(-max(most, 1) // ranks)
@@ -82,17 +127,17 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
     return PlanSpec(name, cluster, model, layers, options, None, joint, halves, strategy), steps
 
 
-def _cluster(draw: random.Random) -> tuple[int, int]:
+def _cluster(draw: random.Random, by: Drawing) -> tuple[int, int]:
     """Ranks, and of them on a node: 1 to 1,024, few more often than many."""
-    most = draw.choices((8, 16, 64, 256, 1024), (60, 25, 10, 4, 1))[0]
+    most = draw.choices(*by.ranks)[0]
     ranks = draw.randint(1, most)
     return ranks, draw.choice([size for size in (1, 2, 3, 4, 6, 8, 16, ranks) if ranks % size == 0])
 
 
-def _lengths(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
-    longest = draw.choice((3, 12, 40, 300, 300, 2000, 20000))
-    most = draw.choice((1, 3, 8, 8, 40)) if ranks <= 64 else draw.choice((8, 40, 200))
-    microbatches = draw.choice((1, 1, 2, 3))
+def _lengths(draw: random.Random, ranks: int, by: Drawing) -> tuple[tuple[int, ...], ...]:
+    longest = draw.choice(by.longest)
+    most = draw.choice(by.few if ranks <= 64 else by.many)
+    microbatches = draw.choice(by.microbatches)
     shapes = (lambda: draw.randint(1, longest), lambda: max(1, int(longest * draw.random() ** 4)), lambda: 1)
     return tuple(
         tuple(draw.choice(shapes)() for _ in range(draw.randint(0 if draw.random() < 0.1 else 1, most)))
@@ -111,7 +156,7 @@ def try_plan(number: int) -> Outcome:
     spec, steps = drawn(number)
     try:
         with within(LIMIT_S):
-            shall = random.Random(f"proved {number}").random() < PROVED
+            shall = random.Random(f"proved {number}").random() < Drawing.of(number).proved
             return Outcome(f"{spec.name}: {_planned(spec, steps, proves=shall)}")
     except (ConfigError, InfeasibleError) as error:
         said = str(error)

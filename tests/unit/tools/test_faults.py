@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.compile import prove
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
 from tools.faults import cases, digests, files, mutants, nccl, plans
@@ -83,9 +84,20 @@ def test_programs_under_rendezvous_and_on_the_model_of_the_gpu_are_judged(monkey
     assert nccl.try_races(1).fault.endswith(": two touch the same memory")
 
 
-@pytest.mark.parametrize("number", [*range(15), 110, 165])
+@pytest.mark.parametrize("number", [*range(15), 110, 165, *range(plans.FIRST, plans.FIRST + 5)])
 def test_random_steps_are_planned_or_refused_in_words(number: int) -> None:
     assert not plans.try_plan(number).fault
+
+
+def test_a_case_is_the_same_at_any_time_and_no_planner_goes_without_its_share() -> None:
+    assert plans.drawn(666) == plans.drawn(666)
+    assert plans.drawn(666)[0].cluster.num_ranks == 904, "cases of the first drawing stay what they were"
+    later = plans.Drawing.of(plans.FIRST)
+    assert set(later.order) == set(PLANNERS)
+    assert min(map(later.order.count, PLANNERS)) * 1_000_000 // len(later.order) > 10_000
+    ranks = [plans.drawn(number)[0].cluster.num_ranks for number in range(plans.FIRST, plans.FIRST + 3000)]
+    assert sum(count <= 16 for count in ranks) > 0.9 * len(ranks)
+    assert max(ranks) > 256
 
 
 def test_a_planner_that_is_slow_raises_or_plans_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,8 @@ def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
     damaged = run.saved.replace(f'"drawn": {run.plans.end_step().drawn}', '"drawn": 1')
     with pytest.raises(ConfigError, match="the account of a run's documents does not add up: 1 tokens drawn"):
         Ledger.from_json(damaged)
+    with pytest.raises(ConfigError, match="not the account of a run's documents: OverflowError"):
+        Ledger.from_json(run.saved.replace('"held": [[', '"held": [[1e999, ', 1))
 
 
 def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,4 +76,34 @@ def test_a_rank_that_came_to_its_end_has_answered(job: Job, caplog: pytest.LogCa
 def test_many_ranks_and_a_store_that_is_gone_make_one_sentence() -> None:
     found = in_words(list(range(20)), {}, 32)
     assert found == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more of 32 do not answer: ended, or frozen"
-    assert in_words(None, {}, 32) == "the process that holds the job's store has ended: rank 0, or the launcher"
+    assert (
+        in_words(None, {}, 32)
+        == "the process that holds the job's store has ended, or is frozen: rank 0, or the launcher"
+    )
+
+
+class Frozen:
+    """A store whose process is frozen: no call of it returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: threading.Event().wait()
+
+    def clone(self) -> Frozen:
+        return self
+
+
+@pytest.mark.parametrize("error", [CLOSED, MemoryError("of this rank")])
+def test_a_frozen_store_ends_no_rank_later(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(monkeypatch)
+    monkeypatch.setattr(roll_call, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(roll_call, "_store", Frozen)
+    rank = RollCall()
+    ended = threading.Thread(target=lambda: (said(rank, error, caplog), rank.close(), RollCall().close()), daemon=True)
+    ended.start()
+    ended.join(5.0)
+    assert not ended.is_alive()
+    assert caplog.messages == ([in_words(None, {}, SIZE)] if error is CLOSED else [])
+    for each in job.ranks:
+        each.close()

@@ -177,6 +177,7 @@ def test_lengths_are_read_from_a_file(tmp_path: Path, content: str, batches: lis
         ("[]", "holds an empty list; expected"),
         ("null", "no column of lengths; it has null"),
         ("4096 5x2\n7", "no column of lengths; it has 4096 5x2"),
+        (",\n,,", "no lengths in any of its lines"),
         ("4096\n-1", 'length 1 is "-1"'),
         ("a,length\n1,2\n3", "line 3 has 1 columns, the first line has 2"),
         ("a,length\n1,long", 'length 0 is "long"'),
