@@ -82,7 +82,7 @@ class AnalyticCost:
             padded = ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS
             # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded
             # work would fall as l grows.
-            square = run_tokens * (run_tokens + (self.model.attention == "causal"))
+            square = run_tokens * (run_tokens + (self.model.attention != "full"))
             factor = padded**2 / square * (1 + BLOCK_TILES * TILE_TOKENS / padded)
         return factor * num_pairs * self._pair_s
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.intervals import key
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.visible import sees
 
 Ints = NDArray[np.int64]
@@ -59,15 +59,22 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
 
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
-    be full, causal or neither.
+    be full, causal or neither. A sliding window leaves out tiles at the other side, too; of a window
+    the keys end with the queries or before (`compile.halo`).
     """
     num_q, num_k, behind = _sizes(pairs)
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
-    if mask != CAUSAL:
+    if mask == FULL:
         return blocks * widest, blocks, widest
     before = -(-behind // TILE_TOKENS)
     last = np.clip(-(-(behind + num_q) // TILE_TOKENS), 0, widest)  # the last block need not be full
-    return _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last, blocks, last
+    walked = _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last
+    if isinstance(mask, SlidingWindow):
+        # Whole tiles before the first key of a block's first query are left out.
+        first = (behind - mask.size + 1) // TILE_TOKENS
+        walked = walked - (_clipped_sum(first + blocks - 1, widest) - _clipped_sum(first - 1, widest))
+        last = np.minimum(last, before + 1 - first)
+    return walked, blocks, last
 
 
 def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
@@ -80,12 +87,6 @@ def _clipped_sum(stop: Ints, top: Ints) -> Ints:
     """Sum over j = 1 .. stop of min(j, top); 0 if stop < 1."""
     rising = np.clip(stop, 0, top)
     return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
-
-
-def visible_pairs(pairs: Ints) -> Ints:
-    """Number of (query, key) pairs of each `Pair` row [n, 9] that the causal mask shows, one head."""
-    num_q, num_k, behind = _sizes(pairs)
-    return _clipped_sum(behind + num_q, num_k) - _clipped_sum(behind, num_k)
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -27,9 +27,9 @@ from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.visible import trim_pairs
+from megatron_balance.ir.visible import Rectangles, num_pairs, trim_pairs
 
 RUN_STEPS = 16
 """Points a doubling at which the time of a square of one run is tabulated for planners."""
@@ -186,7 +186,7 @@ class MeasuredCost:
         runs of `run_tokens`.
         """
         runs, seconds = self._runs
-        diagonal = int(self.model.mask == CAUSAL)
+        diagonal = int(self.model.mask != FULL)
         if run_tokens >= runs[-1]:
             return num_pairs * seconds[-1] / (runs[-1] * (runs[-1] + diagonal))
         at = bisect_right(runs, run_tokens)
@@ -317,9 +317,12 @@ def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints
     (queries, keys before).
 
     Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
-    entry sees all its keys.
+    entry sees all its keys. Under a sliding window the queries that it cuts keys from count as
+    full, over as many keys as they see in the mean.
     """
     trimmed = trim_pairs(pairs, mask)
+    if isinstance(mask, SlidingWindow):
+        return _split_window(trimmed, mask)
     q_start, q_stop = trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP]
     k_start, k_stop = trimmed[:, Pair.K_START], trimmed[:, Pair.K_STOP]
     # A single query over the keys up to its own is a triangle of one, so that a sequence's times
@@ -329,3 +332,17 @@ def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints
     full = np.maximum(q_stop - seen_whole, 0)
     triangle = np.where(masked, k_stop - q_start, 0)
     return {False: (full, np.maximum(k_stop - k_start, 0)), True: (triangle, np.maximum(q_start - k_start, 0))}
+
+
+def _split_window(trimmed: Ints, mask: SlidingWindow) -> dict[bool, tuple[Ints, Ints]]:
+    """As `split_masks`, of trimmed pairs under a sliding window."""
+    whole, cut = trimmed.copy(), trimmed.copy()
+    # Up to here a query sees all keys from the first one on.
+    edge = np.clip(trimmed[:, Pair.K_START] + mask.size, trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP])
+    whole[:, Pair.Q_STOP], cut[:, Pair.Q_START] = edge, edge
+    split = split_masks(whole, CAUSAL)
+    (full, keys), num_q = split[False], np.maximum(cut[:, Pair.Q_STOP] - cut[:, Pair.Q_START], 0)
+    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+    pairs = full * keys + num_pairs(Rectangles(*(cut[:, column] for column in columns)), mask)
+    full = full + num_q
+    return {False: (full, -(-pairs // np.maximum(full, 1))), True: split[True]}

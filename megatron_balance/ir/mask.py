@@ -7,24 +7,21 @@ is cut over ranks.
 
 Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
 the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`), which
-planners hand to their plans. Comm patterns, costs and the executor handle those of `MASKS`; a
-planner that cannot plan one of them refuses it (`planners.base.Planner.masks`).
+planners hand to their plans. Costs and the executor handle causal, full and sliding-window masks
+(`mask_named`); a planner that cannot plan one of them refuses it (`planners.base.Planner.masks`).
+Under a window the keys that a query needs lie beside it, so no comm pattern of whole sequences is
+run there: `compile.halo` brings each rank the keys before its own tokens.
 
 Text and image tokens of one sample that attend to one another (a diffusion transformer's joint
 attention) are one sequence under a full mask.
 
-Two masks that have their place here and are not built yet:
-
-* Sliding window of `size` tokens: `keys` returns `(max(query - size + 1, 0), query + 1)`, as
-  arrays.
-* Prefix (prefix LM), `lengths` by sequence: `keys` returns `(0, max(query + 1, lengths[seq]))`.
-
-Each is a frozen dataclass derived from `Mask`, and an entry in `MASKS` if text and JSON shall name
-it.
+A mask that has its place here and is not built yet: prefix (prefix LM), `lengths` by sequence:
+`keys` returns `(0, max(query + 1, lengths[seq]))`.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -121,9 +118,47 @@ class Full(Mask):
         return length * length
 
 
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Mask):
+    """A query sees itself and the `size` - 1 keys before it: Megatron's and FlashAttention's
+    `window_size` (size - 1, 0).
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"a sliding window has at least 1 key, got {self.size}")
+
+    @property
+    def name(self) -> str:
+        return f"window_{self.size}"
+
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        del seq
+        first = query - self.size + 1
+        return first * (first > 0), query + 1
+
+    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        del seq
+        return key, key + self.size
+
+    def num_pairs(self, length: Positions) -> Positions:
+        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
+        hidden = (length - self.size) * (length > self.size)
+        return CAUSAL.num_pairs(length) - CAUSAL.num_pairs(hidden)
+
+
 CAUSAL = Causal()
 FULL = Full()
 MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
+"""Masks of one size; sliding windows are named after theirs."""
+
+WINDOW = "window"
+KINDS = (*MASKS, WINDOW)
+"""Kinds of masks, as planners name those that they plan for."""
+KNOWN = f"{', '.join(MASKS)}, window_KEYS (a sliding window, for example window_4096)"
+_WINDOW_NAME = re.compile(rf"{WINDOW}_([1-9]\d{{0,9}})")
 
 
 def mask_named(name: str) -> Mask:
@@ -131,6 +166,14 @@ def mask_named(name: str) -> Mask:
 
     Raises ConfigError: no such mask.
     """
+    window = _WINDOW_NAME.fullmatch(name)
+    if window is not None:
+        return SlidingWindow(int(window[1]))
     if name not in MASKS:
-        raise ConfigError(f"unknown mask {name!r}; known: {', '.join(MASKS)}")
+        raise ConfigError(f"unknown mask {name!r}; known: {KNOWN}")
     return MASKS[name]
+
+
+def kind_of(mask: Mask) -> str:
+    """The kind of a mask, one of `KINDS`."""
+    return WINDOW if isinstance(mask, SlidingWindow) else mask.name

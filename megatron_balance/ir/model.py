@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import MASKS, Mask, mask_named
+from megatron_balance.ir.mask import KNOWN, Mask, mask_named
 from megatron_balance.ir.whole import at_least
 
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
@@ -36,16 +36,19 @@ class Model:
     tokens_per_rank: int | None = None
     """Tokens a rank is given per microbatch in the published evaluation, if one is known."""
     attention: str = "causal"
-    """Name of the mask of every sequence (`ir.mask.MASKS`): "causal", or "full" as in diffusion
-    transformers, whose text and image tokens of one sample are one sequence."""
+    """Name of the mask of every sequence (`ir.mask.mask_named`): "causal", or "full" as in diffusion
+    transformers, whose text and image tokens of one sample are one sequence, or "window_4096" where
+    a query sees the 4,096 keys up to its own."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
-        if self.attention not in MASKS:
+        try:
+            mask_named(self.attention)
+        except ConfigError:
             raise ConfigError(
-                f"model {self.name}: attention {self.attention!r} is not a known mask; choose {' or '.join(MASKS)}"
-            )
+                f"model {self.name}: attention {self.attention!r} is not a known mask; known: {KNOWN}"
+            ) from None
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"

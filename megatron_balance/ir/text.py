@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import assert_never
 
-from megatron_balance.errors import InvalidProgramError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.columns import Fragment, Pair, Route, Transfer, Value
-from megatron_balance.ir.mask import CAUSAL, MASKS
+from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.program import (
     COLLECTIVES,
     KEY_SIDE,
@@ -130,7 +130,8 @@ class _Parser:
             r"(?: remap_in (\d+))?(?: mask (\w+))?",
             line,
         )
-        if head is None or (head[6] or CAUSAL.name) not in MASKS:
+        mask = None if head is None else _mask(head[6])
+        if head is None or mask is None:
             raise self.error(
                 number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'"
             )
@@ -162,7 +163,7 @@ class _Parser:
             tuple(ops["backward"]),
             None if head[4] == "none" else head[4],
             int(head[5] or 0),
-            MASKS[head[6] or CAUSAL.name],
+            mask,
         )
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
@@ -233,6 +234,14 @@ class _Parser:
 
     def error(self, number: int, line: str, wanted: str) -> InvalidProgramError:
         return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")
+
+
+def _mask(name: str | None) -> Mask | None:
+    """The mask of this name; causal where there is none, None where none is called so."""
+    try:
+        return mask_named(name or CAUSAL.name)
+    except ConfigError:
+        return None
 
 
 def _routes(line: str) -> Iterator[tuple[int, ...]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
 
 class Rectangles(NamedTuple):
@@ -53,3 +53,23 @@ def sees(pairs: Ints, mask: Mask) -> Bools:
     seq = pairs[:, Pair.SEQ]
     first = np.maximum(pairs[:, Pair.K_START], mask.keys(seq, pairs[:, Pair.Q_START])[0])
     return first < np.minimum(pairs[:, Pair.K_STOP], mask.keys(seq, pairs[:, Pair.Q_STOP] - 1)[1])
+
+
+def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
+    """Visible (query, key) pairs of each rectangle, under a causal, a full or a sliding-window mask.
+
+    A causal one is a trapezium once the queries start, cut off where the keys end; a window hides
+    what a query that many tokens before would see.
+    """
+    q_start, q_stop, k_start, k_stop = rectangles
+    if isinstance(mask, SlidingWindow):
+        hidden = Rectangles(q_start - mask.size, q_stop - mask.size, k_start, k_stop)
+        return num_pairs(rectangles, CAUSAL) - num_pairs(hidden, CAUSAL)
+    if mask == FULL:
+        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
+
+    def seen(edge: Ints) -> Ints:
+        """Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`."""
+        return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
+
+    return seen(k_start) - seen(k_stop)

@@ -18,12 +18,14 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer
-from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Op
-from megatron_balance.patterns.rows import intersections, messages_of, task_pairs
+from megatron_balance.ir.visible import Rectangles, num_pairs
+from megatron_balance.patterns.rows import intersections, messages_of
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -66,6 +68,18 @@ class Context:
 
     @classmethod
     def of(cls, plan: MicrobatchPlan) -> Context:
+        """The context of the zones of a plan.
+
+        Raises:
+            InvalidProgramError: a zone whose comm pattern has no programs under the plan's mask.
+        """
+        if isinstance(plan.mask, SlidingWindow):
+            for zone in plan.zones:
+                if not isinstance(zone, TaskTable):
+                    raise InvalidProgramError(
+                        f"zone {zone.name}: comm pattern {zone.pattern} has no program under mask {plan.mask.name}; "
+                        "expected task tables, which compile.halo makes of the zones of any plan"
+                    )
         lengths = np.array(plan.lengths, dtype=np.int64)
         return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node, mask=plan.mask)
 
@@ -475,7 +489,7 @@ def _pairs_of(ops: Sequence[Op], context: Context) -> int:
             rows = as_array(op.pairs)
             columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
             q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
-            each = task_pairs((q_start, q_stop, k_start, k_stop), context.mask)
+            each = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
             total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
 
@@ -495,9 +509,9 @@ def prefix_pairs(fragments: Ints, context: Context) -> Ints:
     pairs = np.zeros((len(fragments), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN] = fragments
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    pairs[:, Pair.K_STOP] = (
-        fragments[:, Fragment.STOP] if context.mask == CAUSAL else context.lengths[fragments[:, Fragment.SEQ]]
-    )
+    seq, start, stop = (fragments[:, column] for column in (Fragment.SEQ, Fragment.START, Fragment.STOP))
+    pairs[:, Pair.K_START] = context.mask.keys(seq, start)[0]
+    pairs[:, Pair.K_STOP] = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
     return pairs
 
 

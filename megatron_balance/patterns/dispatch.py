@@ -15,10 +15,11 @@ import numpy as np
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
 from megatron_balance.ir.intervals import held_twice, union
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.visible import Rectangles, num_pairs, trim
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -32,7 +33,7 @@ from megatron_balance.patterns.base import (
     ZoneRounds,
     exchange,
 )
-from megatron_balance.patterns.rows import attend, intersections, merge, messages_of, task_pairs, transfers_of
+from megatron_balance.patterns.rows import attend, intersections, merge, messages_of, transfers_of
 
 
 class Dispatch(CommPattern[TaskTable]):
@@ -104,7 +105,7 @@ class Dispatch(CommPattern[TaskTable]):
             tasks = as_array(zone.tasks)
             columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
             q_start, q_stop, k_start, k_stop = (tasks[:, column] for column in columns)
-            pairs = task_pairs((q_start, q_stop, k_start, k_stop), context.mask)
+            pairs = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
             load.pairs += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
             for rows in transfers(zone, context.num_heads, context.num_kv_heads, context.mask):
                 table = as_array(rows)
@@ -148,9 +149,10 @@ class Dispatch(CommPattern[TaskTable]):
     def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
         """Inputs, one launch of every rank, outputs."""
         ranks = np.arange(context.num_ranks)
+        tasks = _visible(zone, context.mask)
         launches = Launches(
-            _pairs(_visible(zone, context.mask), context),
-            as_array(zone.tasks)[:, Task.RANK],
+            _pairs(tasks, context),
+            tasks[:, Task.RANK],
             np.zeros(len(ranks)),
             ranks[:, None],
         )
@@ -180,10 +182,13 @@ def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
     """
     table = as_array(zone.tasks)
     tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
-    if mask == CAUSAL:
-        tasks[:, Task.Q_START] = np.maximum(tasks[:, Task.Q_START], tasks[:, Task.K_START])
-        tasks[:, Task.K_STOP] = np.minimum(tasks[:, Task.K_STOP], tasks[:, Task.Q_STOP])
-    return tasks
+    if mask == FULL:
+        return tasks
+    columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
+    shown = trim(tasks[:, Task.SEQ], Rectangles(*(tasks[:, column] for column in columns)), mask)
+    for column, values in zip(columns, shown, strict=True):
+        tasks[:, column] = values
+    return tasks[(shown.q_start < shown.q_stop) & (shown.k_start < shown.k_stop)]
 
 
 def _pairs(tasks: Ints, context: Context) -> Ints:

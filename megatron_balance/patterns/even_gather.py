@@ -19,6 +19,7 @@ from megatron_balance.ir.arrays import Bools, Ints, sums
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
+from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns import even_chunks
 from megatron_balance.patterns.all_gather import gather_rounds, gathered
 from megatron_balance.patterns.base import (
@@ -35,7 +36,7 @@ from megatron_balance.patterns.base import (
     prefix_pairs,
 )
 from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
-from megatron_balance.patterns.rows import messages_from, task_pairs
+from megatron_balance.patterns.rows import messages_from
 
 Cut: TypeAlias = Callable[[Ints, int], Ints]
 """From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
@@ -108,7 +109,7 @@ class EvenGather(CommPattern[Zone]):
             chunks = self.chunks(zone, context.lengths)
             ranks, (_, start, stop) = np.array(zone.ranks), chunks.fragments.T
             first, last = np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]]
-            pairs = task_pairs((start, stop, first, last), context.mask)
+            pairs = num_pairs(Rectangles(start, stop, first, last), context.mask)
             load.pairs += sums(ranks[chunks.index], pairs, context.num_ranks)
             shared = chunks.shared_tokens()
             load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)

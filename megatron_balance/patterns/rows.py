@@ -7,7 +7,6 @@ import numpy as np
 from megatron_balance.ir.arrays import Ints, as_rows
 from megatron_balance.ir.columns import Fragment, Message, Transfer
 from megatron_balance.ir.intervals import overlaps
-from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.program import Attend, Kind, Merge
 
 
@@ -29,18 +28,6 @@ def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
 def causal_pairs(num_queries: Ints) -> Ints:
     """Pairs of the first `num_queries` queries of a sequence with the keys that they see."""
     return num_queries * (num_queries + 1) // 2
-
-
-def task_pairs(spans: tuple[Ints, Ints, Ints, Ints], mask: Mask) -> Ints:
-    """Visible pairs of rectangles, `spans` being where queries and keys begin and end. A causal one
-    is a trapezium once the queries start, cut off where the keys end.
-    """
-    q_start, q_stop, k_start, k_stop = spans
-    if mask != CAUSAL:
-        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
-    behind = causal_pairs(np.maximum(q_stop - k_start, 0)) - causal_pairs(np.maximum(q_start - k_start, 0))
-    beyond = causal_pairs(np.maximum(q_stop - k_stop, 0)) - causal_pairs(np.maximum(q_start - k_stop, 0))
-    return behind - beyond
 
 
 def messages_of(step: int, transfers: Ints) -> Ints:

@@ -36,6 +36,7 @@ from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -61,7 +62,7 @@ from megatron_balance.patterns.head_exchange import (
     query_heads,
     trade_messages,
 )
-from megatron_balance.patterns.rows import attend, merge, messages_from, task_pairs, transfers_of
+from megatron_balance.patterns.rows import attend, merge, messages_from, transfers_of
 
 ALIGN = 128
 """Keys are divided between waves at multiples of a kernel's tile."""
@@ -296,7 +297,7 @@ class Waves(CommPattern[SharedZone]):
             for index, tasks in enumerate(made.tasks):
                 ranks, own = np.array(made.ranks(index)), runs[index]
                 pairs = sum(
-                    int(task_pairs((rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4]), context.mask).sum())
+                    int(num_pairs(Rectangles(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4]), context.mask).sum())
                     for rows in tasks
                 )
                 # Cumulative rounding keeps the sum of the ranks' shares exact.

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_balance.ir.arrays import Bools, Ints, sums
 from megatron_balance.ir.columns import Held
 from megatron_balance.ir.intervals import ranges
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneAt
 from megatron_balance.patterns.rows import causal_pairs
@@ -48,7 +48,8 @@ class Zigzag:
     sequences.
 
     `parts[s]`: ranks that hold sequence s; `first[s]`: the group index of the rank that holds its
-    chunk 0. `causal`: the mask; full otherwise.
+    chunk 0. `causal`: whether queries see no later keys (a sliding window is counted as causal: no
+    program of it is made here, `compile.halo`); the mask is full otherwise.
     """
 
     size: int
@@ -82,7 +83,7 @@ def chunk(lengths: Ints, parts: Ints, number: Ints) -> tuple[Ints, Ints]:
 def zigzag(lengths: Ints, seqs: Ints, size: int, mask: Mask = CAUSAL) -> Zigzag:
     """Divide `seqs` (ids into `lengths`) among `size` ranks."""
     own = lengths[seqs]
-    return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask == CAUSAL)
+    return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask != FULL)
 
 
 def of_zone(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:

@@ -70,7 +70,7 @@ PLANNERS: dict[str, Planner] = {
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,
-        masks=("causal",),
+        masks=("causal", "window"),
         left_out="it hides its transfers behind a second nano-batch, and microbatches run whole here",
     ),
     "wlb_llm": Planner(

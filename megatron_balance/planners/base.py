@@ -18,7 +18,7 @@ from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
-from megatron_balance.ir.mask import MASKS
+from megatron_balance.ir.mask import KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
@@ -212,8 +212,8 @@ class Planner:
     some."""
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
-    masks: tuple[str, ...] = tuple(MASKS)
-    """Names of the masks that it plans for."""
+    masks: tuple[str, ...] = KINDS
+    """Kinds of the masks that it plans for (`ir.mask.KINDS`)."""
     room: Callable[[Any], float] | None = None
     """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the
     mean."""

@@ -23,6 +23,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, When
+from megatron_balance.ir.mask import kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
@@ -112,8 +113,9 @@ class PlannerChoice(PlannerSection):
         Raises:
             ConfigError: it cannot.
         """
-        if model.attention not in self.planner.masks:
-            able = ", ".join(name for name, planner in PLANNERS.items() if model.attention in planner.masks)
+        kind = kind_of(model.mask)
+        if kind not in self.planner.masks:
+            able = ", ".join(name for name, planner in PLANNERS.items() if kind in planner.masks)
             raise ConfigError(
                 f"planner {self.name} plans {' and '.join(self.planner.masks)} attention only, and model {model.name} "
                 f"has {model.attention} attention (attention: {model.attention}); choose one of {able}"

@@ -11,9 +11,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt
@@ -62,7 +65,8 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     if planner.plan_batch is not None and context.own_microbatches:
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
-            plans = tuple(with_layers(plan, context.cluster, context.cost, context.layers) for plan in own.plans)
+            windowed = (_under(plan, context.model) for plan in own.plans)
+            plans = tuple(with_layers(plan, context.cluster, context.cost, context.layers) for plan in windowed)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
@@ -83,7 +87,14 @@ def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPla
         return planner.plan_by_others(batch, context)
     assert planner.plan is not None
     plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
-    return with_layers(plan, context.cluster, context.cost, context.layers)
+    return with_layers(_under(plan, context.model), context.cluster, context.cost, context.layers)
+
+
+def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
+    """The planner's placement with the zones of the model's mask (`compile.halo`)."""
+    if not isinstance(model.mask, SlidingWindow):
+        return plan
+    return under(replace(plan, mask=CAUSAL), model.mask)
 
 
 def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepPlan:
@@ -109,8 +120,9 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
     layers = replace(context.layers, remap=False)
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+        owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options)
         return with_layers(
-            plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options),
+            _under(owned_plan, context.model),
             joint.cluster,
             joint.cost,
             layers,

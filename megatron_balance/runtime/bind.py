@@ -18,7 +18,7 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Fragment
-from megatron_balance.ir.mask import MASKS
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
@@ -211,7 +211,7 @@ def prepare(  # noqa: PLR0913  as `bind`
 
     Raises:
         ConfigError: the plan was made for other heads or another number of ranks, or policy keep
-            without one of the phases, or a mask that is neither causal nor full.
+            without one of the phases.
         InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
@@ -225,12 +225,13 @@ def prepare(  # noqa: PLR0913  as `bind`
         raise ConfigError(
             "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
         )
-    if plan.mask.name not in MASKS:
-        raise ConfigError(f"the executor runs plans of masks {', '.join(MASKS)}, got {plan.mask.name!r}")
     compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
     program = compiled.program
     place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire)
-    chosen, moves = choose_kernel(kernel, place, dtype, shape.head_dim), choose_mover(mover, place)
+    chosen, moves = (
+        choose_kernel(kernel, place, dtype, shape.head_dim, windows=isinstance(plan.mask, SlidingWindow)),
+        choose_mover(mover, place),
+    )
     setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
     lowering = Lowering(program, shape, _HOST, policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])

@@ -18,13 +18,13 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import MASKS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand, dense, jobs
 from tests.support.jobs import Ran, Run
+from tests.support.masks import NAMES
 from tests.support.pool import WORLDS, Pool
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 from tests.support.task_tables import random_task_table
@@ -54,7 +54,7 @@ EACH = [pytest.param(name, marks=() if name in ON_THE_LARGEST else (pytest.mark.
 def test_the_executor_equals_the_reference(
     pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int
 ) -> None:
-    case: Case = data.draw(cases([num_ranks], max_sequences=5, masks=tuple(MASKS)))
+    case: Case = data.draw(cases([num_ranks], max_sequences=5, masks=NAMES))
     planned = plan(planner, case)
     per_rank = pool.run(jobs.attend, num_ranks, planned, head_dim, EITHER_WAY)
     for index, run in enumerate(EITHER_WAY):

@@ -15,11 +15,18 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.runtime import kernels  # noqa: E402
-from megatron_balance.runtime.kernels import KERNELS, choose_kernel, libraries, offer, trial  # noqa: E402
+from megatron_balance.runtime.kernels import (  # noqa: E402
+    KERNELS,
+    choose_kernel,
+    cpu_flash,
+    libraries,
+    offer,
+    trial,
+)
 from megatron_balance.runtime.kernels.base import Entries  # noqa: E402
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel  # noqa: E402
 from megatron_balance.runtime.kernels.padding import PaddedCalls  # noqa: E402
-from megatron_balance.runtime.kernels.plain import PlainKernel  # noqa: E402
+from megatron_balance.runtime.kernels.plain import PlainKernel, hidden  # noqa: E402
 from megatron_balance.runtime.kernels.varlen import VarlenKernel  # noqa: E402
 from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.attention_libraries import ByFormula  # noqa: E402
@@ -39,6 +46,20 @@ ENTRIES = {
         ((0, 6), (6, 7), (7, 17), (17, 21)),
     ),
     "shared_keys": Entries(((0, 4), (8, 12)), ((0, 16), (0, 16)), (False, False), ((0, 4), (4, 8))),
+}
+HALO = Entries(
+    ((0, 10), (10, 13), (13, 32)),
+    ((0, 14), (14, 17), (9, 32)),
+    (False,) * 3,
+    ((0, 10), (10, 13), (13, 32)),
+    ((4, 0),) * 3,
+)
+"""Of one window: with keys before the first query, without, and more queries than the window."""
+WINDOWS = {
+    "halo": HALO,
+    "two_keys": replace(HALO, windows=((1, 0),) * 3),
+    # Keys of the last queries are elsewhere: alone, and after whole windows.
+    "cut_off": Entries(((0, 5), (5, 25)), ((0, 5), (3, 20)), (False,) * 2, ((0, 5), (5, 25)), ((0, 4), (2, 3))),
 }
 
 
@@ -68,13 +89,14 @@ def _assert_equal(found, expected, tolerance):
         assert float((a.double() - b.double()).abs().max()) <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
-def test_cpu_flash_equals_plain(entries):
+@pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
+def test_cpu_flash_equals_plain(entries, monkeypatch):
+    monkeypatch.setattr(cpu_flash, "_BLOCK", 3)
     inputs = _inputs(torch.float32)
     _assert_equal(_both(CpuFlashKernel(), entries, inputs), _both(PlainKernel(), entries, inputs), 1e-5)
 
 
-@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
 def test_plain_equals_autograd(entries):
     """The plain kernel's backward, when its own output is final, is the gradient of its forward."""
     inputs = [x.requires_grad_() for x in _inputs(torch.float64)]
@@ -82,8 +104,10 @@ def test_plain_equals_autograd(entries):
     dq, dk, dv = (torch.zeros_like(x) for x in inputs)
     rows = max(stop for _, stop in entries.dout)
     outs = []
-    for (a, b), (c, d), mask, (e, f) in zip(entries.q, entries.k, entries.causal, entries.dout, strict=True):
-        one = Entries(((a, b),), ((c, d),), (mask,))
+    for at, ((a, b), (c, d), mask, (e, f)) in enumerate(
+        zip(entries.q, entries.k, entries.causal, entries.dout, strict=True)
+    ):
+        one = Entries(((a, b),), ((c, d),), (mask,), windows=entries.windows[at : at + 1])
         out, _ = PlainKernel().forward(one, inputs[0], inputs[1], inputs[2], SCALE)
         grad = (torch.arange(e + 1, f + 1) / rows)[:, None, None].expand_as(out).double()
         for total, part in zip((dq, dk, dv), torch.autograd.grad(out, inputs, grad), strict=True):
@@ -98,7 +122,16 @@ def test_plain_equals_autograd(entries):
         torch.testing.assert_close(summed, total)
 
 
-@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize(("window", "keys"), [((4, 0), range(-4, 1)), ((0, 3), range(4)), ((2, 1), range(-2, 2))])
+def test_a_window_shows_the_keys_around_a_querys_own(window, keys):
+    """Eight queries, twelve keys: the first query's own key is the fifth, as in FlashAttention."""
+    entries = Entries(((0, 8),), ((0, 12),), (False,), ((0, 8),), (window,))
+    masked = hidden(entries, 0, torch.device("cpu"))
+    assert masked is not None
+    assert masked.tolist() == [[key - (query + 4) not in keys for key in range(12)] for query in range(8)]
+
+
+@pytest.mark.parametrize("entries", {**ENTRIES, **WINDOWS}.values(), ids={**ENTRIES, **WINDOWS})
 def test_varlen_groups_and_indexes_entries(entries):
     kernel = VarlenKernel("by_formula", ByFormula())
     inputs = _inputs(torch.float64)
@@ -123,6 +156,8 @@ def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
     assert launches(*squares) == launches(*rectangles) == launches(*rows) == 1
     assert launches(*squares, *rectangles) == 2
     assert launches(*squares, *rows) == 1
+    kernel = VarlenKernel("by_formula", ByFormula())
+    assert [kernel.launches(each) for each in WINDOWS.values()] == [1, 1, 2]
 
 
 def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
@@ -153,7 +188,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(offer, "import_fault", fault)
         for module in (kernels, offer):
             monkeypatch.setattr(module, "capability_of", lambda device: capability if device.type == "cuda" else None)
-        monkeypatch.setattr(kernels.trial, "failure", lambda kernel, *_: (trial or {}).get(kernel.name, ""))
+        monkeypatch.setattr(kernels.trial, "failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
         for name, one in KERNELS.items():
             if one.modules:
                 made = replace(one, make=lambda _, name=name: VarlenKernel(name, ByFormula()), check=lambda: cudnn)
@@ -290,11 +325,23 @@ class Misaligned(ByFormula):
         return super().forward(replace(at, cu_k=at.cu_q, max_k=at.max_q), q, k[rows], v[rows], scale)
 
 
+class WithoutWindows(ByFormula):
+    """Takes a window, and attends to all keys before a query."""
+
+    def forward(self, at, q, k, v, scale):
+        return super().forward(replace(at, window=libraries.NO_WINDOW), q, k, v, scale)
+
+
 def test_the_trial_tells_a_kernel_that_means_something_else():
     cpu = torch.device("cpu")
+    ignores = VarlenKernel("without windows", WithoutWindows())
+    assert trial.failure(ignores, cpu, torch.bfloat16, 64) == ""
+    found = trial.failure(ignores, cpu, torch.bfloat16, 64, windows=True)
+    assert found.startswith("its first call differs from the formula, out by")
     right = VarlenKernel("right", ByFormula())
     padded = VarlenKernel("padded", PaddedCalls(ByFormula(), 100, 8))
-    assert trial.failure(right, cpu, torch.bfloat16, 64) == trial.failure(padded, cpu, torch.float32, 100) == ""
+    assert trial.failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
+    assert trial.failure(padded, cpu, torch.float32, 100) == ""
     found = trial.failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
     assert found.startswith("its first call differs from the formula, out by")
 
@@ -329,12 +376,14 @@ def test_head_dim_100_is_served_on_cuda(machine):
     assert made.calls.more == 4
 
 
-@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
 @pytest.mark.parametrize("name", stand_ins.LIBRARIES)
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     """Modules of the libraries' names and signatures, that compute by the plain formula and refuse
     what the real ones would.
     """
+    if entries.windows and not KERNELS[name.split(" ")[0]].windows:
+        pytest.skip(f"{name} is not called with windows")
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
@@ -346,10 +395,10 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     _assert_equal(_both(kernel, entries, inputs), exact, 2e-2)
 
 
-@pytest.mark.parametrize("name", ["bottom_right", "mixed"])
-def test_torchs_own_operators_take_these_arguments(name):
+@pytest.mark.parametrize("entries", [ENTRIES["bottom_right"], ENTRIES["mixed"], HALO], ids=["right", "mixed", "halo"])
+def test_torchs_own_operators_take_these_arguments(entries):
     """On tensors without values: the operators' own shape rules are run, and tell a wrong argument."""
-    entries, kernel = ENTRIES[name], KERNELS["torch_varlen"].make(DIM)
+    kernel = KERNELS["torch_varlen"].make(DIM)
     meta = torch.device("meta")
     q, k, v = (x.to(meta) for x in _inputs(torch.bfloat16))
     prepared = kernel.prepare(entries, meta)
@@ -403,11 +452,12 @@ def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
 @pytest.mark.parametrize("name", [name for name, offer in KERNELS.items() if "cpu" not in offer.devices])
 def test_cuda_kernel_equals_plain(name, entries):
-    if reason := KERNELS[name].refusal(torch.device("cuda"), torch.bfloat16, DIM) or KERNELS[name].fault():
+    cuda, windows = torch.device("cuda"), bool(entries.windows)
+    if reason := KERNELS[name].refusal(cuda, torch.bfloat16, DIM, windows=windows) or KERNELS[name].fault():
         pytest.skip(f"{name}: {reason}")
     inputs = _inputs(torch.bfloat16, "cuda")
-    kernel = choose_kernel(name, torch.device("cuda"), torch.bfloat16, DIM)
+    kernel = choose_kernel(name, cuda, torch.bfloat16, DIM, windows=windows)
     _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, [x.float() for x in inputs]), 2e-2)

@@ -18,24 +18,22 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.mask import MASKS
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
 from tests.support.examples import examples
-from tests.support.masks import visible
+from tests.support.masks import NAMES, visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
 
 policies = st.sampled_from(POLICIES)
 each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
-EITHER = tuple(MASKS)
 
 
 @each_planner
 @examples(10)
-@given(case=cases(masks=EITHER), policy=policies)
+@given(case=cases(masks=NAMES), policy=policies)
 def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
     planner: str, policy: Policy, case: Case
 ) -> None:
@@ -46,14 +44,14 @@ def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
 
 @each_planner
 @examples(16)
-@given(case=cases(masks=EITHER, max_sequences=5), policy=policies)
+@given(case=cases(masks=NAMES, max_sequences=5), policy=policies)
 def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
     assert_equals_dense(expand(plan(planner, case), policy))
 
 
 @each_planner
 @examples(12)
-@given(case=cases(masks=EITHER))
+@given(case=cases(masks=NAMES))
 def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert planned.lengths == case.batch.lengths
@@ -65,7 +63,7 @@ def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case
 
 @each_planner
 @examples(12)
-@given(case=cases(masks=EITHER))
+@given(case=cases(masks=NAMES))
 def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert plan(planner, case) == planned
@@ -75,7 +73,7 @@ def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: s
 
 @each_planner
 @examples(7)
-@given(case=cases(masks=EITHER, max_length=40, max_sequences=4), policy=policies)
+@given(case=cases(masks=NAMES, max_length=40, max_sequences=4), policy=policies)
 def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
     program = expand(plan(planner, case), policy)
     tidied = tidy(program)
@@ -88,7 +86,7 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 @each_planner
 @examples(7)
 @given(
-    case=cases(masks=EITHER, max_length=80, max_sequences=4),
+    case=cases(masks=NAMES, max_length=80, max_sequences=4),
     policy=policies,
     other=lengths(max_length=80, max_sequences=4, min_sequences=0),
     passing=st.booleans(),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import Entries
-from megatron_balance.runtime.kernels.libraries import CuSeqlens
+from megatron_balance.runtime.kernels.libraries import NO_WINDOW, CuSeqlens
 from megatron_balance.runtime.kernels.plain import PlainKernel
 
 padded_statistics = False
@@ -31,7 +31,8 @@ def entries_of(at: CuSeqlens) -> Entries:
     assert at.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))
     assert at.max_k == max(b - a for a, b in zip(k, k[1:], strict=False))
     spans = [tuple(zip(cu, cu[1:], strict=False)) for cu in (q, k)]
-    return Entries(spans[0], spans[1], (at.causal,) * len(spans[0]), spans[0])
+    windows = () if at.window == NO_WINDOW else (at.window,) * len(spans[0])
+    return Entries(spans[0], spans[1], (at.causal,) * len(spans[0]), spans[0], windows)
 
 
 class ByFormula:
@@ -101,11 +102,12 @@ def _fa2_forward(  # the names and order of the source
     window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
     zero_tensors=False,
 ):  # fmt: skip
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert (dropout_p, softcap) == (0.0, 0.0)
     assert alibi_slopes is block_table is leftpad_k is seqused_k is None
     assert not return_softmax
     assert not zero_tensors
-    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    window = (window_size_left, window_size_right)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
     return *_flash_forward(at, q, k, v, softmax_scale), None, None
 
 
@@ -113,10 +115,11 @@ def _fa2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
     causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
 ):  # fmt: skip
-    assert (dropout_p, window_size_left, window_size_right, softcap, deterministic) == (0.0, -1, -1, 0.0, False)
+    assert (dropout_p, softcap, deterministic) == (0.0, 0.0, False)
     assert alibi_slopes is rng_state is None
     assert not zero_tensors
-    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    window = (window_size_left, window_size_right)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
     _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), softmax_scale)
     return softmax_lse
 
@@ -206,9 +209,11 @@ def _te_at(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, options: dict[str
     assert options["cu_seqlens_kv_padded"] is cu_k
     causal = options["attn_mask_type"] == "padding_causal_bottom_right"
     assert causal or options["attn_mask_type"] == "padding"
-    assert options["window_size"] == ((-1, 0) if causal else (-1, -1))
+    left, right = options["window_size"]
+    assert right == (0 if causal else -1)
+    assert causal or left == -1
     assert (options["qkv_layout"], options["attn_bias_type"], options["dropout"]) == ("thd_thd_thd", "no_bias", 0.0)
-    return CuSeqlens(cu_q, cu_k, max_q, max_k, causal)
+    return CuSeqlens(cu_q, cu_k, max_q, max_k, causal, (left, right) if left >= 0 else NO_WINDOW)
 
 
 def _te_forward(

@@ -100,7 +100,7 @@ def _stand_ins(copies: Copies) -> Iterator[None]:
         return to(self, *args, **kwargs)
 
     replaced: dict[tuple[Any, str], Any] = {(triton_mover, name): _Kernel(name, copies) for name in names}
-    replaced[binding, "choose_kernel"] = lambda *_: VarlenKernel("counted", calls)
+    replaced[binding, "choose_kernel"] = lambda *_, **__: VarlenKernel("counted", calls)
     replaced[binding, "choose_mover"] = lambda _, device: triton_mover.TritonMover(device)
     replaced[Tensor, "to"] = counted
     held = {(owner, name): getattr(owner, name) for owner, name in replaced}

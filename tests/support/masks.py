@@ -1,30 +1,16 @@
-"""A mask that the package does not have, and masks as dense tables."""
+"""Masks that tests draw from, and masks as dense tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.ir.mask import Mask, Positions
+from megatron_balance.ir.mask import MASKS, Mask
 
-
-@dataclass(frozen=True, slots=True)
-class Window(Mask):
-    """A query sees itself and the `size` - 1 keys before it."""
-
-    size: int
-
-    @property
-    def name(self) -> str:
-        return f"window_{self.size}"
-
-    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
-        del seq
-        first = query - self.size + 1
-        return first * (first > 0), query + 1
+NAMES = (*MASKS, "window_3", "window_40")
+"""Masks that the contract suite draws from."""
 
 
 def visible(mask: Mask) -> Callable[[int], NDArray[np.bool_]]:

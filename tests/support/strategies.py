@@ -11,13 +11,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import attention_layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Move
+from megatron_balance.ir.mask import CAUSAL, kind_of
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
@@ -137,10 +139,16 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     """A planner's decision, without layers."""
     model = case.model
-    if planner not in TEST_PLANNERS and model.attention not in PLANNERS[VARIANTS.get(planner, (planner, {}))[0]].masks:
+    if (
+        planner not in TEST_PLANNERS
+        and kind_of(model.mask) not in PLANNERS[VARIANTS.get(planner, (planner, {}))[0]].masks
+    ):
         case = replace(case, model=replace(model, attention="causal"))
     if planner in TEST_PLANNERS:
-        return TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
+        planned = TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
+        if kind_of(planned.mask) == "window" and not all(isinstance(zone, TaskTable) for zone in planned.zones):
+            return under(replace(planned, mask=CAUSAL), planned.mask)
+        return planned
     name, options = VARIANTS.get(planner, (planner, {}))
     chosen, ranks = PLANNERS[name], case.cluster.num_ranks
     if ranks == 1:

@@ -79,6 +79,7 @@ KERNELS: dict[str, Offer] = {
         *(("cuda",), _BF16_FP16, _up_to_256, FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
         Capabilities((9, 0), (9, 0)),
+        windows=False,
     ),
     "flash_attn_4": Offer(
         _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
@@ -122,11 +123,14 @@ def automatic(device: torch.device) -> tuple[str, ...]:
     return AUTOMATIC_BLACKWELL if capability is not None and capability >= (10, 0) else AUTOMATIC_HOPPER
 
 
-def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def choose_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
+) -> Kernel:
     """Make the kernel called `name`, and log once which it is.
 
     "auto": the first of `automatic(device)` that serves device, dtype and head dim, can be used here
     and, on a GPU, passes its trial. One that is installed but broken is reported once and skipped.
+    `windows`: whether it is to serve sliding windows, which the trial then has, too.
 
     Raises:
         ConfigError: no such kernel, it cannot be used here, it cannot serve these tensors, or none
@@ -134,13 +138,13 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     """
     shown = f"({device.type}, {dtype}, head dim {head_dim})"
     if name == "auto":
-        kernel = _automatic(device, dtype, head_dim)
+        kernel = _automatic(device, dtype, head_dim, windows=windows)
     elif name not in KERNELS:
         raise ConfigError(f"unknown kernel {name!r}; known: auto, {', '.join(KERNELS)}")
     else:
         offer = KERNELS[name]
-        kernel, reason = _made(name, device, dtype, head_dim)
-        if kernel is None and offer.refusal(device, dtype, head_dim):
+        kernel, reason = _made(name, device, dtype, head_dim, windows=windows)
+        if kernel is None and offer.refusal(device, dtype, head_dim, windows=windows):
             raise ConfigError(f"kernel {name} {reason} (head dim {head_dim}); use kernel: auto")
         if kernel is None:
             needs = f"needs {' or '.join(offer.modules)}, which is not installed"
@@ -150,15 +154,16 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     return kernel
 
 
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:
     """The kernel that `auto` takes."""
     reasons: dict[str, str] = {}
     for name in automatic(device):
         offer = KERNELS[name]
-        kernel, reasons[name] = _made(name, device, dtype, head_dim)
+        kernel, reasons[name] = _made(name, device, dtype, head_dim, windows=windows)
         if kernel is not None:
             return kernel
-        if offer.modules and not offer.refusal(device, dtype, head_dim) and reasons[name] != NOT_INSTALLED:
+        served = not offer.refusal(device, dtype, head_dim, windows=windows)
+        if offer.modules and served and reasons[name] != NOT_INSTALLED:
             _tell(logging.WARNING, f"attention kernel {name} is installed, but is skipped: {reasons[name]}")
     mends = [f"{name}: {KERNELS[name].mend}" for name in reasons if KERNELS[name].mend]
     raise ConfigError(
@@ -168,10 +173,12 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
     )
 
 
-def _made(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernel | None, str]:
+def _made(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool
+) -> tuple[Kernel | None, str]:
     """The kernel, or the reason why not."""
     offer = KERNELS[name]
-    reason = offer.refusal(device, dtype, head_dim) or offer.fault()
+    reason = offer.refusal(device, dtype, head_dim, windows=windows) or offer.fault()
     if reason:
         return None, reason
     try:
@@ -179,7 +186,7 @@ def _made(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) ->
     except Exception as error:
         return None, first_line(error)
     if capability_of(device) is not None and name != "plain":
-        reason = trial.failure(kernel, device, dtype, head_dim)
+        reason = trial.failure(kernel, device, dtype, head_dim, windows=windows)
     if reason:
         restore_flash_attention()
         return None, reason

@@ -1,7 +1,7 @@
 """Protocol of attention kernels.
 
-An entry is a run of query rows and a run of key rows, full or causal at the bottom right. LSE is
-natural-log, in fp32 (fp64 for fp64 inputs).
+An entry is a run of query rows and a run of key rows: full, causal at the bottom right, or a window.
+LSE is natural-log, in fp32 (fp64 for fp64 inputs).
 
 Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows,
 H query heads, G key-value heads, D head dim.
@@ -10,23 +10,29 @@ H query heads, G key-value heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+Window: TypeAlias = tuple[int, int]
+"""Keys that a query sees before and behind its own, where the last query's own key is the last one:
+FlashAttention's `window_size`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
     """Rows of the entries of one launch.
 
-    [start, stop) in the query operand, the key operand and (backward) dout's rows.
+    [start, stop) in the query operand, the key operand and (backward) dout's rows. `windows`: of
+    each entry, in place of `causal`; empty: none has one. Every query sees some key.
     """
 
     q: tuple[tuple[int, int], ...]
     k: tuple[tuple[int, int], ...]
     causal: tuple[bool, ...]
     dout: tuple[tuple[int, int], ...] = ()
+    windows: tuple[Window, ...] = ()
 
     @property
     def num_q(self) -> int:

@@ -30,16 +30,21 @@ from torch import Tensor
 from torch.nn import attention
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.kernels.base import Window
 from megatron_balance.runtime.kernels.offer import first_line, import_fault
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
+NO_WINDOW: Window = (-1, -1)
+"""As the libraries say that there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """The entries of one launch, all full or all causal.
+    """The entries of one launch, all full, all causal, or all of one sliding window.
 
-    cu_seqlens of the packed queries and keys, and the rows of their largest entry.
+    cu_seqlens of the packed queries and keys, and the rows of their largest entry. `window`:
+    `kernels.base.Window`; where it ends with a query's own key, `causal` holds, too.
     """
 
     cu_q: Tensor
@@ -47,6 +52,7 @@ class CuSeqlens:
     max_q: int
     max_k: int
     causal: bool
+    window: Window = NO_WINDOW
 
 
 class Calls(Protocol):
@@ -61,6 +67,13 @@ class Calls(Protocol):
     ) -> Grads:
         """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
         ...
+
+
+def _window_sides(at: CuSeqlens) -> dict[str, int]:
+    """Arguments of a sliding window; without one none, so that the call is as it was without them."""
+    if at.window == NO_WINDOW:
+        return {}
+    return {"window_size_left": at.window[0], "window_size_right": at.window[1]}
 
 
 def _deterministic() -> bool:
@@ -106,7 +119,10 @@ class TorchCalls:
                 f"{self.impl or 'FlashAttention-2'}; make it anew"
             )
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal, return_debug_mask=False, scale=scale
+            *(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal),
+            return_debug_mask=False,
+            scale=scale,
+            **_window_sides(at),
         )
         return out, lse.T
 
@@ -119,6 +135,7 @@ class TorchCalls:
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, at.max_q, at.max_k),
             *(0.0, at.causal, seed, unused),
             scale=scale,
+            **_window_sides(at),
         )
 
 
@@ -130,7 +147,11 @@ class FlashAttn2Calls:
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module._flash_attn_varlen_forward(
-            q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, dropout_p=0.0, softmax_scale=scale, causal=at.causal
+            *(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=at.causal,
+            **_window_sides(at),
         )
         return out, lse.T
 
@@ -143,8 +164,8 @@ class FlashAttn2Calls:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=at.causal,
-            window_size_left=-1,
-            window_size_right=-1,
+            window_size_left=at.window[0],
+            window_size_right=at.window[1],
             softcap=0.0,
             alibi_slopes=None,
             deterministic=_deterministic(),
@@ -249,7 +270,7 @@ class TeFusedCalls:
         return {
             "cu_seqlens_q_padded": at.cu_q, "cu_seqlens_kv_padded": at.cu_k, "attn_scale": scale, "dropout": 0.0,
             "qkv_layout": "thd_thd_thd", "attn_bias_type": "no_bias", "attn_mask_type": mask,
-            "window_size": (-1, 0) if at.causal else (-1, -1), **formats,
+            "window_size": (at.window[0], 0) if at.causal else at.window, **formats,
         }  # fmt: skip
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

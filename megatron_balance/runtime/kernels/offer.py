@@ -61,6 +61,7 @@ class Offer:
         mend: how to get it.
         capabilities: that it serves.
         check: further needs; the reason why it cannot be used here, "" if it can.
+        windows: whether its calls here take sliding windows.
     """
 
     make: Callable[[int], Kernel]
@@ -71,6 +72,7 @@ class Offer:
     mend: str = ""
     capabilities: Capabilities = Capabilities((0, 0))
     check: Callable[[], str] = str
+    windows: bool = True
 
     def fault(self) -> str:
         """The reason why it cannot be used on this machine: `NOT_INSTALLED`, an error at import, or
@@ -86,8 +88,10 @@ class Offer:
         """Whether it can be used on this machine."""
         return not self.fault()
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False) -> str:
         """The reason why it does not serve such tensors; "" if it does."""
+        if windows and not self.windows:
+            return "is not called with sliding windows here"
         if device.type not in self.devices:
             return f"does not serve {device.type} tensors"
         if dtype not in self.dtypes:

@@ -24,8 +24,8 @@ class PlainKernel:
 
     def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True):
-            scores = _scores(q[a:b], k[c:d], mask, scale)
+        for at, ((a, b), (c, d)) in enumerate(zip(entries.q, entries.k, strict=True)):
+            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
             lse = torch.logsumexp(scores, -1)
             out = torch.einsum("grts,sgd->tgrd", torch.exp(scores - lse[..., None]), v[c:d].to(scores.dtype))
             outs.append(out.flatten(1, 2).to(q.dtype))
@@ -38,8 +38,8 @@ class PlainKernel:
         dqs, dks, dvs = [], [], []
         grad, out, lse = dout
         num_kv = k.shape[1]
-        for (a, b), (c, d), (e, f), mask in zip(entries.q, entries.k, entries.dout, entries.causal, strict=True):
-            scores = _scores(q[a:b], k[c:d], mask, scale)
+        for at, ((a, b), (c, d), (e, f)) in enumerate(zip(entries.q, entries.k, entries.dout, strict=True)):
+            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
             wide = scores.dtype
             weights = torch.exp(scores - lse[e:f].T.unflatten(0, (num_kv, -1))[..., None])
             dy = grad[e:f].to(wide).unflatten(1, (num_kv, -1))
@@ -55,11 +55,19 @@ class PlainKernel:
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def hidden(entries: Entries, at: int, device: torch.device) -> Tensor | None:
+    """The pairs [Tq, Tk] that the mask of an entry hides; None: none."""
+    num_q, num_k = (stop - start for start, stop in (entries.q[at], entries.k[at]))
+    if not entries.windows and not entries.causal[at]:
+        return None
+    left, right = entries.windows[at] if entries.windows else (num_k, 0)
+    own = torch.arange(num_q, device=device)[:, None] + num_k - num_q
+    keys = torch.arange(num_k, device=device)
+    return (keys < own - left) | (keys > own + right)
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
     """Scaled scores [G, H / G, Tq, Tk]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.einsum("tgrd,sgd->grts", q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)) * scale
-    if causal:
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores
+    return scores if hidden is None else scores.masked_fill(hidden, -math.inf)

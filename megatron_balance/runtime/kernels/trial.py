@@ -6,6 +6,7 @@ version that was read. That is told here, once, and not in the first step of a t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,15 +22,21 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
 _HEADS, _KV_HEADS = 2, 1
 # Causal with more keys than queries, so that alignment shows, and full; neither a multiple of 64.
 _ENTRIES = Entries(((0, 70), (70, 90)), ((0, 130), (130, 203)), (True, False), ((0, 70), (70, 90)))
+# As a halo has them: one window for all, at the end of the keys.
+_WINDOWS = ((40, 0), (40, 0))
 _RESULTS = ("out", "LSE", "dq", "dk", "dv")
 
 
-def failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The reason why the kernel's results cannot be used; "" if they are right.
+def failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False) -> str:
+    """The reason why the kernel's results cannot be used; "" if they are right. `windows`: try sliding
+    windows, too.
 
     Waits for the device. `failure` of the same name, device and tensors is found once.
     """
-    return _failure(_ByName(kernel), device, dtype, head_dim)
+    found = _failure(_ByName(kernel), device, dtype, head_dim, _ENTRIES)
+    if found or not windows:
+        return found
+    return _failure(_ByName(kernel), device, dtype, head_dim, replace(_ENTRIES, windows=_WINDOWS))
 
 
 class _ByName:
@@ -46,7 +53,7 @@ class _ByName:
 
 
 @cache
-def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries) -> str:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
         torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
@@ -54,8 +61,8 @@ def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim:
     )
     scale = head_dim**-0.5
     try:
-        found = _results(named.kernel, (q, k, v), dout, scale)
-        exact = _results(PlainKernel(), (q.float(), k.float(), v.float()), dout.float(), scale)
+        found = _results(named.kernel, rows, (q, k, v), dout, scale)
+        exact = _results(PlainKernel(), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
         apart = [
             float((one.float() - other).abs().max() / other.abs().max())
             for one, other in zip(found, exact, strict=True)
@@ -68,9 +75,13 @@ def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def _results(
-    kernel: Kernel, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor, scale: float
+    kernel: Kernel,
+    rows: Entries,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, ...]:
     """Out, LSE, dq, dk and dv."""
-    entries = kernel.prepare(_ENTRIES, dout.device)
+    entries = kernel.prepare(rows, dout.device)
     out, lse = kernel.forward(entries, *inputs, scale)
     return out, lse, *kernel.backward(entries, (dout, out.to(dout.dtype), lse), *inputs, scale)

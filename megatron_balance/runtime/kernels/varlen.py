@@ -1,8 +1,9 @@
 """FlashAttention's varlen kernels on CUDA: one launch for an op with any number of entries.
 
 The kernel's mask is one switch for all entries, so an op with full and causal entries takes two
-launches, never more; a full entry of one query row goes with either. Operands that are not
-consecutive are gathered by an index built once per microbatch.
+launches, never more; a full entry of one query row goes with either. Entries of a sliding window
+share a launch if their window is the same, as those of a halo all are (`compile.halo`). Operands
+that are not consecutive are gathered by an index built once per microbatch.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels.base import Entries
-from megatron_balance.runtime.kernels.libraries import Calls, CuSeqlens
+from megatron_balance.runtime.kernels.base import Entries, Window
+from megatron_balance.runtime.kernels.libraries import NO_WINDOW, Calls, CuSeqlens
 
 
 @dataclass(frozen=True, slots=True)
 class _MaskGroup:
-    """The full, or the causal, entries of a launch.
+    """The entries of a launch under one mask.
 
     Rows are a slice where they are consecutive, else an index.
     """
@@ -51,8 +52,8 @@ class VarlenKernel:
         packed_q, packed_k = _packed(entries.q), _packed(entries.k)
         groups: list[_MaskGroup] = []
         masks = _masks(entries)
-        for causal in sorted(set(masks)):
-            chosen = [i for i, mask in enumerate(masks) if mask == causal]
+        for causal, window in sorted(set(masks)):
+            chosen = [i for i, mask in enumerate(masks) if mask == (causal, window)]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
             at = CuSeqlens(
                 _cu_seqlens(q, device),
@@ -60,6 +61,7 @@ class VarlenKernel:
                 max(b - a for a, b in q),
                 max(b - a for a, b in k),
                 causal,
+                window,
             )
             groups.append(
                 _MaskGroup(
@@ -106,14 +108,17 @@ class VarlenKernel:
         return dq, dk, dv
 
 
-def _masks(entries: Entries) -> tuple[bool, ...]:
-    """Whether each entry is launched as causal.
+def _masks(entries: Entries) -> tuple[tuple[bool, Window], ...]:
+    """Whether each entry is launched as causal, and its window.
 
     A full one of a single query is causal at the bottom right, too, and goes with the others.
     """
+    if entries.windows:
+        return tuple((right == 0, (left, right)) for left, right in entries.windows)
     if not any(entries.causal):
-        return entries.causal
-    return tuple(causal or stop - start == 1 for causal, (start, stop) in zip(entries.causal, entries.q, strict=True))
+        return tuple((causal, NO_WINDOW) for causal in entries.causal)
+    rows = zip(entries.causal, entries.q, strict=True)
+    return tuple((causal or stop - start == 1, NO_WINDOW) for causal, (start, stop) in rows)
 
 
 def _packed(rows: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:

@@ -3,7 +3,8 @@
 An entry is *full* (every query sees every key) or *causal*, aligned at the bottom right: its last
 query sees its last key, as in FlashAttention. A pair that is neither is split in two. Neighbouring
 pairs that lie side by side in their buffers become one entry: in a zigzag ring every round then has
-one entry a sequence.
+one entry a sequence. Under a sliding window every pair is an entry, of FlashAttention's
+`window_size`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, run_bounds
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.visible import trim_pairs
 
 
 def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:
@@ -22,6 +24,8 @@ def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, 
 
     `pairs`: `ir.columns.Pair`, transposed: [9, n]. Queries and keys that take no part are left out.
     """
+    if isinstance(mask, SlidingWindow):
+        return trim_pairs(pairs.T, mask).T, launch
     if mask != CAUSAL:
         return pairs, launch
     pairs = pairs.copy()
@@ -42,7 +46,8 @@ class Fused:
     """Kernel entries of many launches, [n] each. Rows are rows of the launch's operands.
 
     `launch` is ascending. `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key)
-    regions, in order, make up the entries' packed rows.
+    regions, in order, make up the entries' packed rows. `windows` [n, 2]: `kernels.base.Window` of
+    each, where the mask is a sliding window.
     """
 
     launch: Ints
@@ -54,6 +59,7 @@ class Fused:
     causal: Bools
     q_pairs: Ints
     k_pairs: Ints
+    windows: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.q_start)
@@ -67,6 +73,10 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSA
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
+    if isinstance(mask, SlidingWindow):
+        behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]  # of a trimmed pair neither negative nor a whole window
+        windows, each = np.stack([mask.size - 1 - behind, behind], axis=1), np.arange(len(launch))
+        return Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
     causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (mask == CAUSAL)
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]

@@ -217,8 +217,12 @@ def _entries(fused: Fused, count: int) -> list[Entries]:
     q = list(zip(fused.q_start.tolist(), fused.q_stop.tolist(), strict=True))
     k = list(zip(fused.k_start.tolist(), fused.k_stop.tolist(), strict=True))
     causal = fused.causal.tolist()
+    windows = [] if fused.windows is None else list(map(tuple, fused.windows.tolist()))
     bounds = fused.launch.searchsorted(np.arange(count + 1)).tolist()
-    return [Entries(tuple(q[a:b]), tuple(k[a:b]), tuple(causal[a:b])) for a, b in pairwise(bounds)]
+    return [
+        Entries(tuple(q[a:b]), tuple(k[a:b]), tuple(causal[a:b]), windows=tuple(windows[a:b]))
+        for a, b in pairwise(bounds)
+    ]
 
 
 def _with_gradients(entries: list[Entries], fused: Fused, dq: list[Packed]) -> Iterator[Entries]:
@@ -230,7 +234,7 @@ def _with_gradients(entries: list[Entries], fused: Fused, dq: list[Packed]) -> I
     start = packed + np.repeat(begins - packed[bounds[:-1]], np.diff(bounds))
     rows = list(zip(start.tolist(), (start + sizes).tolist(), strict=True))
     for one, (a, b) in zip(entries, pairwise(bounds.tolist()), strict=True):
-        yield Entries(one.q, one.k, one.causal, tuple(rows[a:b]))
+        yield Entries(one.q, one.k, one.causal, tuple(rows[a:b]), one.windows)
 
 
 def _final_rows(packed: Packed) -> Operand:

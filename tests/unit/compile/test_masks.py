@@ -12,10 +12,11 @@ from megatron_balance.compile.tidy import tidy
 from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
-from tests.support.masks import Window, visible
+from tests.support.masks import visible
 
 FULL = """program lengths 8 3 heads 2 kv_heads 1 policy none mask full
 owner r0 s0[0:4) s1[0:3)
@@ -66,7 +67,7 @@ backward
 
 
 def window(source: str) -> Program:
-    return replace(parse(source), mask=Window(3))
+    return replace(parse(source), mask=SlidingWindow(3))
 
 
 def assert_equals_dense(program: Program) -> None:

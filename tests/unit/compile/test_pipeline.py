@@ -12,12 +12,12 @@ from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_rank
 from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.compile.verify import verify
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Merge, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
-from tests.support.masks import Window
 
 PLAN = MicrobatchPlan(
     planner="test",
@@ -101,11 +101,11 @@ def test_a_phase_that_will_not_run_has_no_steps() -> None:
     assert proof.forward.steps == proof.backward.steps == ()
 
 
-def test_the_executor_refuses_a_mask_that_it_does_not_know() -> None:
+def test_comm_patterns_of_whole_sequences_have_no_program_under_a_window() -> None:
     pytest.importorskip("torch")
     from megatron_balance.runtime.bind import AttentionShape, bind
     from megatron_balance.runtime.groups import Groups
 
     groups = Groups(0, PLAN.num_ranks, tuple(range(PLAN.num_ranks)), None)
-    with pytest.raises(ConfigError, match="masks causal, full, got 'window_3'"):
-        bind(replace(PLAN, mask=Window(3)), 0, AttentionShape(2, 1, 4), groups=groups)
+    with pytest.raises(InvalidProgramError, match=r"pattern ring has no program under mask window_3; .* compile\.halo"):
+        bind(replace(PLAN, mask=SlidingWindow(3)), 0, AttentionShape(2, 1, 4), groups=groups)

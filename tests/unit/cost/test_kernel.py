@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.kernel import padded_head_dim, padding_elements, tiles, visible_pairs
+from megatron_balance.cost.kernel import padded_head_dim, padding_elements, tiles
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.visible import Rectangles, num_pairs
 
 
 def counted(pair: list[int]) -> tuple[int, int, int, int]:
@@ -29,8 +32,31 @@ def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
         q, k = sorted(generator.integers(0, 700, 2).tolist()), sorted(generator.integers(0, 700, 2).tolist())
         rows.append([0, q[0], q[1] + 1, 0, 4, k[0], k[1] + 1, 0, 1])
     pairs = np.array(rows)
-    found = np.stack([*tiles(pairs), visible_pairs(pairs)], axis=1)
+    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+    visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), CAUSAL)
+    found = np.stack([*tiles(pairs), visible], axis=1)
     assert found.tolist() == [list(counted(row)) for row in rows]
+
+
+@pytest.mark.parametrize("size", [1, 5, 128, 129, 300])
+def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
+    """Of the queries of a rank and the keys that its halo has (`compile.halo`)."""
+    generator = np.random.default_rng(size)
+    rows: list[list[int]] = []
+    wanted: list[list[int]] = []
+    for _ in range(200):
+        start, stop = sorted(generator.integers(0, 900, 2).tolist())
+        stop, first = stop + 1, max(0, start - size + 1)
+        rows.append([0, start, stop, 0, 4, first, stop, 0, 1])
+        blocks = [
+            -(-(min(q + 128, stop) - first) // 128) - (max(q - size + 1, first) - first) // 128
+            for q in range(start, stop, 128)
+        ]
+        wanted.append([sum(blocks), len(blocks), max(blocks)])
+    found = np.stack(tiles(np.array(rows), SlidingWindow(size)), axis=1)
+    assert found[:, :2].tolist() == [row[:2] for row in wanted]
+    assert (found[:, 2] >= [row[2] for row in wanted]).all()
+    assert (found[:, 2] <= [row[2] + 1 for row in wanted]).all()
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 1), (128, 1), (129, 3), (256, 3), (1024, 36)])

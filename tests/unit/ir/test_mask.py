@@ -9,12 +9,12 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL, FULL, Mask, mask_named
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
-from megatron_balance.ir.visible import sees, trim_pairs
-from tests.support.masks import Window, visible
+from megatron_balance.ir.visible import Rectangles, num_pairs, sees, trim_pairs
+from tests.support.masks import visible
 
-MASKS = (CAUSAL, FULL, Window(3))
+MASKS = (CAUSAL, FULL, SlidingWindow(3))
 LENGTH = 9
 
 
@@ -36,6 +36,15 @@ def test_pairs_are_counted(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_pairs_of_rectangles_are_counted(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    spans = [(a, b) for a in range(LENGTH) for b in range(a, LENGTH + 1)]
+    rows = np.array([(*q, *k) for q in spans for k in spans])
+    counted = [int(shown[a:b, c:d].sum()) for a, b, c, d in rows.tolist()]
+    assert num_pairs(Rectangles(*rows.T), mask).tolist() == counted
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 def test_a_rectangle_is_trimmed_to_what_the_mask_shows_of_it(mask: Mask) -> None:
     shown = visible(mask)(LENGTH)
     spans = [(a, b) for a in range(LENGTH) for b in range(a + 1, LENGTH + 1)]
@@ -53,15 +62,21 @@ def test_a_rectangle_is_trimmed_to_what_the_mask_shows_of_it(mask: Mask) -> None
 
 
 def test_masks_are_found_by_name() -> None:
-    assert (mask_named("causal"), mask_named("full")) == (CAUSAL, FULL)
-    with pytest.raises(ConfigError, match="unknown mask 'half'; known: causal, full"):
+    assert [mask_named(mask.name) for mask in MASKS] == list(MASKS)
+    assert [kind_of(mask) for mask in MASKS] == ["causal", "full", "window"]
+    with pytest.raises(ConfigError, match="unknown mask 'half'; known: causal, full, window_KEYS"):
         mask_named("half")
+    for name in ("window", "window_0", "window_-3", "window_07"):
+        with pytest.raises(ConfigError, match=f"unknown mask '{name}'"):
+            mask_named(name)
+    with pytest.raises(ConfigError, match="at least 1 key, got 0"):
+        SlidingWindow(0)
 
 
 def test_a_plan_names_a_mask_that_is_not_causal() -> None:
     zone = Zone("pool", "ring", (0,), (0,))
     plan = MicrobatchPlan("test", (4,), 1, 1, 1, 1, (zone,))
-    full = replace(plan, mask=FULL)
     assert '"mask"' not in to_json(plan)
-    assert from_json(to_json(full)) == full
-    assert full.fingerprint() != plan.fingerprint()
+    others = [replace(plan, mask=mask) for mask in (FULL, SlidingWindow(3), SlidingWindow(30))]
+    assert [from_json(to_json(each)) for each in others] == others
+    assert len({each.fingerprint() for each in (plan, *others)}) == 4

@@ -104,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorded]:
     }
     for name, record in recorded.items():
         monkeypatch.setattr(torch.ops.aten, name, record)
-    kernel, at = libraries.TorchCalls(), CuSeqlens(cu, cu, 4, 4, True)
+    kernel, at = libraries.TorchCalls(), CuSeqlens(cu, cu, 4, 4, True, (3, 0))
     kernel.forward(at, x, x, x, 0.5)
     kernel.backward(at, (x, x, lse.T), x, x, x, 0.5)
     return recorded

@@ -30,6 +30,7 @@ from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.machine import Machine
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
+from tests.support.masks import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=32)
@@ -63,7 +64,7 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1, masks=("causal", "full")),
+    case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1, masks=NAMES),
     name=st.sampled_from(ALL_PLANNERS),
 )
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
