@@ -17,10 +17,11 @@ that sends to the one that receives, and a counter of each rank: the bytes that 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import ConfigError
 
@@ -29,6 +30,8 @@ ATTENTION, LINEAR, PACK, WAIT, PLACE = "attention", "linear", "pack", "wait", "p
 PLAN, GRADIENT_SYNC, OPTIMIZER = "plan", "gradient sync", "optimizer"
 
 _US = 1e6
+_SAME_S = 1e-10
+"""Ends this close to the next beginning are one point in time."""
 
 
 def named(what: str, exchange: int) -> str:
@@ -64,7 +67,7 @@ class Span:
 
     @property
     def moves(self) -> tuple[str, int, int, int, str, str]:
-        """What both ends of a transfer have in common, beside their ranks."""
+        """The facts that both ends of a transfer have in common, beside their ranks."""
         return self.phase, self.microbatch, self.call, self.exchange, self.what, self.track
 
 
@@ -78,15 +81,15 @@ class Trace:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        tracks = _tracks(self.spans)
-        spans = [_event(span, tracks) for span in self.spans]
+        numbers, lanes = _lanes(self.spans)
+        spans = [_event(span, number) for span, number in zip(self.spans, numbers, strict=True)]
         names = [_meta("process_name", rank, 0, name) for rank, name in sorted(self.names.items())]
         order = [
             {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
             for rank in sorted(self.names)
         ]
-        streams = [_meta("thread_name", rank, number, track) for (rank, track), number in tracks.items()]
-        arrows = _arrows(self.spans, tracks)
+        streams = [_meta("thread_name", rank, number, name) for rank, number, name in lanes]
+        arrows = _arrows(self.spans, numbers)
         return {
             "traceEvents": [*names, *order, *streams, *spans, *arrows, *_counters(self.spans)],
             "displayTimeUnit": "ms",
@@ -99,6 +102,17 @@ def rank_name(rank: int, node: int) -> str:
     return f"rank {rank}, node {node}"
 
 
+def file_name(step: int, rank: int) -> str:
+    """The name of the file of one rank's trace of a training step."""
+    return f"step-{step}-rank-{rank}.json"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a name that `file_name` made; None: it did not."""
+    found = re.fullmatch(r"step-(\d+)-rank-\d+\.json", name)
+    return int(found[1]) if found else None
+
+
 def read(document: Any, source: str) -> Trace:
     """The trace in a document that `Trace.document` made; arrows and counters are made anew.
 
@@ -107,9 +121,8 @@ def read(document: Any, source: str) -> Trace:
     """
     try:
         events = cast("list[dict[str, Any]]", document["traceEvents"])
-        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         names = {int(e["pid"]): str(e["args"]["name"]) for e in events if e["name"] == "process_name"}
-        spans = [_span(e, tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"]
+        spans = [_span(e) for e in events if e["ph"] == "X"]
         return Trace(spans, names, dict(document["otherData"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source}: is not a trace of this package ({error!r})") from None
@@ -133,22 +146,22 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return Trace(spans, names, facts)
 
 
-def skew_s(spans: Iterable[Span]) -> float:
+def skew_s(spans: Sequence[Span]) -> float:
     """Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks of
     ranks agree.
     """
-    return max([0.0, *(a.start_s - b.stop_s for a, b, _ in _transfers(spans))])
+    return max([0.0, *(spans[a].start_s - spans[b].stop_s for a, b, _ in _transfers(spans))])
 
 
 # Reading and writing events
 
 
-def _span(event: Mapping[str, Any], track: str) -> Span:
+def _span(event: Mapping[str, Any]) -> Span:
     args = event["args"]
     sent, received = ({int(rank): int(n) for rank, n in args.get(way, {}).items()} for way in ("sent", "received"))
     return Span(
         rank=int(event["pid"]),
-        track=track,
+        track=str(args["track"]),
         what=str(args["what"]),
         start_s=float(event["ts"]) / _US,
         stop_s=(float(event["ts"]) + float(event["dur"])) / _US,
@@ -162,8 +175,9 @@ def _span(event: Mapping[str, Any], track: str) -> Span:
     )
 
 
-def _event(span: Span, tracks: Mapping[tuple[int, str], int]) -> dict[str, Any]:
+def _event(span: Span, number: int) -> dict[str, Any]:
     args: dict[str, Any] = {
+        "track": span.track,
         "what": span.what,
         "phase": span.phase,
         "microbatch": span.microbatch,
@@ -186,7 +200,7 @@ def _event(span: Span, tracks: Mapping[tuple[int, str], int]) -> dict[str, Any]:
         "ts": span.start_s * _US,
         "dur": max(0.0, span.stop_s - span.start_s) * _US,
         "pid": span.rank,
-        "tid": tracks[span.rank, span.track],
+        "tid": number,
         "args": args,
     }
 
@@ -195,49 +209,59 @@ def _meta(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def _tracks(spans: Iterable[Span]) -> dict[tuple[int, str], int]:
-    """A number for every track of every rank: the step, then what it computes, then streams."""
-    of_rank: defaultdict[int, set[str]] = defaultdict(set)
-    for span in spans:
-        of_rank[span.rank].add(span.track)
-    return {
-        (rank, track): at
-        for rank, tracks in sorted(of_rank.items())
-        for at, track in enumerate(sorted(tracks, key=lambda track: (track != STEP, track != COMPUTE, track)))
-    }
+def _lanes(spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int, str]]]:
+    """The number of each span's lane, and (rank, number, name) of all lanes.
 
-
-def _transfers(spans: Iterable[Span]) -> list[tuple[Span, Span, int]]:
-    """Span that sends, span that receives, and the bytes, of every transfer both of whose ends are
-    here.
+    The step is first, then what a rank computes, then its streams. Complete events of one thread lie
+    apart or inside one another; spans of a track that overlap (gloo has several exchanges under way at
+    once) are on lanes beside one another.
     """
-    spans = list(spans)
-    receiving = {(span.rank, span.moves): span for span in spans if span.received}
-    found: list[tuple[Span, Span, int]] = []
-    for span in spans:
+    by_track: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for index, span in enumerate(spans):
+        by_track[span.rank, span.track].append(index)
+    numbers = [0] * len(spans)
+    lanes: list[tuple[int, int, str]] = []
+    count: Counter[int] = Counter()
+    for rank, track in sorted(by_track, key=lambda each: (each[0], each[1] != STEP, each[1] != COMPUTE, each[1])):
+        ends: list[float] = []
+        for index in sorted(by_track[rank, track], key=lambda index: (spans[index].start_s, spans[index].stop_s)):
+            span = spans[index]
+            lane = next((at for at, end in enumerate(ends) if end <= span.start_s + _SAME_S), len(ends))
+            ends[lane : lane + 1] = [span.stop_s]
+            numbers[index] = count[rank] + lane
+        for lane in range(len(ends)):
+            lanes.append((rank, count[rank] + lane, track if not lane else f"{track} ({lane + 1})"))
+        count[rank] += len(ends)
+    return numbers, lanes
+
+
+_Transfer: TypeAlias = tuple[int, int, int]
+"""The numbers of the span that sends and of the one that receives, and the bytes."""
+
+
+def _transfers(spans: Sequence[Span]) -> list[_Transfer]:
+    """Every transfer both of whose ends are here."""
+    receiving = {(span.rank, span.moves): index for index, span in enumerate(spans) if span.received}
+    found: list[_Transfer] = []
+    for index, span in enumerate(spans):
         for peer, num_bytes in span.sent.items():
             other = receiving.get((peer, span.moves))
-            if other is not None and span.rank in other.received:
-                found.append((span, other, num_bytes))
+            if other is not None and span.rank in spans[other].received:
+                found.append((index, other, num_bytes))
     return found
 
 
-def _arrows(spans: Sequence[Span], tracks: Mapping[tuple[int, str], int]) -> list[dict[str, Any]]:
+def _arrows(spans: Sequence[Span], numbers: Sequence[int]) -> list[dict[str, Any]]:
     """An arrow from the beginning of what sends into what receives, where sending has begun."""
     made: list[dict[str, Any]] = []
-    for number, (a, b, _) in enumerate(_transfers(spans)):
+    for number, (sends, receives, _) in enumerate(_transfers(spans)):
+        a, b = spans[sends], spans[receives]
         both_s = min(max(a.start_s, b.start_s), b.stop_s)
         arrow = {"name": "transfer", "cat": a.phase or STEP, "id": number}
+        end = {"bp": "e", "ts": (both_s + b.stop_s) / 2 * _US, "pid": b.rank, "tid": numbers[receives]}
         made += [
-            {**arrow, "ph": "s", "ts": a.start_s * _US, "pid": a.rank, "tid": tracks[a.rank, a.track]},
-            {
-                **arrow,
-                "ph": "f",
-                "bp": "e",
-                "ts": (both_s + b.stop_s) / 2 * _US,
-                "pid": b.rank,
-                "tid": tracks[b.rank, b.track],
-            },
+            {**arrow, "ph": "s", "ts": a.start_s * _US, "pid": a.rank, "tid": numbers[sends]},
+            {**arrow, "ph": "f", **end},
         ]
     return made
 

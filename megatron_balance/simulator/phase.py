@@ -102,11 +102,11 @@ class Phase:
         """The zone of a rank's step."""
         return self.zones[rank][at] if self.zones else ""
 
-    def zones_of_exchanges(self) -> dict[int, str]:
-        """The zone of every exchange."""
+    def zones_of_exchanges(self) -> dict[tuple[int, int], str]:
+        """By rank and exchange, its zone: on a proxy that of its relaying."""
         return {
-            exchange: zone
-            for exchanges, zones in zip(self.exchanges, self.zones, strict=True)
+            (rank, exchange): zone
+            for rank, (exchanges, zones) in enumerate(zip(self.exchanges, self.zones, strict=True))
             for exchange, zone in zip(exchanges, zones, strict=True)
         }
 

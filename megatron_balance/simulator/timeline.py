@@ -222,7 +222,7 @@ def _exchanging(occupied: Iterable[Occupied], played: Phase, phase: str) -> list
             each.stop_s,
             phase,
             exchange=each.exchange,
-            zone=each.zone or zones.get(each.exchange, ""),
+            zone=each.zone or zones.get((each.rank, each.exchange), ""),
             sent=sent.get((each.rank, each.exchange, each.name, each.stream), {}),
             received=received.get((each.rank, each.exchange, each.name, each.stream), {}),
         )

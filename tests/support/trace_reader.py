@@ -27,7 +27,7 @@ ROUNDING_US = 1e-3
 
 @dataclass
 class Read:
-    """What a trace holds. `tracks`: names by (process, thread); `arrows`: pairs of events, start and
+    """The contents of a trace. `tracks`: names by (process, thread); `arrows`: pairs of events, start and
     end; `counters`: (time, value) by (process, name of the counter, series).
     """
 
