@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import ConfigError
@@ -131,6 +131,9 @@ def read(document: Any, source: str) -> Trace:
 def joined(traces: Sequence[Trace]) -> Trace:
     """The traces of several ranks as one.
 
+    Each counts from its own beginning. Ranks of a node (`node`, `began_unix_s` of the facts) have one
+    clock, by which they are shifted; the first ranks of nodes to begin are taken to begin together.
+
     Raises:
         ConfigError: two of one rank.
     """
@@ -140,10 +143,19 @@ def joined(traces: Sequence[Trace]) -> Trace:
         if twice:
             raise ConfigError(f"rank {twice[0]} is in two of the traces; give each rank's file once")
         names |= trace.names
-    spans = [span for trace in traces for span in trace.spans]
-    facts: dict[str, Any] = {**(traces[0].facts if traces else {}), "skew_s": skew_s(spans)}
-    facts.pop("rank", None)
-    return Trace(spans, names, facts)
+    first: dict[Any, float] = {}
+    for facts in (trace.facts for trace in traces):
+        began = float(facts.get("began_unix_s", 0.0))
+        first[facts.get("node")] = min(began, first.get(facts.get("node"), began))
+    spans: list[Span] = []
+    for trace in traces:
+        late_s = float(trace.facts.get("began_unix_s", 0.0)) - first[trace.facts.get("node")]
+        spans += [replace(s, start_s=s.start_s + late_s, stop_s=s.stop_s + late_s) for s in trace.spans]
+    facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
+    return Trace(spans, names, {**facts, "skew_s": skew_s(spans)})
+
+
+_OF_ONE_RANK = ("rank", "node", "began_unix_s")
 
 
 def skew_s(spans: Sequence[Span]) -> float:

@@ -29,7 +29,10 @@ def log_target(args: argparse.Namespace, config: Run) -> LogTarget:
 def log_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """Reasons why a configuration cannot be logged as it asks."""
     if config.trace_steps and not args.balance_log:
-        return [f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given"]
+        return [
+            f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given; a loop of its own "
+            "has none"
+        ]
     return []
 
 

@@ -61,6 +61,7 @@ class Recorder:
         self._timed: list[Streams] = []
         self.watch(streams)
         self._zero_s, self._zero = time.perf_counter(), None if streams is None else streams.now()
+        self.began_unix_s = time.time()
         self._marked: list[_Marked] = []
         self._calls: defaultdict[tuple[str, int], int] = defaultdict(int)
 

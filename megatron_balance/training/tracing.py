@@ -39,7 +39,7 @@ class StepTracer:
         self._folder, self._steps, self._rank = folder, frozenset(steps), rank
         self._node: Callable[[], int] = lambda: 0
         self._streams: Callable[[], Streams | None] = lambda: None
-        self._step = 0
+        self._step = self._at = 0
         self._begun: Mark = None
         self._planned: tuple[str, Mark] = ("", None)
         self._ran: Mark = None
@@ -64,9 +64,10 @@ class StepTracer:
         if step not in self._steps:
             return
         self._step = step
+        self._at, streams = self._node(), self._streams()
         if dist.is_initialized():
             dist.barrier()
-        self.recorder = Recorder(self._rank, self._streams())
+        self.recorder = Recorder(self._rank, streams)
         self._begun, self._ran = self.recorder.mark(), None
 
     def planned(self, planner: str) -> None:
@@ -80,12 +81,12 @@ class StepTracer:
             self._ran = self.recorder.mark()
 
     def finish(self) -> None:
-        """Write the trace of the step that is over, if there is one.
+        """Write the trace of the step that is over, if there is one; none of one that failed.
 
         What cannot be written ends no training: the log says it.
         """
         recorder, self.recorder = self.recorder, None
-        if recorder is None or self._folder is None:
+        if recorder is None or self._folder is None or self._ran is None:
             return
         path = self._folder / FOLDER / file_name(self._step, self._rank)
         trace = self._trace(recorder)
@@ -98,25 +99,24 @@ class StepTracer:
     def _trace(self, recorder: Recorder) -> Trace:
         end = recorder.mark()
         self._add(recorder, PLAN, self._begun, self._planned[1])
-        if self._ran is not None:
-            self._add(recorder, OPTIMIZER, self._ran, end)
+        self._add(recorder, OPTIMIZER, self._ran, end)
         spans = recorder.spans()
         spans += _passes(spans)
-        if self._ran is not None:
-            spans += _synchronising(spans)
+        spans += _synchronising(spans)
         facts = {
             "kind": "measured",
             "clock": "host" if recorder.streams is None else "device",
             "planner": self._planned[0],
             "step": self._step,
             "rank": self._rank,
+            "node": self._at,
+            "began_unix_s": recorder.began_unix_s,
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         }
-        return Trace(spans, {self._rank: rank_name(self._rank, self._node())}, facts)
+        return Trace(spans, {self._rank: rank_name(self._rank, self._at)}, facts)
 
     def _add(self, recorder: Recorder, what: str, start: Mark, stop: Mark) -> None:
-        if start is not None and stop is not None:
-            recorder.add(Span(self._rank, STEP, what, 0.0, 0.0), start, stop)
+        recorder.add(Span(self._rank, STEP, what, 0.0, 0.0), start, stop)
 
 
 def _passes(spans: list[Span]) -> list[Span]:

@@ -27,8 +27,8 @@ ROUNDING_US = 1e-3
 
 @dataclass
 class Read:
-    """The contents of a trace. `tracks`: names by (process, thread); `arrows`: pairs of events, start and
-    end; `counters`: (time, value) by (process, name of the counter, series).
+    """The contents of a trace. `tracks`: names by (process, thread); `arrows`: pairs of events, start
+    and end; `counters`: (time, value) by (process, name of the counter, series).
     """
 
     spans: list[Event] = field(default_factory=list)

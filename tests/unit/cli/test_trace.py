@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.analysis.trace_format import Span, Trace, file_name
+from megatron_balance.analysis.trace_format import Span, Trace, file_name, joined
 from tests.support import trace_reader
 from tests.support.cli import CommandLine
 
@@ -51,6 +51,15 @@ def test_clocks_that_disagree_are_told_and_the_arrow_still_ends_in_its_span(run:
     out = tmp_path / "joined.json"
     assert "clocks of ranks differ by at least 500.000 ms" in run.printed(f"trace {tmp_path} --out {out}")
     assert len(trace_reader.read(out.read_text()).arrows) == 1
+
+
+def test_ranks_of_a_node_are_put_on_its_one_clock() -> None:
+    def of(rank: int, node: int, began: float) -> Trace:
+        facts = {"node": node, "began_unix_s": began}
+        return Trace([Span(rank, "compute", "attention", 1.0, 2.0)], {rank: f"rank {rank}"}, facts)
+
+    spans = joined([of(0, 0, 100.0), of(1, 0, 100.25), of(2, 1, 7.5), of(3, 1, 7.0)]).spans
+    assert [span.start_s for span in spans] == [1.0, 1.25, 1.5, 1.0]
 
 
 def test_mistakes_are_one_sentence(run: CommandLine, tmp_path: Path) -> None:
