@@ -262,6 +262,9 @@ class RunConfig(BaseModel):
     """How documents fill samples: `best_fit` puts each into the fullest of a window that holds it, for
     fewer empty tokens; `next_fit` opens the next one where a document does not fit. Another filling
     is another stream of samples: no run resumes from one in the other."""
+    trace_steps: list[int] = []
+    """Steps of which every rank writes a trace into --balance-log DIR; `megatron-balance trace DIR`
+    joins them. Megatron only."""
     self_check: bool = False
     """Before the first training step, compare the loss of a tiny batch with a plan and without; end
     where they differ by more than rounding. Megatron only."""

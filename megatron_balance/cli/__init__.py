@@ -26,13 +26,14 @@ from megatron_balance.cli import (
     reproduce,
     simulate,
     strategies,
+    trace,
     tune,
     verify,
 )
 from megatron_balance.errors import BalanceError, suggest
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, corpus, doctor)
+VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, trace, corpus, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a Chrome/Perfetto trace of one layer of the first batch (or of a full tick), all ranks",
+        help="write a Chrome/Perfetto trace of the first step (or of one layer of a full tick), all ranks",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -63,19 +63,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
-    from megatron_balance.simulator.timeline import timeline
+    from megatron_balance.simulator.timeline import layer_trace, step_trace
 
     step = planned.steps[0]
     if planned.mode.ping_pong:
         raise ConfigError(
-            f"--trace {path} is of one attention call, and {planned.name} runs two nano-batches interleaved; add "
-            "--ping-pong false"
+            f"--trace {path} is of microbatches that run whole, and {planned.name} runs two nano-batches interleaved; "
+            "add --ping-pong false"
+        )
+    if step.strategy is not None:
+        raise ConfigError(
+            f"--trace {path} is of ranks that all run one pipeline, and {planned.name} runs strategy {step.strategy}; "
+            "trace a training run (trace_steps), or another planner"
         )
     if planned.mode.joint:
-        document = timeline(step.fullest_tick().plan, bench.pool, "replay")
+        trace = layer_trace(step.fullest_tick().plan, bench.pool, "replay")
     else:
-        document = timeline(step.plans[0], bench.machine, bench.setup.drawn)
-    output.write(path, json.dumps(document), "--trace")
+        trace = step_trace(step.plans, bench.machine, bench.setup)
+    output.write(path, json.dumps(trace.document(), allow_nan=False), "--trace")
 
 
 def _changed(changes: dict[str, float]) -> str:

@@ -52,12 +52,14 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         job.prepare(model)
         if job.unchecked and not forward_only:
             _check_self(job, schedule, inner, model, kwargs)
-        job.steps.begin(forward_only)
+        if not forward_only:
+            job.steps.begin(job.args.curr_iteration + 1)
         if forward_only and job.changes is not None:
             job.changes.gather_weights()
         pool = job.pool
         planned, shared, found = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
         if not forward_only:
+            job.steps.tracer.planned(job.config.planner.name if job.config.planner else "")
             _count_flops(found.apart, pool.readers[pool.replica])
             if job.changes is not None and planned.step.strategy != job.layout:
                 return run_role(job, job.changes, planned, shared, found)

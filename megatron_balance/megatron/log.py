@@ -11,6 +11,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from megatron_balance.planning.run import Run, to_yaml
 from megatron_balance.training.log import LogTarget, ScalarWriter
+from megatron_balance.training.tracing import StepTracer
 
 
 def log_target(args: argparse.Namespace, config: Run) -> LogTarget:
@@ -21,7 +22,18 @@ def log_target(args: argparse.Namespace, config: Run) -> LogTarget:
         config=to_yaml(config) if folder is not None and writes else "",
         writes=writes,
         writers=scalar_writers(args.tensorboard_log_interval),
+        tracer=StepTracer(folder, config.trace_steps, args.rank),
     )
+
+
+def log_reasons(args: argparse.Namespace, config: Run) -> list[str]:
+    """Reasons why a configuration cannot be logged as it asks."""
+    if config.trace_steps and not args.balance_log:
+        return [
+            f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given; a loop of its own "
+            "has none"
+        ]
+    return []
 
 
 def scalar_writers(interval: int) -> Callable[[int], Sequence[ScalarWriter]]:

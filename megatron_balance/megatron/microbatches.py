@@ -103,7 +103,7 @@ class Microbatches:
     def _bind(self, index: int) -> PlannedMicrobatch:
         plans = self._planned.plans
         bounds = [
-            bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases)
+            bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases, number=at)
             for nano_batch, at in enumerate(self._own[index])
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]

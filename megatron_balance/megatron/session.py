@@ -45,6 +45,7 @@ from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.movers import build_variants
@@ -132,6 +133,7 @@ class Session:
         num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
         job = Job(self._pool, self.model(), cost, num_chunks, self._pipelines_of)
         self.steps.describe(job, job_device())
+        self.steps.tracer.place(lambda: self.args.rank // self.gpus_per_node, _device_streams)
         if self.candidates:
             check_holds(plan_spec(self, joint=False), self.args.seq_length)
 
@@ -221,6 +223,7 @@ class Session:
             self.kernel,
             self.config.gradient_wire,
             self.bind_ahead,
+            self.steps.tracer.recorder,
         )
 
     def cluster(self) -> Cluster:
@@ -374,6 +377,11 @@ class Session:
         """Tell the other ranks why this one ends, or log which of them ended."""
         if self._roll is not None:
             self._roll.failed(error)
+
+
+def _device_streams() -> CudaStreams | None:
+    """The compute stream's events, for a trace; None on a CPU."""
+    return CudaStreams({}, ()) if job_device().type == "cuda" else None
 
 
 def check_samples(args: argparse.Namespace, config: Run) -> None:

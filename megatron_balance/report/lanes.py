@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.report.cases import Figures
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.timeline import timeline
+from megatron_balance.simulator.timeline import layer_trace
 
 SHOWN = 8
 """Ranks of a timeline."""
@@ -34,22 +34,20 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
     Raises:
         ConfigError: more ranks than can be traced.
     """
-    events = timeline(plan, machine, policy)["traceEvents"]
-    streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     spans: dict[tuple[int, str], list[Span]] = {}
     busy = [0.0] * machine.num_ranks
     forward_ms = total_ms = 0.0
-    for event in events:
-        if event["ph"] != "X":
-            continue
-        activity = _activity(event, streams[event["pid"], event["tid"]])
-        begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
-        spans.setdefault((event["pid"], activity), []).append((begin, end))
+    for span in layer_trace(plan, machine, policy).spans:
+        begin, end = 1e3 * span.start_s, 1e3 * span.stop_s
         total_ms = max(total_ms, end)
-        if event["cat"] == "forward":
+        if span.phase == "forward":
             forward_ms = max(forward_ms, end)
+        if span.what == WAIT:
+            continue
+        activity = _activity(span)
+        spans.setdefault((span.rank, activity), []).append((begin, end))
         if activity in ACTIVITIES[:3]:
-            busy[event["pid"]] += end - begin
+            busy[span.rank] += end - begin
     ranks = _chosen(busy)
     lanes = [
         {"rank": rank, "activity": activity, "spans_ms": _merged(spans[rank, activity], total_ms * _FINEST)}
@@ -74,14 +72,14 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
     }
 
 
-def _activity(event: dict[str, Any], stream: str) -> str:
+def _activity(span: trace_format.Span) -> str:
     """Transfers by the link they take; the legs of a routed one that stay in the node are inside
     it.
     """
-    if stream == "compute":
-        kinds = {"linear": ACTIVITIES[0], "attention": ACTIVITIES[1]}
-        return kinds.get(str(event["name"]), ACTIVITIES[2])
-    return ACTIVITIES[4] if stream.startswith("inter_node") else ACTIVITIES[3]
+    if span.track == COMPUTE:
+        kinds = {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}
+        return kinds.get(span.what, ACTIVITIES[2])
+    return ACTIVITIES[4] if span.track.startswith("inter_node") else ACTIVITIES[3]
 
 
 def _chosen(busy: list[float]) -> list[int]:

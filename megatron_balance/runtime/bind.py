@@ -35,6 +35,7 @@ from megatron_balance.runtime.lower.tables import ship, tables_of
 from megatron_balance.runtime.lower.views import ExchangeForm
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
+from megatron_balance.runtime.recorder import Recorder
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
 from megatron_balance.runtime.transport.comm import brought, is_block, sent
@@ -62,6 +63,8 @@ class Bound:
         gradient_wire: the type that gradients travel in.
         counters: sums over the calls that ran so far.
         trace: filled by every call, if there is one.
+        recorder: of a traced step, told of every call.
+        number: of the microbatch in its step, for the recorder.
     """
 
     plan: MicrobatchPlan
@@ -81,6 +84,8 @@ class Bound:
     gradient_wire: GradientWire = "fp32"
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
+    recorder: Recorder | None = None
+    number: int = -1
 
     @property
     def forward(self) -> Phase:

@@ -7,6 +7,7 @@ in `runtime.transport.streams`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,6 +78,14 @@ class Streams(Protocol):
         """Make the compute stream wait for `event`."""
         ...
 
+    def timed(self, on: bool) -> None:
+        """Whether events from now on can be asked for their times."""
+        ...
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one timed event to another; the host waits until both have been."""
+        ...
+
 
 class CudaStreams:
     """Streams of the current device.
@@ -87,6 +96,7 @@ class CudaStreams:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self._groups, self._ranks = groups, ranks
         self._streams: dict[str, CudaStream] = {}
+        self.events = _Events()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -95,23 +105,42 @@ class CudaStreams:
 
     def of(self, name: str) -> CudaStream:
         if name not in self._streams:
-            self._streams[name] = CudaStream(self._groups.get(name), self._ranks, high=has_high_priority(name))
+            group, high = self._groups.get(name), has_high_priority(name)
+            self._streams[name] = CudaStream(group, self._ranks, self.events, high=high)
         return self._streams[name]
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = self.events.new()
         event.record()
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
+    def timed(self, on: bool) -> None:
+        self.events.timed = on
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        begin.synchronize()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+@dataclass(slots=True)
+class _Events:
+    """Makes the events of all streams of a rank."""
+
+    timed: bool = False
+
+    def new(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=self.timed)
+
 
 class CudaStream:
     """A stream and its communicator. `ranks`: global rank of each pool rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], *, high: bool) -> None:
-        self._group, self._ranks = group, ranks
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], events: _Events, *, high: bool) -> None:
+        self._group, self._ranks, self._events = group, ranks, events
         self._stream = torch.cuda.Stream(priority=-1 if high else 0)
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -138,6 +167,6 @@ class CudaStream:
         x.record_stream(self._stream)
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = self._events.new()
         event.record(self._stream)
         return event

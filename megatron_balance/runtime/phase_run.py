@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
@@ -41,11 +42,13 @@ from megatron_balance.runtime.lower.steps import (
 )
 from megatron_balance.runtime.lower.views import Arranged, Block, Buffers, ExchangeForm, Later, Sources, Views
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
-from megatron_balance.runtime.trace import Traced
+from megatron_balance.runtime.trace import Mark, Trace, Traced
 from megatron_balance.runtime.transport import open_transport
 from megatron_balance.runtime.transport.base import Parcel
 
 log = logging.getLogger(__name__)
+
+_UNNAMED = nullcontext()
 
 
 @dataclass(slots=True)
@@ -94,9 +97,12 @@ class PhaseRun:
         self.forms = bound.exchange_forms[id(phase)]
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
-        self.arrived_s = 0.0  # when the tensors of the last finished exchange were there
+        self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
         self.filling: list[Fill] = []  # gathered since the last `fill`
-        self.transport = open_transport(phase, self.form, bound.groups, bound.trace)
+        self.recorder = bound.recorder
+        self.trace: Trace | None = bound.trace if bound.recorder is None else []
+        self.on_device = bound.recorder is not None and bound.recorder.streams is not None
+        self.transport = open_transport(phase, self.form, bound.groups, self.trace, timed=self.on_device)
 
     @property
     def forward(self) -> bool:
@@ -130,6 +136,8 @@ class PhaseRun:
             self.transport.end()
         self.bound.counters.ran(self.phase.work)
         self.bound.counters.carried(self.transport.traffic, forward=self.forward)
+        if self.recorder is not None and self.trace is not None:
+            self.recorder.ended(self.bound, self.phase, self.trace, self.form, forward=self.forward)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -144,41 +152,51 @@ class PhaseRun:
     def take_steps(self, stop: int) -> None:
         """Take the steps before `stop` that are still to be taken."""
         steps = self.phase.steps
-        take = self.take if self.bound.trace is None else self.take_traced
-        named = ranges.recorded()
+        take = self.take if self.trace is None else self.take_traced
         while self.at < stop:
-            step = steps[self.at]
-            if named:
-                with record_function(ranges.name_of(step, forward=self.forward)):
-                    take(step)
-            else:
-                take(step)
+            take(steps[self.at])
             self.free(self.at)
             self.at += 1
 
     def take(self, step: Step) -> None:
         match step:
-            case Start():
-                self.issue(step.exchange)
+            case Start(exchange):
+                with self.named(PACK, exchange.zone, exchange.id):
+                    self.issue(exchange)
             case Finish():
                 self.receive(step.exchange)
             case Launch() | GradLaunch():
-                self.launch(step)
+                with self.named(ATTENTION, step.zone):
+                    self.launch(step)
+
+    def named(self, what: str, zone: str, exchange: int = -1) -> AbstractContextManager[object]:
+        """A range of the profiler that listens, if one does."""
+        if not ranges.recorded():
+            return _UNNAMED
+        return record_function(ranges.name_of(what, zone, exchange, forward=self.forward))
 
     def take_traced(self, step: Step) -> None:
-        begin = time.perf_counter()
+        begin = self.mark()
         self.take(step)
-        places, end = [("compute", "run")], time.perf_counter()
+        end, trace = self.mark(), self.trace
+        assert trace is not None
         match step:
             case Start(exchange):
-                op, places = exchange.op, exchange.places()
+                if self.recorder is not None:
+                    trace.append(Traced(COMPUTE, exchange.op, PACK, "own", begin, end))
+                if not self.on_device:
+                    trace.extend(Traced(at, exchange.op, leg, "own", begin, end) for at, leg in exchange.places())
             case Finish(exchange):
                 # Unpacking is computation: the exchange ends when its tensors are there.
-                op, places, end = exchange.op, [("", "finish")], self.arrived_s
+                trace.append(Traced("", exchange.op, "finish", "own", begin, self.arrived))
+                if self.recorder is not None:
+                    trace.append(Traced(COMPUTE, exchange.op, "run", "own", self.arrived, end))
             case Launch() | GradLaunch():
-                op = step.op
-        assert self.bound.trace is not None
-        self.bound.trace.extend(Traced(stream, op, leg, "own", begin, end) for stream, leg in places)
+                trace.append(Traced(COMPUTE, step.op, "run", "own", begin, end))
+
+    def mark(self) -> Mark:
+        """Now, for the trace."""
+        return time.perf_counter() if self.recorder is None else self.recorder.mark()
 
     def log_failure(self) -> None:
         bound, steps = self.bound, self.phase.steps
@@ -314,11 +332,14 @@ class PhaseRun:
         return found
 
     def receive(self, exchange: ExchangeStep) -> None:
-        self.transport.arrived(exchange)
-        self.arrived_s = time.perf_counter()
+        with self.named(WAIT, exchange.zone, exchange.id):
+            self.transport.arrived(exchange)
+        if self.trace is not None:
+            self.arrived = self.mark()
         form, slots = self.forms[exchange.id], self.under_way.pop(exchange.id)
-        for together in form.together:
-            self.arrive([(form.brought[at], slots, at) for at in together])
+        with self.named(PLACE, exchange.zone, exchange.id):
+            for together in form.together:
+                self.arrive([(form.brought[at], slots, at) for at in together])
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
     def pack(self, message: Message, into: Sequence[Later]) -> None:

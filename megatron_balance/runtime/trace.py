@@ -5,9 +5,12 @@ To compare with `compile.order.streams`, and to see which exchanges hide behind 
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_balance.compile.order import Leg, Role
+
+Mark: TypeAlias = Any
+"""Seconds by `time.perf_counter`, or an event of a device's stream (`runtime.recorder`)."""
 
 
 class Traced(NamedTuple):
@@ -18,14 +21,17 @@ class Traced(NamedTuple):
     Times by `time.perf_counter`, in seconds. Of the leg of an exchange: issuing it; of a relayed
     one: from the first wait for it until it is sent on. Of "finish": waiting for what the exchange
     brings.
+
+    For a recorder an exchange also has a leg "pack", on stream "compute"; on a device times are
+    events, and those of a leg enclose what it takes on its stream.
     """
 
     stream: str
     op: int
     leg: Leg | str
     role: Role
-    start_s: float
-    stop_s: float
+    start_s: Mark
+    stop_s: Mark
 
 
 Trace: TypeAlias = list[Traced]

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
 from megatron_balance.compile.order import Finish, Run, Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.machine import Machine
@@ -26,7 +27,8 @@ _SAME_TIME = 1e-12
 class Occupied(NamedTuple):
     """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
 
-    `name`: "run", "pack", "place", or the leg of an exchange. `exchange`: -1 for a launch.
+    `name`: "attention", "pack", "wait" (for what an exchange brings), "place", or the leg of an
+    exchange (`analysis.trace_format`). `exchange`: -1 for a launch.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class Occupied(NamedTuple):
     exchange: int
     start_s: float
     stop_s: float
+    zone: str = ""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,8 @@ class _Computing:
     """The compute stream of a rank.
 
     `at`: its step; `left_s`: seconds of that step that are left at full speed, while it is
-    `working`. `held`: transfers under way inside the node, and between nodes.
+    `working`. `held`: transfers under way inside the node, and between nodes. `waits_s`: since when it
+    waits for an exchange; None: it does not.
     """
 
     at: int = 0
@@ -66,6 +70,7 @@ class _Computing:
     busy_s: float = 0.0
     version: int = 0
     held: list[int] = field(default_factory=lambda: [0, 0])
+    waits_s: float | None = None
 
 
 _What: TypeAlias = Literal["enter", "issue", "step", "flow", "other"]
@@ -200,7 +205,11 @@ class Events:
                 self.push(issued_s[computing.at], "issue", rank)
                 return
             if isinstance(step, Finish) and self.waits(rank, self.phase.exchanges[rank][computing.at]):
+                computing.waits_s = self.now if computing.waits_s is None else computing.waits_s
                 return
+            if computing.waits_s is not None:
+                self._note(rank, WAIT, computing.waits_s)
+                computing.waits_s = None
             computing.left_s = self.phase.seconds[rank][computing.at]
             if computing.left_s > 0:
                 computing.working = True
@@ -234,13 +243,18 @@ class Events:
         computing.working = False
         computing.version += 1
         computing.busy_s += self.now - computing.start_s
-        if self.trace:
-            step = self.phase.steps[rank][computing.at]
-            name = "run" if isinstance(step, Run) else "pack" if isinstance(step, Start) else "place"
-            exchange = self.phase.exchanges[rank][computing.at]
-            self.occupied.append(Occupied(rank, "compute", name, exchange, computing.start_s, self.now))
+        step = self.phase.steps[rank][computing.at]
+        self._note(rank, ATTENTION if isinstance(step, Run) else PACK if isinstance(step, Start) else PLACE)
         self._passed(rank)
         self.advance(rank)
+
+    def _note(self, rank: int, name: str, start_s: float | None = None) -> None:
+        """Add what the compute stream did until now to the trace, if there is one."""
+        if self.trace:
+            computing = self.ranks[rank]
+            exchange, zone = self.phase.exchanges[rank][computing.at], self.phase.zone(rank, computing.at)
+            begun_s = computing.start_s if start_s is None else start_s
+            self.occupied.append(Occupied(rank, COMPUTE, name, exchange, begun_s, self.now, zone))
 
     def _passed(self, rank: int) -> None:
         computing = self.ranks[rank]

@@ -25,6 +25,7 @@ from megatron_balance.compile.order import (
     traffic_class,
 )
 from megatron_balance.compile.pipeline import CompiledRank
+from megatron_balance.compile.zones import places
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
@@ -85,7 +86,8 @@ class Phase:
     """Steps, flows and collectives of a phase.
 
     By rank and step: `seconds` beside waiting; `exchanges`: its id (-1: a launch); `blocks_s`:
-    seconds of one of the kernel's thread blocks, 0 where transfers need not wait for them.
+    seconds of one of the kernel's thread blocks, 0 where transfers need not wait for them; `zones`:
+    its name, where anybody traces.
     """
 
     steps: list[tuple[Step, ...]]
@@ -94,6 +96,19 @@ class Phase:
     blocks_s: list[list[float]]
     flows: list[Flow] = field(default_factory=list[Flow])
     collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
+    zones: list[list[str]] = field(default_factory=list[list[str]])
+
+    def zone(self, rank: int, at: int) -> str:
+        """The zone of a rank's step."""
+        return self.zones[rank][at] if self.zones else ""
+
+    def zones_of_exchanges(self) -> dict[tuple[int, int], str]:
+        """By rank and exchange, its zone: on a proxy that of its relaying."""
+        return {
+            (rank, exchange): zone
+            for rank, (exchanges, zones) in enumerate(zip(self.exchanges, self.zones, strict=True))
+            for exchange, zone in zip(exchanges, zones, strict=True)
+        }
 
 
 def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
@@ -114,6 +129,8 @@ def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool,
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
         phase.exchanges.append([_id_of(own[step.op]) for step in steps])
+        zones = places(program, backward=backward).zones
+        phase.zones.append([zones[step.op] for step in steps])
         phase.blocks_s.append([block_s.get(step.op, 0.0) if isinstance(step, Run) else 0.0 for step in steps])
         for op in own:
             if not isinstance(op, Exchange):

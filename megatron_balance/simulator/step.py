@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,6 +98,39 @@ def simulate_step(
     return _Run(plans, machine, setup, Around(sharing or machine, setup)).step()
 
 
+class Played(NamedTuple):
+    """A pass as it went, seconds by rank: when it began, each of its layers, what that spends on
+    running the forward again, and the head (0 where this chunk has none).
+    """
+
+    stage: int
+    step: Pass
+    begin_s: Floats
+    layer_s: Floats
+    again_s: Floats
+    head_s: Floats
+
+
+class PlayedStep(NamedTuple):
+    """The passes of a step, and what comes after the last of them is done, at `done_s`."""
+
+    passes: list[Played]
+    layers_per_chunk: int
+    done_s: float
+    sync_s: float
+    optimizer_s: float
+
+
+def play_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> PlayedStep:
+    """The passes of `simulate_step`, one by one. Errors as there."""
+    run = _Run(plans, machine, setup, Around(machine, setup))
+    passes: list[Played] = []
+    done_s = run.clocks(passes).total_s
+    num_layers = run.layers_per_chunk * setup.interleave
+    sync_s = run.around.sync_s(num_layers, float(run.layers[-1].backward_s.max()))
+    return PlayedStep(passes, run.layers_per_chunk, done_s, sync_s, run.around.optimizer_s())
+
+
 class _Run:
     def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup, around: Around) -> None:
         self.plans, self.machine, self.setup, self.around = plans, machine, setup, around
@@ -177,7 +211,7 @@ class _Run:
         )
 
     def step(self) -> Step:
-        clocks = self._clocks()
+        clocks = self.clocks()
         stages = clocks.done_s
         last = max(range(len(stages)), key=lambda stage: float(stages[stage].max()))
         rank = int(stages[last].argmax())
@@ -198,16 +232,21 @@ class _Run:
             (float(self.layers[0].forward_s.max()), float(self.layers[-1].backward_s.max())),
         )
 
-    def _clocks(self) -> Clocks:
+    def clocks(self, passes: list[Played] | None = None) -> Clocks:
+        """Run the pipeline; note every pass in `passes`, if it is given."""
         setup, model = self.setup, self.machine.model
         last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
 
         def each(stage: int, step: Pass, ready: Floats) -> Floats:
             layer = self.layers[step.microbatch]
-            seconds = self.layers_per_chunk * (layer.backward_s if step.backward else layer.forward_s)
-            if (stage, step.chunk) == (last_stage, last_chunk):
-                seconds = seconds + layer.head_s[step.backward]
-            return _together(ready, layer.group) + seconds
+            layer_s = layer.backward_s if step.backward else layer.forward_s
+            has_head = (stage, step.chunk) == (last_stage, last_chunk)
+            head_s = layer.head_s[step.backward] * has_head
+            begin_s = _together(ready, layer.group)
+            if passes is not None:
+                again_s = layer.forward_s * (step.backward and setup.recompute == "full")
+                passes.append(Played(stage, step, begin_s, layer_s, again_s, head_s))
+            return begin_s + self.layers_per_chunk * layer_s + head_s
 
         def transfer(microbatch: int) -> Floats:
             link = (

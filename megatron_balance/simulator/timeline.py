@@ -1,168 +1,249 @@
-"""A timeline of every rank's streams as a Chrome trace, which chrome://tracing and ui.perfetto.dev
-open.
-
-One process a rank, one track a stream: the forward of one layer, then its backward, of one
-microbatch. A span of an exchange says the bytes that the rank sends and receives in it, and with
-whom; an arrow goes from the span that sends to the one that receives; a counter of each rank is the
-bytes that it has under way.
+"""Traces of simulated steps (`analysis.trace_format`): every stream of every rank through the
+microbatches and layers of a step, or through one layer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.trace_format import (
+    COMPUTE,
+    GRADIENT_SYNC,
+    LINEAR,
+    OPTIMIZER,
+    STEP,
+    Span,
+    Trace,
+    rank_name,
+)
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.simulator import memory
+from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Phase, phase_of
+from megatron_balance.simulator.setup import PLAIN, Setup
+from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
 MOST_RANKS = 128
 """The event engine traces: it keeps every op of every rank."""
+MOST_SPANS = 300_000
+"""Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
+one."""
 
-_US = 1e6
+HEAD, RECOMPUTE = "head", "recompute"
 
 
-def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") -> dict[str, Any]:
-    """The trace of one layer as a JSON document: on every rank its modules, then the attention
-    call.
+def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") -> Trace:
+    """The trace of one layer: on every rank its modules, then the attention call; forward, then
+    backward.
 
     Raises:
         ConfigError: more ranks than can be traced.
     """
-    if machine.num_ranks > MOST_RANKS:
+    _check(machine.num_ranks)
+    forward, backward = _layers(plan, machine, policy)
+    second = max(span.stop_s for span in forward)
+    spans = [*forward, *(_moved(span, second) for span in backward)]
+    return Trace(spans, _names(machine), {"kind": "simulated", "planner": plan.planner})
+
+
+def step_trace(
+    plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = PLAIN, *, most_spans: int = MOST_SPANS
+) -> Trace:
+    """The trace of a whole step of these microbatches. Rank r of stage s is process s * ranks + r.
+
+    Where some layers keep and some replay, all are drawn as most of them are.
+
+    Raises:
+        ConfigError: as `simulate_step`, or more ranks than can be traced.
+    """
+    _check(machine.num_ranks * setup.pipeline)
+    setup = memory.settled(plans, Around(machine, setup))
+    policy = setup.drawn
+    played = play_step(plans, machine, replace(setup, engine="events"))
+    known: dict[str, tuple[list[Span], list[Span]]] = {}
+    for plan in plans:
+        if plan.fingerprint() not in known:
+            known[plan.fingerprint()] = _layers(plan, machine, policy)
+    of_layer = [known[plan.fingerprint()] for plan in plans]
+    num = sum(len(of_layer[each.step.microbatch][each.step.backward]) for each in played.passes)
+    drawn = max(1, min(played.layers_per_chunk, most_spans // max(1, num)))
+    spans = [span for each in played.passes for span in _pass(each, of_layer, played, drawn, machine.num_ranks)]
+    spans += _end(played, machine.num_ranks * setup.pipeline)
+    names = {
+        stage * machine.num_ranks + rank: f"stage {stage}, {name}" if setup.pipeline > 1 else name
+        for stage in range(setup.pipeline)
+        for rank, name in _names(machine).items()
+    }
+    facts = {
+        "kind": "simulated",
+        "planner": plans[0].planner,
+        "policy": policy,
+        "layers": played.layers_per_chunk,
+        "layers_drawn": drawn,
+    }
+    return Trace(spans, names, facts)
+
+
+def _check(num_ranks: int) -> None:
+    if num_ranks > MOST_RANKS:
         raise ConfigError(
-            f"a trace of {machine.num_ranks} ranks is too large to open; trace at most {MOST_RANKS}, with --ranks"
+            f"a trace of {num_ranks} ranks is too large to open; trace at most {MOST_RANKS}, with --ranks"
         )
+
+
+def _names(machine: Machine) -> dict[int, str]:
+    return {rank: rank_name(rank, rank // machine.cluster.node_size) for rank in range(machine.num_ranks)}
+
+
+# One pass of a microbatch through a model chunk
+
+
+def _pass(
+    each: Played, of_layer: Sequence[tuple[list[Span], list[Span]]], step: PlayedStep, drawn: int, num_ranks: int
+) -> Iterator[Span]:
+    """The spans of a pass: its layers one after the other, the head behind or before them."""
+    backward, microbatch = each.step.backward, each.step.microbatch
+    phase = "backward" if backward else "forward"
+    first = each.stage * num_ranks
+    place = _Place(first, microbatch, phase)
+    at = np.array(each.begin_s)
+    end = at + step.layers_per_chunk * each.layer_s + each.head_s
+    for rank in range(num_ranks):
+        yield place.span(rank, STEP, f"{phase} {microbatch}", at[rank], end[rank])
+    if backward:
+        yield from place.block(HEAD, at, each.head_s)
+        at = at + each.head_s
+    for layer in range(drawn):
+        begin = at + layer * each.layer_s
+        if backward:
+            yield from place.block(RECOMPUTE, begin, each.again_s)
+            begin = begin + each.again_s
+        call = layer + step.layers_per_chunk * each.step.chunk
+        for span in of_layer[microbatch][backward]:
+            yield place.put(span, float(begin[span.rank]), call)
+    rest = step.layers_per_chunk - drawn
+    if rest:
+        what = f"layers {drawn} to {step.layers_per_chunk - 1}"
+        yield from place.block(what, at + drawn * each.layer_s, rest * each.layer_s)
+    if not backward:
+        yield from place.block(HEAD, at + step.layers_per_chunk * each.layer_s, each.head_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a pass is drawn. `first`: the number of its stage's first rank."""
+
+    first: int
+    microbatch: int
+    phase: str
+
+    def span(self, rank: int, track: str, what: str, start_s: float, stop_s: float) -> Span:
+        return Span(self.first + rank, track, what, float(start_s), float(stop_s), self.phase, self.microbatch)
+
+    def block(self, what: str, begin_s: Floats, seconds: Floats) -> Iterator[Span]:
+        """A span on every rank that it takes time on."""
+        for rank, (start, duration) in enumerate(zip(begin_s.tolist(), seconds.tolist(), strict=True)):
+            if duration > 0:
+                yield self.span(rank, COMPUTE, what, start, start + duration)
+
+    def put(self, span: Span, offset_s: float, call: int) -> Span:
+        """A span of a layer."""
+        sent, received = (
+            {self.first + peer: num_bytes for peer, num_bytes in each.items()} for each in (span.sent, span.received)
+        )
+        return replace(
+            _moved(span, offset_s),
+            rank=self.first + span.rank,
+            microbatch=self.microbatch,
+            call=call,
+            sent=sent,
+            received=received,
+        )
+
+
+def _end(step: PlayedStep, num_ranks: int) -> Iterator[Span]:
+    at = step.done_s
+    for what, seconds in ((GRADIENT_SYNC, step.sync_s), (OPTIMIZER, step.optimizer_s)):
+        if seconds:
+            for rank in range(num_ranks):
+                yield Span(rank, STEP, what, at, at + seconds)
+        at += seconds
+
+
+# One layer
+
+
+def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[Span], list[Span]]:
+    """Spans of a layer's forward and of its backward, each from 0 on."""
     tokens, slow = linear_tokens(plan).tolist(), machine.slow()
     linear = tuple(
         np.array([machine.cost.layer_s(n, backward=backward) for n in tokens]) * slow for backward in (False, True)
     )
     call = events(plan, machine, policy, (linear[0], linear[1]), trace=True)
-    second = float(call.forward.end_s.max())
     ranks = compile_ranks(plan, policy)
-    moved: list[dict[str, Any]] = []
-    spans: list[dict[str, Any]] = []
-    for name, backward, offset_s, outcome in (
-        ("forward", False, 0.0, call.forward),
-        ("backward", True, second, call.backward),
-    ):
-        own = [_span(each, name, offset_s) for each in outcome.occupied]
-        moved += _movements(own, phase_of(ranks, machine, backward=backward), len(moved))
-        spans += [*_linear(linear[backward], name, offset_s), *own]
-    numbered = _numbered([*spans, *moved])
-    return {"traceEvents": [*_names(spans, machine), *numbered], "displayTimeUnit": "ms"}
-
-
-def _movements(spans: list[dict[str, Any]], phase: Phase, first: int) -> list[dict[str, Any]]:
-    """Arrows and counters of a phase; spans of exchanges are told their bytes and peers.
-
-    `first`: number from which arrows are counted.
-    """
-    by_place = {(s["pid"], s["args"]["exchange"], s["name"].rsplit(" ", 1)[0], s["tid"]): s for s in spans}
-    made: list[dict[str, Any]] = []
-    under_way: dict[int, Counter[float]] = {}
-    for (a, b), stream, num_bytes in _transfers(phase, by_place):
-        for end, way, other in ((a, "sent", b), (b, "received", a)):
-            args = end["args"]
-            args[f"{way}_bytes"] = args.get(f"{way}_bytes", 0) + num_bytes
-            args["peers"] = sorted({*args.get("peers", ()), other["pid"]})
-            changes = under_way.setdefault(end["pid"], Counter())
-            changes[end["ts"]] += num_bytes
-            changes[end["ts"] + end["dur"]] -= num_bytes
-        arrow = {"name": "transfer", "cat": a["cat"], "id": first + len(made)}
-        arrived = (max(a["ts"], b["ts"]) + b["ts"] + b["dur"]) / 2  # in the receiver's span, sending has begun
-        made += [
-            {**arrow, "ph": "s", "ts": a["ts"], "pid": a["pid"], "tid": stream},
-            {**arrow, "ph": "f", "bp": "e", "ts": arrived, "pid": b["pid"], "tid": stream},
+    made: list[list[Span]] = []
+    for phase, backward, outcome in (("forward", False, call.forward), ("backward", True, call.backward)):
+        modules = [
+            Span(rank, COMPUTE, LINEAR, 0.0, seconds, phase)
+            for rank, seconds in enumerate(linear[backward].tolist())
+            if seconds
         ]
-    for rank, changes in sorted(under_way.items()):
-        level = 0
-        for ts, change in sorted(changes.items()):
-            level += change
-            made.append({"name": "bytes under way", "ph": "C", "ts": ts, "pid": rank, "args": {"bytes": level}})
-    return made
+        played = phase_of(ranks, machine, backward=backward)
+        made.append([*modules, *_exchanging(outcome.occupied, played, phase)])
+    return made[0], made[1]
 
 
-def _transfers(
-    phase: Phase, by_place: dict[tuple[int, int, str, str], dict[str, Any]]
-) -> Iterator[tuple[tuple[dict[str, Any], dict[str, Any]], str, int]]:
-    """(Span that sends, span that receives), stream and bytes of every hop.
+def _exchanging(occupied: Iterable[Occupied], played: Phase, phase: str) -> list[Span]:
+    """Spans of an attention call; those of exchanges with their bytes."""
+    zones = played.zones_of_exchanges()
+    sent: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
+    received: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
+    for a, b, exchange, leg, stream, num_bytes in _hops(played):
+        for of, end, other in ((sent, a, b), (received, b, a)):
+            at = of[end, exchange, leg, stream]
+            at[other] = at.get(other, 0) + num_bytes
+    return [
+        Span(
+            each.rank,
+            each.stream,
+            each.name,
+            each.start_s,
+            each.stop_s,
+            phase,
+            exchange=each.exchange,
+            zone=each.zone or zones.get((each.rank, each.exchange), ""),
+            sent=sent.get((each.rank, each.exchange, each.name, each.stream), {}),
+            received=received.get((each.rank, each.exchange, each.name, each.stream), {}),
+        )
+        for each in occupied
+    ]
+
+
+def _hops(played: Phase) -> Iterator[tuple[int, int, int, str, str, int]]:
+    """From, to, exchange, leg, stream and bytes of every hop.
 
     A collective is as many hops as pairs of ranks that it moves something between.
     """
-    for flow in phase.flows:
-        a, b = (by_place[rank, flow.exchange, flow.leg, flow.stream] for rank in (flow.a, flow.b))
-        yield (a, b), flow.stream, flow.num_bytes
-    for group in phase.collectives:
+    for flow in played.flows:
+        yield flow.a, flow.b, flow.exchange, flow.leg, flow.stream, flow.num_bytes
+    for group in played.collectives:
         for row, a in enumerate(group.ranks):
             for column, b in enumerate(group.ranks):
                 num_bytes = int(group.num_bytes[row, column])
                 if num_bytes and row != column:
-                    ends = (by_place[rank, group.exchange, "direct", group.stream] for rank in (a, b))
-                    yield (next(ends), next(ends)), group.stream, num_bytes
+                    yield a, b, group.exchange, "direct", group.stream, num_bytes
 
 
-def _linear(seconds: Floats, phase: str, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    return [
-        _span(Occupied(rank, "compute", "linear", -1, 0.0, s), phase, offset_s)
-        for rank, s in enumerate(seconds.tolist())
-    ]
-
-
-def _span(each: Occupied, phase: str, offset_s: float) -> dict[str, Any]:
-    label = "attention" if each.name == "run" else each.name
-    return {
-        "name": label if each.exchange < 0 else f"{label} {each.exchange}",
-        "cat": phase,
-        "ph": "X",
-        "ts": (each.start_s + offset_s) * _US,
-        "dur": (each.stop_s - each.start_s) * _US,
-        "pid": each.rank,
-        "tid": each.stream,
-        "args": {"phase": phase, "exchange": each.exchange},
-    }
-
-
-def _tracks(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
-    """A number for every stream of every rank, "compute" first."""
-    tracks = sorted(
-        {(span["pid"], span["tid"]) for span in spans if "tid" in span},
-        key=lambda track: (track[0], track[1] != "compute", track[1]),
-    )
-    first: dict[int, int] = {}
-    for at, (rank, _) in enumerate(tracks):
-        first.setdefault(rank, at)
-    return {track: at - first[track[0]] for at, track in enumerate(tracks)}
-
-
-def _numbered(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    tracks = _tracks(spans)
-    return [{**span, "tid": tracks[span["pid"], span["tid"]]} if "tid" in span else span for span in spans]
-
-
-def _names(spans: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    node = machine.cluster.node_size
-    ranks = [
-        {
-            "name": "process_name",
-            "ph": "M",
-            "pid": rank,
-            "tid": 0,
-            "args": {"name": f"rank {rank}, node {rank // node}"},
-        }
-        for rank in range(machine.num_ranks)
-    ]
-    streams = [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": stream}}
-        for (rank, stream), track in _tracks(spans).items()
-    ]
-    return [*ranks, *streams]
+def _moved(span: Span, offset_s: float) -> Span:
+    return replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from megatron_balance.ir.tick import TickPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
+from megatron_balance.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Binder:
     """Facts of a job that every bound plan needs.
 
     `groups`: of the ranks that attend together; `ahead`: the thread that prepares plans, if there is
-    one.
+    one; `recorder`: of the step that is traced, if it is.
     """
 
     groups: Groups
@@ -101,16 +102,28 @@ class Binder:
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
     ahead: BindAhead | None = None
+    recorder: Recorder | None = None
 
     def bind(
-        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
+        self,
+        plan: MicrobatchPlan,
+        policy: Policy,
+        nano_batch: int = 0,
+        phases: Collection[PhaseName] = BOTH_PHASES,
+        *,
+        number: int = -1,
     ) -> Bound:
         """Bind `plan` for this rank. Arguments and errors as for `runtime.bind.bind`.
 
-        All ranks bind the same plans in one order, each in its training thread.
+        All ranks bind the same plans in one order, each in its training thread. `number`: of the plan
+        in its step, for a trace.
         """
         prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policy, nano_batch, phases))
-        return (prepared or self._prepare(plan, policy, nano_batch, phases)).ship()
+        bound = (prepared or self._prepare(plan, policy, nano_batch, phases)).ship()
+        if self.recorder is None:
+            return bound
+        self.recorder.watch(self.groups.streams)
+        return replace(bound, recorder=self.recorder, number=number)
 
     def expect(
         self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
@@ -184,9 +197,13 @@ def bind_layers(
     decision: Decision | None,
     nano_batch: int = 0,
     phases: Collection[PhaseName] = BOTH_PHASES,
+    *,
+    number: int = -1,
 ) -> LayerBounds:
-    """Bind `plan` for the layers that keep and for those that replay, as decided."""
-    bounds = {policy: binder.bind(plan, policy, nano_batch, phases) for policy in policies_of(decision)}
+    """Bind `plan` for the layers that keep and for those that replay, as decided; `number` as in
+    `Binder.bind`.
+    """
+    bounds = {policy: binder.bind(plan, policy, nano_batch, phases, number=number) for policy in policies_of(decision)}
     return LayerBounds(0 if decision is None else decision.keeping, bounds.get("keep"), bounds.get("replay"))
 
 
@@ -227,11 +244,12 @@ class BoundTicks:
         key = self._nano_batches[0][number].tick.microbatches
         if key not in self._bound:
             self._bound[key] = tuple(
-                self._bind(ticks[number], nano_batch) for nano_batch, ticks in enumerate(self._nano_batches)
+                self._bind(ticks[number], nano_batch, number) for nano_batch, ticks in enumerate(self._nano_batches)
             )
             self.counters += [bound.counters for bound in self._bound[key]]
         return self._bound.pop(key) if self._last[key] == number else self._bound[key]
 
-    def _bind(self, planned: TickPlan, nano_batch: int) -> Bound:
+    def _bind(self, planned: TickPlan, nano_batch: int, number: int) -> Bound:
         # A backward tick's plan is another than that of the forward: it replays what the rank owns.
-        return self._binder.bind(planned.plan, "replay", nano_batch, self._phases[planned.tick.microbatches])
+        phases = self._phases[planned.tick.microbatches]
+        return self._binder.bind(planned.plan, "replay", nano_batch, phases, number=2 * number + nano_batch)

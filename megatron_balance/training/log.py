@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.lines import LineFile
 from megatron_balance.training.plans import PlannedStep
+from megatron_balance.training.tracing import StepTracer
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,14 @@ class LogTarget:
 
     `folder`: None: no files. `config`: the resolved configuration, written beside the records.
     `writes`: whether this rank writes the log line and the files; true on one rank. `writers`: of
-    scalars, for a step; also on other ranks.
+    scalars, for a step; also on other ranks. `tracer`: of this rank.
     """
 
     folder: Path | None = None
     config: str = ""
     writes: bool = True
     writers: Callable[[int], Sequence[ScalarWriter]] = lambda _: ()
+    tracer: StepTracer = field(default_factory=StepTracer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class StepLog:
             ConfigError: the folder cannot be written.
         """
         self._target = target
+        self.tracer = target.tracer
         self._file: LineFile | None = None
         self._failed_writers = 0
         self._proofs = Proofs()
@@ -113,9 +116,13 @@ class StepLog:
             self._write(CLUSTER_FILE, as_yaml(job.cost.cluster))
             self._write(MODEL_FILE, as_yaml(job.model))
 
-    def begin(self, forward_only: bool) -> None:
-        """Start the clock of a step; where a step runs again, the first start counts."""
-        if not forward_only and self._begun is None:
+    def begin(self, step: int) -> None:
+        """Start the clock of a training step; where a step runs again, the first start counts.
+
+        Collective over the world if the step is traced.
+        """
+        self.tracer.begin(step)
+        if self._begun is None:
             self._begun = time.perf_counter()
 
     def ran(
@@ -127,6 +134,7 @@ class StepLog:
     ) -> None:
         """Keep the facts of a step, all of whose microbatches have run."""
         self._ran = _Ran(planned, shared, tuple(counters), backward)
+        self.tracer.ran()
 
     def changed(self, figures: Callable[[], Mapping[str, float]]) -> None:
         """Keep who tells the figures of the step's pull and push when it is over."""
@@ -137,6 +145,7 @@ class StepLog:
 
         `loss`: reduced; with pipeline stages only the last one needs to know it.
         """
+        self.tracer.finish()
         ran, begun, change = self._ran, self._begun, self._change
         self._ran = self._begun = None
         self._change = dict
@@ -194,6 +203,7 @@ class StepLog:
 
     def close(self) -> None:
         """Close the files; later steps are not written."""
+        self.tracer.finish()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -275,41 +285,30 @@ def _number(value: float | torch.Tensor | None) -> float | None:
     return None if value is None else float(value)
 
 
+_SCALARS = (
+    *("num_sequences", "num_tokens", "imbalance_before/tokens", "imbalance_before/attention"),
+    *("imbalance_after/tokens", "imbalance_after/attention", "kv_tokens_received", "remapped_tokens"),
+    *("routed_transfers", "kernel_calls", "drawn_tokens", "trained_tokens", "waiting_tokens"),
+    *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
+)
+"""Numbers of a step that all writers get, by their places in its record; the log has them by the same
+names."""
+
+
+def _value(record: Json, name: str) -> float:
+    found: Any = record
+    for key in name.split("/"):
+        found = found[key]
+    return float(found)
+
+
 def _scalars(record: Json) -> list[tuple[str, float]]:
-    flat = [
-        (f"{name}/{of}", value)
-        for name in ("imbalance_before", "imbalance_after")
-        for of, value in record[name].items()
-    ]
-    names = (
-        *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
-        *("drawn_tokens", "trained_tokens", "waiting_tokens"),
-        *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
-    )
-    return [(f"balance/{name}", float(value)) for name, value in [*flat, *((n, record[n]) for n in names)]]
+    return [(f"balance/{name}", _value(record, name)) for name in _SCALARS]
 
 
 def _log_line(record: Json) -> None:
-    before_, after = record["imbalance_before"], record["imbalance_after"]
-    log.info(
-        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, %d tokens "
-        "remapped, "
-        "%d transfers routed, plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
-        record["step"],
-        record["planner"],
-        record["num_sequences"],
-        record["num_tokens"],
-        before_["tokens"],
-        after["tokens"],
-        before_["attention"],
-        after["attention"],
-        record["remapped_tokens"],
-        record["routed_transfers"],
-        record["plan_ms"],
-        record["plan_wait_ms"],
-        record["step_ms"],
-        record["predicted_ms"],
-    )
+    values = ", ".join(f"{name} {_value(record, name):.7g}" for name in _SCALARS)
+    log.info("step %d: planner %s, %s", record["step"], record["planner"], values)
     if record["strategy"] is not None:
         change = record["change"]
         moved = (

@@ -216,6 +216,6 @@ def test_a_profiler_sees_every_exchange_and_launch_by_name(pool: Pool) -> None:
     plan = by_hand.pool("ring", (40, 9), 4, ranks_per_node=2)
     for seen, steps in pool.run(routed.ranged, 4, plan):
         assert seen == steps
-        assert {"balance forward attend pool", "balance backward attend pool"} <= set(seen)
+        assert {"balance forward attention pool", "balance backward attention pool"} <= set(seen)
         kinds = {" ".join(name.split()[1:3]) for name in seen}
-        assert kinds >= {f"{phase} {what}" for phase in ("forward", "backward") for what in ("issue", "wait")}
+        assert kinds >= {f"{phase} {what}" for phase in ("forward", "backward") for what in ("pack", "wait", "place")}

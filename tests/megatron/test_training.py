@@ -16,10 +16,12 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
+from megatron_balance import cli
 from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.megatron import carry
 from megatron_balance.training.ledger import Held, Ledger
-from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Train, assert_same_training, started, write_corpus
+from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Run, Train, assert_same_training, started, write_corpus
+from tests.support import trace_reader
 from tests.support.megatron_run import Result
 
 pytestmark = pytest.mark.megatron
@@ -91,13 +93,40 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
     train(2, "te_ring", {**saving, "save": None}, expect=refused, deadline_s=60)
 
 
-def test_evaluation_is_planned_too(train: Train) -> None:
+def test_evaluation_is_planned_and_a_step_is_traced(train: Train, tmp_path: Path) -> None:
     flags = {"train-iters": 4, "split": "80,20,0", "eval-interval": 2, "eval-iters": 2}
-    one, four = (train(n, "zeppelin", {**flags, "context-parallel-size": min(n, 2)}, config=TWO_NODES) for n in (1, 4))
+    config = {**TWO_NODES, "trace_steps": [3]}
+    one, four = (train(n, "zeppelin", {**flags, "context-parallel-size": min(n, 2)}, config=config) for n in (1, 4))
     losses = validation_losses(four.result.log(3))
     assert len(losses) == 3  # twice while training, once at its end
     assert losses == pytest.approx(validation_losses(one.result.log(0)), rel=1e-5)
     assert_same_training(four, one)
+    assert_the_trace_of_step_3_is_whole(four, tmp_path / "joined.json")
+
+
+def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
+    """Of 4 ranks on two nodes: two microbatches of two layers, with what the log counted of them."""
+    folder = run.result.logs / "log"
+    assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
+    assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
+    found = trace_reader.read(out.read_text())
+    assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
+    names = {e["name"] for e in found.spans if found.track(e) == "step"}
+    assert names >= {"plan", "forward 0", "backward 0", "gradient sync", "optimizer"}
+    counted = run.steps[2]["counters"]
+    assert found.arrows
+    for rank in range(4):
+        own = [e for e in found.spans if e["pid"] == rank]
+        brought = {
+            phase: sum(e["args"].get("received_bytes", 0) for e in own if e["cat"] == phase)
+            for phase in ("forward", "backward")
+        }
+        assert brought == {phase: counted[f"bytes_received_{phase}"][rank] for phase in brought}
+        launches = sum(e["name"] == "attention" for e in own)
+        assert 0 < launches <= counted["kernel_calls"][rank]
+        calls = {(e["args"]["microbatch"], e["cat"], e["args"]["call"]) for e in own if e["name"] == "attention"}
+        assert calls <= {(at, phase, call) for at in (0, 1) for phase in ("forward", "backward") for call in (0, 1)}
+        assert {e["cat"] for e in own if e["name"] == "linear"} == {"forward", "backward"}
 
 
 def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:

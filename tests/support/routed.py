@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_balance.analysis.trace_format import Span
 from megatron_balance.compile.order import Issue, streams
 from megatron_balance.compile.pipeline import compile_rank
 from megatron_balance.compile.transpose import Policy
@@ -18,8 +19,10 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import ranges
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.groups import stream_names
 from megatron_balance.runtime.kernels.base import Kernel
-from megatron_balance.runtime.lower.steps import Phase
+from megatron_balance.runtime.lower.steps import Finish, Phase, Start, Step
+from megatron_balance.runtime.recorder import Recorder
 from megatron_balance.runtime.trace import Trace, Traced, hidden_share
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
@@ -86,11 +89,34 @@ def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         balanced_attention(inputs[0], inputs[1], inputs[2], bound).sum().backward()
     found = sorted((event.time_range.start, event.name) for event in seen.events() or ())
-    steps = [(phase, step) for phase in ("forward", "backward") for step in bound.phases[phase].steps]
+    steps = [(phase == "forward", step) for phase in ("forward", "backward") for step in bound.phases[phase].steps]
     return (
         [name for _, name in found if name.startswith("balance ")],
-        [ranges.name_of(step, forward=phase == "forward") for phase, step in steps],
+        [name for forward, step in steps for name in _names(step, forward=forward)],
     )
+
+
+def _names(step: Step, *, forward: bool) -> list[str]:
+    match step:
+        case Start(exchange):
+            return [ranges.name_of("pack", exchange.zone, exchange.id, forward=forward)]
+        case Finish(exchange):
+            return [ranges.name_of(what, exchange.zone, exchange.id, forward=forward) for what in ("wait", "place")]
+        case _:
+            return [ranges.name_of("attention", step.zone, forward=forward)]
+
+
+def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool) -> tuple[list[Span], list[str]]:
+    """Spans of forward and backward of two layers of `plan`, and names of the pool's streams."""
+    groups = with_streams(world.groups, plan.ranks_per_node) if streamed else world.groups
+    recorder = Recorder(world.rank, groups.streams)
+    bound = replace(bind(plan, world.rank, _shape(plan), groups=groups, policy=policy), recorder=recorder, number=5)
+    inputs = _inputs(bound)
+    dist.barrier(group=world.groups.pool)
+    out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    again = balanced_attention(out, inputs[1], inputs[2], bound)
+    again.sum().backward()
+    return recorder.spans(), stream_names(groups.size, plan.ranks_per_node)
 
 
 def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,6 +116,16 @@ def _serve(server: socket.socket, num_ranks: int) -> None:
                 here.pop(rank, None)
 
 
+class TimedEvent(Event):
+    """An event that knows when it was set."""
+
+    set_s = 0.0
+
+    def set(self) -> None:
+        self.set_s = time.perf_counter()
+        super().set()
+
+
 class StreamThread:
     """A stream. What goes wrong in it is raised by whoever waits for an event behind it."""
 
@@ -152,8 +163,8 @@ class StreamThread:
     def uses(self, x: Tensor) -> None:
         del x
 
-    def record(self) -> Event:
-        event = Event()
+    def record(self) -> TimedEvent:
+        event = TimedEvent()
         self.queue.put(event.set)
         return event
 
@@ -175,16 +186,26 @@ class StreamThreads:
         self.groups, self.ranks, self.rendezvous = groups, ranks, rendezvous
         self.errors: list[Exception] = []
         self.streams: dict[str, StreamThread] = {}
+        self.is_timed = False
 
     def of(self, name: str) -> StreamThread:
         if name not in self.streams:
             self.streams[name] = StreamThread(name, self.groups.get(name), self)
         return self.streams[name]
 
-    def now(self) -> Event:
-        event = Event()
+    def now(self) -> TimedEvent:
+        event = TimedEvent()
         event.set()
         return event
+
+    def timed(self, on: bool) -> None:
+        self.is_timed = on
+
+    def seconds(self, begin: TimedEvent, end: TimedEvent) -> float:
+        assert self.is_timed, "events were not asked for their times"
+        for event in (begin, end):
+            _await(event, self.errors)
+        return end.set_s - begin.set_s
 
     def wait(self, event: Event) -> None:
         if not event.is_set():

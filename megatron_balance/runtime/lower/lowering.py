@@ -15,10 +15,12 @@ import torch
 from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.compile.pipeline import PhaseOrder
-from megatron_balance.compile.transpose import Policy, forward_id
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.compile.zones import Places
+from megatron_balance.compile.zones import places as places_of
 from megatron_balance.ir.arrays import Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Transfer
-from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.ir.program import Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
@@ -91,7 +93,7 @@ class Lowering:
 
     def forward(self, sides: tuple[Messages, Messages], *, free: bool) -> Phase:
         """Steps of the forward; arguments as for `phase`."""
-        ops, places = self.program.forward, _forward_queues(self.program)
+        ops, places = self.program.forward, places_of(self.program, backward=False)
         self.looked_up = self.launching.look_up(ops, self.indexes.values)
         launches = self.launching.forward(self.looked_up, places[1], self.indexes.space)
         return self.phase(ops, sides, places, launches, forward=True, free=free)
@@ -101,7 +103,7 @@ class Lowering:
 
         `kept`: owned rows that are not remapped; `again`: inputs are received once more.
         """
-        ops, places = self.program.backward, _backward_queues(self.program)
+        ops, places = self.program.backward, places_of(self.program, backward=True)
         sent, received, instances = self.messages.sides(ops, forward=False)
         if again:
             values = {kind: RegionIndex(np.concatenate([kept[kind], instances[kind]])) for kind in INPUTS}
@@ -116,7 +118,7 @@ class Lowering:
         self,
         ops: Sequence[Op],
         sides: tuple[Messages, Messages],
-        places: tuple[Sequence[int], Sequence[str]],
+        places: Places,
         launches: LaunchesOf,
         *,
         forward: bool,
@@ -217,29 +219,3 @@ def _kept(program: RankProgram, own: Ints) -> Ints:
     given = concat(tables, Transfer.WIDTH)
     sent = (given[:, Transfer.SRC] == program.rank) & (given[:, Transfer.KIND] == Kind.KV)
     return without(own, given[sent][:, Transfer.SPAN])
-
-
-def _forward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
-    """The queue of each forward op and its zone's name."""
-    queues = [queue for queue, (_, count) in enumerate(program.queues) for _ in range(count)]
-    names = [name for name, count in program.queues for _ in range(count)]
-    return (queues, names) if names else ([0] * len(program.forward), [""] * len(program.forward))
-
-
-def _backward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
-    """The queue of each backward op and its zone's name.
-
-    Launches are the forward ones in reverse; an exchange belongs to the forward exchange that it
-    comes from.
-    """
-    forward = list(zip(*_forward_queues(program), strict=True))
-    launches = [place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Attend)][::-1]
-    exchanges = {op.id: place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Exchange)}
-    places: list[tuple[int, str]] = []
-    remaining = iter(launches)
-    place = launches[0] if launches else (0, "")
-    for op in program.backward:
-        if isinstance(op, AttendGrad):
-            place = next(remaining)
-        places.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
-    return [queue for queue, _ in places], [name for _, name in places]

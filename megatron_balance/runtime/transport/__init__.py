@@ -11,11 +11,12 @@ from megatron_balance.runtime.transport.gloo import Gloo
 from megatron_balance.runtime.transport.streams import Streamed
 
 
-def open_transport(phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> Transport:
+def open_transport(phase: Phase, form: Form, groups: Groups, trace: Trace | None, *, timed: bool = False) -> Transport:
     """Open the pool's transport for one run of a phase. Relaying for other ranks begins at once.
 
-    `trace`: what this rank passes on is recorded there, if there is one.
+    `trace`: what this rank passes on is recorded there, if there is one; `timed`: and, where there are
+    streams, by their events what every exchange takes on them (`runtime.recorder`).
     """
     if groups.streams is not None:
-        return Streamed(phase, form, groups, trace)
+        return Streamed(phase, form, groups, trace, timed=timed)
     return Gloo(phase, form, groups, trace)

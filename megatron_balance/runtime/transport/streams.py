@@ -80,9 +80,11 @@ class _Batches:
         transfers: by place.
         after: of places where the rank sends on what came: the places that bring it.
         ended: by place, the fence behind a batch that is issued.
+        op: the exchange's place in the program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, op: int) -> None:
+        self.op = op
         self.transfers: dict[_Place, list[Transfer]] = {}
         self.after: dict[_Place, set[_Place]] = {}
         self.ended: dict[_Place, Fence] = {}
@@ -109,9 +111,9 @@ class Streamed:
 
     ahead = 0
 
-    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
+    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
         assert groups.streams is not None, "no streams were made for this pool"
-        self.groups, self.form, self.trace = groups, form, trace
+        self.groups, self.form, self.trace, self.timed = groups, form, trace, timed
         self.streams: Streams = groups.streams
         self.traffic = Traffic()
         launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
@@ -136,7 +138,7 @@ class Streamed:
         if isinstance(sends, Block) or isinstance(receives, Block) or is_collective(exchange, self.groups):
             self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
             return
-        batches = _Batches()
+        batches = _Batches(exchange.op)
         self.add_own(exchange, sends, receives, arriving, batches)
         relay_tasks = self.relay_tasks.get(exchange.op, ())
         self.add_relay_tasks(relay_tasks, batches)
@@ -177,8 +179,10 @@ class Streamed:
                 stream.wait(fence.event)
         for transfer in transfers:
             stream.uses(transfer.tensor)
+        begun = stream.record() if self.timed else None
         stream.batch(transfers)
         fence = batches.ended[place] = self.fence(name)
+        self.note(name, batches.op, place[0], begun, fence)
         self.groups.buffers.used([t.tensor for t in transfers], fence)
         if any(not t.sends and t.dst == self.groups.rank for t in transfers):
             under_way.fences[name] = fence
@@ -203,8 +207,10 @@ class Streamed:
                     stream.wait(fence.event)
             for x in packed.memory:
                 stream.uses(x)
+            begun = stream.record() if self.timed else None
             stream.call(packed.issue)
             fence = under_way.fences[exchange.stream] = self.fence(exchange.stream)
+            self.note(exchange.stream, exchange.op, "direct", begun, fence)
             self.groups.buffers.used(packed.memory, fence)
 
         self.groups.issues.put(under_way, issue)
@@ -250,8 +256,13 @@ class Streamed:
             self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses
             self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
 
+    def note(self, stream: str, op: int, leg: Leg, begun: Any, fence: Fence) -> None:
+        """Record what a batch or a collective takes on its stream, if anybody asks."""
+        if begun is not None and self.trace is not None:
+            self.trace.append(Traced(stream, op, leg, "own", begun, fence.event))
+
     def record(self, relay_task: RelayTask, hop: Hop) -> None:
-        if self.trace is not None:
+        if self.trace is not None and not self.timed:
             now = time.perf_counter()
             self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
 

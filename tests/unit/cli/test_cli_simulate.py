@@ -175,8 +175,8 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
         ),
         (
             f"simulate --planner distca {INPUTS} --trace x.json",
-            "--trace x.json is of one attention call, and distca runs two nano-batches interleaved; add --ping-pong "
-            "false",
+            "--trace x.json is of microbatches that run whole, and distca runs two nano-batches interleaved; add "
+            "--ping-pong false",
         ),
         (
             f"compare --planner ulysses {INPUTS} --baseline te_ring",

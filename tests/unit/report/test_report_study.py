@@ -15,7 +15,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.report import lanes, lengths, limits, placement, words
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.timeline import timeline
+from megatron_balance.simulator.timeline import layer_trace
 from tests.support import by_hand
 
 INPUTS = "--lengths 6000,1200,700,64,64,17,1 --ranks 4 --ranks-per-node 2 --tokens-per-rank 4000"
@@ -259,20 +259,20 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
     cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     plan = choose_planner("te_ring", {}).plan(Batch((9000, 2000)), cluster, model, machine.cost)
-    found, events = lanes.of_plan(plan, machine, "keep"), timeline(plan, machine, "keep")["traceEvents"]
-    assert found["total_ms"] == pytest.approx(max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e3)
+    found, spans = lanes.of_plan(plan, machine, "keep"), layer_trace(plan, machine, "keep").spans
+    assert found["total_ms"] == pytest.approx(1e3 * max(span.stop_s for span in spans))
     assert len(found["ranks"]) == lanes.SHOWN
     assert {found["computing_share"][which] for which in ("most_rank", "least_rank")} <= set(found["ranks"])
-    attention = {e["pid"]: 0.0 for e in events}
-    for event in events:
-        if event["name"] == "attention":
-            attention[event["pid"]] += event["dur"] / 1e3
+    attention = dict.fromkeys((span.rank for span in spans), 0.0)
+    for span in spans:
+        if span.what == "attention":
+            attention[span.rank] += 1e3 * (span.stop_s - span.start_s)
     for lane in found["lanes"]:
-        spans = lane["spans_ms"]
-        assert all(a < b for a, b in spans)
-        assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False))
+        drawn = lane["spans_ms"]
+        assert all(a < b for a, b in drawn)
+        assert all(b < c for (_, b), (c, _) in zip(drawn, drawn[1:], strict=False))
         if lane["activity"] == "attention":
-            assert sum(b - a for a, b in spans) >= attention[lane["rank"]] * (1 - 1e-4)
+            assert sum(b - a for a, b in drawn) >= attention[lane["rank"]] * (1 - 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ def test_files_that_it_names_are_there(path):
 
 def test_commands_of_its_own_verbs_parse():
     commands = [line.partition("#")[0].split() for line in PAGE.splitlines() if line.startswith("megatron-balance ")]
-    assert {words[1] for words in commands} == {"doctor", "compare"}
+    assert {words[1] for words in commands} == {"doctor", "compare", "trace"}
     for words in commands:
         build_parser().parse_args(words[1:])
 
 
 def test_its_configurations_load(tmp_path):
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     (tmp_path / "cluster.yaml").write_text("base: h200\n")
     for at, block in enumerate(blocks):
         path = tmp_path / f"balance{at}.yaml"

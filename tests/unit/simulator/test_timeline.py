@@ -1,89 +1,153 @@
-"""Traces read strictly, by the rules of Chrome's trace event format: every arrow has two ends inside
-spans, every track a name, and counters end where they began."""
+"""Traces of simulated steps, read strictly (`tests.support.trace_reader`)."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_balance import make_planner
+from megatron_balance.analysis import trace_format
 from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.phase import phase_of
-from megatron_balance.simulator.timeline import timeline
-from tests.support import by_hand
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
+from megatron_balance.simulator.timeline import layer_trace, step_trace
+from tests.support import by_hand, trace_reader
 from tests.support.flat_cost import MODEL, flat_machine
+from tests.support.trace_reader import Read
 
 MACHINE = flat_machine(8, 4, layer=1e-4)
-Event = dict[str, Any]
+RING = by_hand.pool("ring", (4000, 300), 8, ranks_per_node=4, heads=(2, 2))
 
 
 @pytest.fixture(scope="module", params=["ring", "distca"])
 def plan(request: pytest.FixtureRequest) -> MicrobatchPlan:
     """Of a ring, with one peer each way in an exchange, and of distca, with several."""
     if request.param == "ring":
-        return by_hand.pool("ring", (4000, 300), 8, ranks_per_node=4, heads=(2, 2))
+        return RING
     return make_planner("distca", MACHINE.cluster, MODEL, block=64)((4000, 300, 900, 40, 1200, 700))
 
 
 @pytest.fixture(scope="module")
-def events(plan: MicrobatchPlan) -> list[Event]:
-    return json.loads(json.dumps(timeline(plan, MACHINE), allow_nan=False))["traceEvents"]
+def found(plan: MicrobatchPlan) -> Read:
+    return _read(layer_trace(plan, MACHINE))
 
 
-def test_every_event_has_the_keys_of_its_phase_and_every_track_a_name(events: list[Event]) -> None:
-    keys = {
-        "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
-        "M": {"name", "ph", "pid", "tid", "args"},
-        "s": {"name", "cat", "ph", "id", "ts", "pid", "tid"},
-        "f": {"name", "cat", "ph", "id", "ts", "pid", "tid", "bp"},
-        "C": {"name", "ph", "ts", "pid", "args"},
-    }
-    assert all(set(event) == keys[event["ph"]] for event in events)
-    assert {event["ph"] for event in events} == set(keys)
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert {(e["pid"], e["tid"]) for e in events if e["ph"] in "Xsf"} <= named
-    assert all(isinstance(e[key], int) for e in events for key in ("pid", "tid") if key in e)
-    assert min(e["ts"] for e in events if "ts" in e) >= 0
+def _read(trace: trace_format.Trace) -> Read:
+    return trace_reader.read(json.dumps(trace.document(), allow_nan=False))
 
 
-def test_arrows_have_two_ends_each_inside_a_span_of_its_track_and_point_forward(events: list[Event]) -> None:
-    spans: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            spans[event["pid"], event["tid"]].append(event)
-    ends: dict[int, dict[str, Event]] = defaultdict(dict)
-    for event in events:
-        if event["ph"] in "sf":
-            assert event["ph"] not in ends[event["id"]], "an arrow's number is its own"
-            ends[event["id"]][event["ph"]] = event
-            own = spans[event["pid"], event["tid"]]
-            assert any(span["ts"] <= event["ts"] <= span["ts"] + span["dur"] for span in own)
-    assert all(set(each) == {"s", "f"} and each["s"]["ts"] <= each["f"]["ts"] for each in ends.values())
-    assert all(each["s"]["pid"] != each["f"]["pid"] for each in ends.values())
+def test_every_rank_has_a_process_and_arrows_point_forward_to_another_one(found: Read) -> None:
+    assert found.processes[5] == "rank 5, node 1"
+    assert set(found.processes) == set(range(8))
+    assert found.arrows
+    assert all(s["ts"] <= f["ts"] and s["pid"] != f["pid"] for s, f in found.arrows)
 
 
-def test_spans_of_exchanges_say_the_bytes_and_peers_of_the_program(events: list[Event], plan: MicrobatchPlan) -> None:
+def test_a_ring_has_a_track_for_each_stream_and_all_its_launches() -> None:
+    found = _read(layer_trace(RING, MACHINE))
+    tracks = {"compute", "inter_node", "inter_node moved", "intra_node", "intra_node moved"}
+    assert {found.tracks[rank, 0] for rank in range(8)} == {"compute"}
+    assert set(found.tracks.values()) == tracks
+    assert sum(e["name"] == "attention" for e in found.spans) == 2 * 8 * 8
+
+
+def test_spans_of_exchanges_say_the_bytes_and_peers_of_the_program(found: Read, plan: MicrobatchPlan) -> None:
     ranks = compile_ranks(plan, "keep")
     for name, backward in (("forward", False), ("backward", True)):
         flows = phase_of(ranks, MACHINE, backward=backward).flows
-        own = [e for e in events if e["ph"] == "X" and e["cat"] == name and "peers" in e["args"]]
+        own = [e for e in found.spans if e["cat"] == name and "peers" in e["args"]]
         for way, end in (("sent", "a"), ("received", "b")):
             for rank in range(8):
-                said = sum(e["args"].get(f"{way}_bytes", 0) for e in own if e["pid"] == rank)
+                said = sum(e["args"][f"{way}_bytes"] for e in own if e["pid"] == rank)
                 assert said == sum(flow.num_bytes for flow in flows if getattr(flow, end) == rank)
         peers = {(e["pid"], peer) for e in own for peer in e["args"]["peers"]}
         assert peers == {pair for flow in flows for pair in ((flow.a, flow.b), (flow.b, flow.a))}
-        assert sum(e["ph"] == "s" and e["cat"] == name for e in events) == len(flows)
+        hops = {(flow.exchange, flow.leg, flow.stream, flow.a, flow.b) for flow in flows}
+        assert sum(s["cat"] == name for s, _ in found.arrows) == len(hops)
 
 
-def test_counters_of_bytes_begin_above_and_end_at_nothing(events: list[Event]) -> None:
-    for rank in range(8):
-        counted = [e for e in events if e["ph"] == "C" and e["pid"] == rank]
-        levels = [e["args"]["bytes"] for e in counted]
+def test_spans_of_attention_and_of_exchanges_say_their_zone(found: Read, plan: MicrobatchPlan) -> None:
+    zones = {zone.name for zone in plan.zones} or {""}
+    own = [e for e in found.spans if e["args"]["what"] in ("attention", "direct", "pack", "wait", "place")]
+    if plan.zones:
+        assert {e["args"]["zone"] for e in own} == zones
+
+
+def test_a_rank_that_waits_for_an_exchange_says_so_until_it_is_there() -> None:
+    spans = layer_trace(RING, flat_machine(8, 4, launch=1e-4)).spans
+    waits = [span for span in spans if span.what == "wait"]
+    assert waits
+    for wait in waits:
+        assert wait.stop_s > wait.start_s
+        of = [
+            span for span in spans if (span.rank, span.exchange, span.phase) == (wait.rank, wait.exchange, wait.phase)
+        ]
+        assert max(span.stop_s for span in of if span.received) == pytest.approx(wait.stop_s)
+
+
+def test_counters_of_bytes_begin_above_and_end_at_nothing(found: Read) -> None:
+    assert {rank for rank, _, _ in found.counters} == set(range(8))
+    for times in found.counters.values():
+        levels = [level for _, level in times]
         assert min(levels) >= 0 < max(levels)
         assert levels[-1] == 0
-        assert [e["ts"] for e in counted] == sorted(e["ts"] for e in counted)
+
+
+def test_what_is_read_back_makes_the_same_document(plan: MicrobatchPlan) -> None:
+    document = layer_trace(plan, MACHINE).document()
+    again = trace_format.read(json.loads(json.dumps(document)), "x.json").document()
+    assert json.dumps(again["otherData"]) == json.dumps(document["otherData"])
+    assert len(again["traceEvents"]) == len(document["traceEvents"])
+    for a, b in zip(again["traceEvents"], document["traceEvents"], strict=True):
+        assert a == {**b, **{key: pytest.approx(b[key], abs=1e-6) for key in ("ts", "dur") if key in b}}
+
+
+@pytest.mark.parametrize(("pipeline", "interleave", "recompute"), [(1, 1, "none"), (2, 2, "none"), (2, 1, "full")])
+def test_a_step_is_drawn_whole_and_ends_when_it_does(pipeline: int, interleave: int, recompute) -> None:
+    setup = Setup(pipeline=pipeline, interleave=interleave, recompute=recompute, engine="events")
+    short = by_hand.pool("ring", (2000, 100), 8, ranks_per_node=4, heads=(2, 2))
+    found = _read(step_trace([RING, short], MACHINE, setup))
+    step = simulate_step([RING, short], MACHINE, setup)
+    assert max(e["ts"] + e["dur"] for e in found.spans) == pytest.approx(1e6 * step.step_s)
+    assert set(found.processes) == set(range(8 * pipeline))
+    linear = [e for e in found.spans if e["name"] == "linear" and e["pid"] == 8 * pipeline - 1]
+    expected = {
+        (microbatch, phase, call)
+        for microbatch in (0, 1)
+        for phase in ("forward", "backward")
+        for call in range(MODEL.num_layers // pipeline)
+    }
+    assert {(e["args"]["microbatch"], e["cat"], e["args"]["call"]) for e in linear} == expected
+    steps = {e["name"] for e in found.spans if found.track(e) == "step"}
+    assert steps >= {"forward 0", "forward 1", "backward 0", "backward 1", "gradient sync"}
+    assert all({s["pid"] // 8, f["pid"] // 8} == {s["pid"] // 8} for s, f in found.arrows), "stages attend apart"
+    assert ("recompute" in {e["name"] for e in found.spans}) == (recompute == "full")
+
+
+def test_layers_beyond_what_can_be_opened_are_one_span() -> None:
+    whole, few = (step_trace([RING], MACHINE, most_spans=most) for most in (10**6, 1))
+    assert whole.facts["layers_drawn"] == MODEL.num_layers
+    assert few.facts["layers_drawn"] == 1
+    assert max(s.stop_s for s in few.spans) == pytest.approx(max(s.stop_s for s in whole.spans))
+    blocks = [s for s in few.spans if s.what == f"layers 1 to {MODEL.num_layers - 1}"]
+    assert {(s.rank, s.phase) for s in blocks} == {
+        (rank, phase) for rank in range(8) for phase in ("forward", "backward")
+    }
+    assert np.isclose(
+        sum(s.stop_s - s.start_s for s in blocks if s.rank == 0),
+        sum(s.stop_s - s.start_s for s in whole.spans if s.rank == 0 and s.track == "step" and s.microbatch == 0)
+        * (1 - 1 / MODEL.num_layers),
+    )
+
+
+def test_a_rank_is_joined_once_and_what_is_no_trace_is_refused() -> None:
+    trace = layer_trace(RING, MACHINE)
+    with pytest.raises(ConfigError, match="rank 0 is in two of the traces; give each rank's file once"):
+        trace_format.joined([trace, trace])
+    with pytest.raises(ConfigError, match=r"x\.json: is not a trace of this package"):
+        trace_format.read({"traceEvents": [{"ph": "X", "name": "a"}]}, "x.json")

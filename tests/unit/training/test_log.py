@@ -38,11 +38,10 @@ CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
 
 def finished(steps: StepLog) -> None:
-    """An evaluation, then step 7."""
+    """Finish a step that never began, then step 7."""
     steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
-    steps.begin(forward_only=True)
     steps.finish(1, None, None)
-    steps.begin(forward_only=False)
+    steps.begin(7)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
     planned = PlannedStep(StepPlan.whole((plan,)), plan_s=0.25, wait_s=0.125, proofs=Proofs(4, 1))
     steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
@@ -59,8 +58,27 @@ def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -
     assert scalars["balance/imbalance_after/attention"] == 1.0
     assert scalars["balance/kernel_calls"] == 5
     assert scalars["balance/num_tokens"] == 90
-    assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text
+    assert "step 7: planner zeppelin, num_sequences 3, num_tokens 90, imbalance_before/tokens 1, " in caplog.text
     assert "step 7: plans of 4 steps proved so far; 1 were too large to prove beside training" in caplog.text
+
+
+def test_writers_the_log_and_the_file_have_the_same_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written: dict[str, float] = {}
+    target = LogTarget(folder=tmp_path, writers=lambda _: [lambda name, value, _: written.update({name: value})])
+    with caplog.at_level(logging.INFO):
+        finished(StepLog(target))
+    record = json.loads((tmp_path / "steps.jsonl").read_text())
+    (line,) = [message for message in caplog.messages if message.startswith("step 7: planner")]
+    said = dict(part.rsplit(" ", 1) for part in line.removeprefix("step 7: ").split(", "))
+    assert said.pop("planner") == record["planner"]
+    assert {f"balance/{name}": float(value) for name, value in said.items()} == {
+        name: pytest.approx(value) for name, value in written.items()
+    }
+    for name, value in written.items():
+        of = record
+        for key in name.split("/")[1:]:
+            of = of[key]
+        assert of == value
 
 
 def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None:

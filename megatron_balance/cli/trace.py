@@ -1,0 +1,84 @@
+"""`megatron-balance trace`: join the traces that the ranks of a training step wrote (`trace_steps`)
+into one file, with arrows from the rank that sends to the one that receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron_balance.analysis import trace_format
+from megatron_balance.analysis.trace_format import Trace
+from megatron_balance.cli import output
+from megatron_balance.errors import ConfigError
+from megatron_balance.files import UnreadableError, read_json
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `trace`."""
+    parser = subparsers.add_parser("trace", help="join the traces of a training step's ranks", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what --balance-log named, or its folder traces")
+    parser.add_argument("--step", type=int, metavar="N", help="the step, where several were traced")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the joined trace, for ui.perfetto.dev ('-': stdout)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the joined trace.
+
+    Raises:
+        ConfigError: no traces, several steps and none chosen, or ranks whose file is missing.
+    """
+    files = _files(args.folder)
+    step = _chosen(args, sorted(files))
+    traces = [_read(path) for path in files[step]]
+    world = int(traces[0].facts.get("world_size", len(traces)))
+    missing = sorted(set(range(world)) - {rank for trace in traces for rank in trace.names})
+    if missing:
+        raise ConfigError(
+            f"{args.folder}: step {step} has no trace of ranks {', '.join(map(str, missing))} of {world}; gather the "
+            "files of all nodes in one folder"
+        )
+    joined = trace_format.joined(traces)
+    output.write(args.out, json.dumps(joined.document(), allow_nan=False))
+    if args.out != output.STDOUT:
+        skew = 1e3 * float(joined.facts["skew_s"])
+        clocks = f"; clocks of ranks differ by at least {skew:.3f} ms" if skew else ""
+        print(f"{args.out}: step {step}, {world} ranks, {len(joined.spans)} spans{clocks}")
+    return 0
+
+
+def _files(folder: Path) -> dict[int, list[Path]]:
+    """The files of every step in a folder, or in its folder `traces`."""
+    found: dict[int, list[Path]] = {}
+    for path in sorted([*folder.glob("step-*.json"), *folder.glob("traces/step-*.json")]):
+        step = trace_format.step_of(path.name)
+        if step is not None:
+            found.setdefault(step, []).append(path)
+    if not found:
+        raise ConfigError(
+            f"{folder}: no traces; train with trace_steps: [N] in the configuration and --balance-log DIR, then name "
+            "DIR"
+        )
+    return found
+
+
+def _chosen(args: argparse.Namespace, steps: list[int]) -> int:
+    if args.step is None and len(steps) == 1:
+        return steps[0]
+    known = ", ".join(map(str, steps))
+    if args.step is None:
+        raise ConfigError(f"{args.folder}: traces of steps {known}; choose one with --step N")
+    if args.step not in steps:
+        raise ConfigError(f"--step {args.step}: {args.folder} has traces of steps {known}")
+    return args.step
+
+
+def _read(path: Path) -> Trace:
+    try:
+        return trace_format.read(read_json(path), str(path))
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error}") from None

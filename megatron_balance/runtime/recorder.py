@@ -1,0 +1,211 @@
+"""The attention calls of a traced step on this rank, as spans of `analysis.trace_format`.
+
+A rank's calls note when they do what (`runtime.trace`). On a device these are events of its streams;
+their times are read when the step is over, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, Span
+from megatron_balance.analysis.wire import padded, piece_bounds, tensor_bytes
+from megatron_balance.runtime.cuda import Streams
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    Finish,
+    GradLaunch,
+    Launch,
+    Message,
+    Phase,
+    RelayTask,
+    Start,
+)
+from megatron_balance.runtime.trace import Mark, Trace, Traced
+
+if TYPE_CHECKING:
+    from megatron_balance.runtime.bind import Bound
+
+_Key = tuple[int, str, str]
+"""(op, leg, stream)."""
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Bytes of one leg of an exchange on a stream, by pool rank at the other end."""
+
+    sent: dict[int, int] = field(default_factory=dict[int, int])
+    received: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(slots=True)
+class _Marked:
+    """A span whose times are still marks."""
+
+    span: Span
+    start: Mark
+    stop: Mark
+
+
+class Recorder:
+    """The calls of one step. Times count from when it was made."""
+
+    def __init__(self, rank: int, streams: Streams | None = None) -> None:
+        """Begin now. `rank`: in the world; `streams`: of the device, where exchanges have some."""
+        self.rank, self.streams = rank, streams
+        self._timed: list[Streams] = []
+        self.watch(streams)
+        self._zero_s, self._zero = time.perf_counter(), None if streams is None else streams.now()
+        self.began_unix_s = time.time()
+        self._marked: list[_Marked] = []
+        self._calls: defaultdict[tuple[str, int], int] = defaultdict(int)
+
+    def watch(self, streams: Streams | None) -> None:
+        """Have events of more streams of the device say their times."""
+        if streams is not None and streams not in self._timed:
+            streams.timed(True)
+            self._timed.append(streams)
+
+    def mark(self) -> Mark:
+        """Now, on the compute stream."""
+        return time.perf_counter() if self.streams is None else self.streams.now()
+
+    def add(self, span: Span, start: Mark, stop: Mark) -> None:
+        """Add a span that is no part of an attention call."""
+        self._marked.append(_Marked(span, start, stop))
+
+    def ended(self, bound: Bound, phase: Phase, trace: Trace, form: Form, *, forward: bool) -> None:
+        """Add the call whose run of a phase is over, and noted `trace`."""
+        name, number = "forward" if forward else "backward", bound.number
+        call = self._calls[name, number]
+        self._calls[name, number] += 1
+        common = Span(self.rank, COMPUTE, "", 0.0, 0.0, name, number, call)
+        ranks = bound.groups.ranks
+        for marked in _of_call(phase, trace, form, common, on_device=self.streams is not None):
+            span = marked.span
+            sent, received = ({ranks[peer]: n for peer, n in way.items()} for way in (span.sent, span.received))
+            self._marked.append(_Marked(replace(span, sent=sent, received=received), marked.start, marked.stop))
+
+    def spans(self) -> list[Span]:
+        """All spans, and between two calls of a pass the modules that ran there.
+
+        Call once, when the device has done all.
+        """
+        found = [replace(m.span, start_s=self._seconds(m.start), stop_s=self._seconds(m.stop)) for m in self._marked]
+        for streams in self._timed:
+            streams.timed(False)
+        return [*found, *_between(found)]
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark - self._zero_s
+        assert self.streams is not None
+        return self.streams.seconds(self._zero, mark)
+
+
+def _between(spans: Sequence[Span]) -> Iterator[Span]:
+    """The time between two calls of one microbatch and phase on the compute track."""
+    own = sorted((s for s in spans if s.track == COMPUTE and s.call >= 0), key=lambda s: (s.start_s, s.stop_s))
+    for before, after in zip(own, own[1:], strict=False):
+        if before.phase == after.phase and before.call != after.call and after.start_s > before.stop_s:
+            times = {"start_s": before.stop_s, "stop_s": after.start_s}
+            yield replace(after, what=LINEAR, exchange=-1, zone="", **times)
+
+
+# One call
+
+
+def _of_call(phase: Phase, trace: Trace, form: Form, common: Span, *, on_device: bool) -> Iterator[_Marked]:
+    """The spans of a call; a leg of an exchange on a stream is one, whatever it is made of.
+
+    On a device the trace has what a leg took on its stream. Without one, it has when the host issued
+    it: it lasts until what the exchange brings is there.
+    """
+    exchanges = {step.exchange.op: step.exchange for step in phase.steps if isinstance(step, Start | Finish)}
+    zones = {step.op: step.zone for step in phase.steps if isinstance(step, Launch | GradLaunch)}
+    tasks = [task for group in phase.relay_tasks for task in group]
+    relayed = {task.op: task.exchange for task in tasks}
+    legs: dict[_Key, tuple[Mark, Mark]] = {}
+    issued: dict[int, list[Traced]] = {}
+
+    def of(op: int, track: str, what: str) -> Span:
+        exchange = exchanges.get(op)
+        number, zone = (exchange.id, exchange.zone) if exchange else (relayed.get(op, -1), zones.get(op, ""))
+        return replace(common, track=track, what=what, exchange=number, zone=zone)
+
+    for each in trace:
+        if each.leg in _COMPUTED:
+            what = PLACE if each.leg == "run" and each.op in exchanges else _COMPUTED[each.leg]
+            yield _Marked(of(each.op, COMPUTE, what), each.start_s, each.stop_s)
+            for leg in [] if each.leg != "finish" else issued.pop(each.op, []):
+                _widen(legs, leg, each.stop_s)
+        elif each.role == "own" and not on_device:
+            issued.setdefault(each.op, []).append(each)
+        else:
+            _widen(legs, each, each.stop_s)
+    for leg in (leg for left in issued.values() for leg in left):  # nothing comes back
+        _widen(legs, leg, leg.stop_s)
+    moved = _moved(list(exchanges.values()), tasks, form)
+    for (op, leg, stream), (start, stop) in legs.items():
+        found = moved[op, leg, stream]
+        yield _Marked(replace(of(op, stream, leg), sent=found.sent, received=found.received), start, stop)
+
+
+_COMPUTED = {"run": ATTENTION, "finish": WAIT, "pack": PACK}
+"""Spans of the compute track by the legs of a trace; a run of an exchange's op is the placing."""
+
+
+def _widen(legs: dict[_Key, tuple[Mark, Mark]], each: Traced, stop: Mark) -> None:
+    """Stretch a leg's span over a part of it. Marks of a device come in the order of its stream."""
+    key = (each.op, str(each.leg), each.stream)
+    start, end = legs.get(key, (each.start_s, stop))
+    if isinstance(stop, float):
+        start, end = min(start, each.start_s), max(end, stop)
+    else:
+        end = stop
+    legs[key] = start, end
+
+
+def _moved(exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: Form) -> defaultdict[_Key, _Moved]:
+    """The bytes of every leg of this rank's exchanges, and of what it relays."""
+    moved: defaultdict[_Key, _Moved] = defaultdict(_Moved)
+    for exchange in exchanges:
+        for sends in (True, False):
+            messages = exchange.sends if sends else exchange.receives
+            routed = exchange.routed_sends if sends else exchange.routed_receives
+            for message in messages:
+                if message.peer not in routed:
+                    key = (exchange.op, "direct", exchange.stream or message.stream)
+                    _add(moved[key], message.peer, _bytes(message, form, aligned=bool(exchange.stream)), sends=sends)
+            for peer, pieces in routed.items():
+                num_bytes = parcel_bytes([m.carried for m in messages if m.peer == peer], form)
+                for piece in pieces:
+                    key = (exchange.op, piece.hop.leg, piece.hop.stream)
+                    _add(moved[key], piece.hop.peer, _piece(num_bytes, piece.index, piece.count), sends=sends)
+    for task in tasks:
+        route = task.route
+        num_bytes = _piece(parcel_bytes(task.carried, form), route.index, route.count)
+        for hop, sends in ((route.arrives, False), (route.leaves, True)):
+            _add(moved[task.op, hop.leg, hop.stream], hop.peer, num_bytes, sends=sends)
+    return moved
+
+
+def _add(moved: _Moved, peer: int, num_bytes: int, *, sends: bool) -> None:
+    if num_bytes:
+        of = moved.sent if sends else moved.received
+        of[peer] = of.get(peer, 0) + num_bytes
+
+
+def _bytes(message: Message, form: Form, *, aligned: bool) -> int:
+    """Bytes of a message's tensors; `aligned`: as a collective carries them."""
+    return sum(padded(n) if aligned else n for n in tensor_bytes([message.carried], form.sizes))
+
+
+def _piece(num_bytes: int, index: int, count: int) -> int:
+    begin, end = piece_bounds(num_bytes, count)[index]
+    return end - begin

@@ -1,0 +1,75 @@
+"""`megatron-balance trace`: files of ranks become one, or a sentence says what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.analysis.trace_format import Span, Trace, file_name, joined
+from tests.support import trace_reader
+from tests.support.cli import CommandLine
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+def write(folder: Path, step: int, rank: int, late_s: float = 0.0) -> None:
+    """One rank of two: rank 0 sends 64 bytes to rank 1, whose clock is `late_s` behind."""
+    way = {"sent": {1: 64}} if not rank else {"received": {0: 64}}
+    start_s, stop_s = (5.0, 7.0) if not rank else (5.5 - late_s, 8.0 - late_s)
+    spans = [
+        Span(rank, "inter_node", "direct", start_s, stop_s, "forward", 0, 2, exchange=7, zone="far", **way),
+        Span(rank, "inter_node", "direct", start_s + 0.5, stop_s + 0.5, "forward", 0, 2, exchange=8),
+    ]
+    facts = {"kind": "measured", "step": step, "rank": rank, "world_size": 2}
+    folder.mkdir(parents=True, exist_ok=True)
+    document = Trace(spans, {rank: f"rank {rank}, node {rank}"}, facts).document()
+    (folder / file_name(step, rank)).write_text(json.dumps(document))
+
+
+def test_the_ranks_of_a_step_are_joined_and_arrows_lead_between_them(run: CommandLine, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path / "traces", 12, rank)
+    out = tmp_path / "joined.json"
+    assert run.printed(f"trace {tmp_path} --out {out}") == f"{out}: step 12, 2 ranks, 4 spans\n"
+    found = trace_reader.read(out.read_text())
+    ((start, end),) = found.arrows
+    assert (start["pid"], end["pid"], start["ts"]) == (0, 1, 5e6)
+    assert 5.5e6 <= end["ts"] <= 8e6
+    assert found.processes == {0: "rank 0, node 0", 1: "rank 1, node 1"}
+    assert set(found.tracks.values()) == {"inter_node", "inter_node (2)"}, "two exchanges are under way at once"
+    assert json.loads(run.printed(f"trace {tmp_path / 'traces'} --out -")) == json.loads(out.read_text())
+
+
+def test_clocks_that_disagree_are_told_and_the_arrow_still_ends_in_its_span(run: CommandLine, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, 12, rank, late_s=3.5)
+    out = tmp_path / "joined.json"
+    assert "clocks of ranks differ by at least 500.000 ms" in run.printed(f"trace {tmp_path} --out {out}")
+    assert len(trace_reader.read(out.read_text()).arrows) == 1
+
+
+def test_ranks_of_a_node_are_put_on_its_one_clock() -> None:
+    def of(rank: int, node: int, began: float) -> Trace:
+        facts = {"node": node, "began_unix_s": began}
+        return Trace([Span(rank, "compute", "attention", 1.0, 2.0)], {rank: f"rank {rank}"}, facts)
+
+    spans = joined([of(0, 0, 100.0), of(1, 0, 100.25), of(2, 1, 7.5), of(3, 1, 7.0)]).spans
+    assert [span.start_s for span in spans] == [1.0, 1.25, 1.5, 1.0]
+
+
+def test_mistakes_are_one_sentence(run: CommandLine, tmp_path: Path) -> None:
+    assert "no traces; train with trace_steps: [N]" in run.error(f"trace {tmp_path} --out x.json")
+    write(tmp_path, 12, 1)
+    assert "step 12 has no trace of ranks 0 of 2" in run.error(f"trace {tmp_path} --out x.json")
+    write(tmp_path, 13, 0)
+    assert "traces of steps 12, 13; choose one with --step N" in run.error(f"trace {tmp_path} --out x.json")
+    assert "--step 14: " in run.error(f"trace {tmp_path} --step 14 --out x.json")
+    (tmp_path / file_name(13, 0)).write_text("[]")
+    assert "is not a trace of this package" in run.error(f"trace {tmp_path} --step 13 --out x.json")
+    (tmp_path / file_name(13, 0)).write_text("{")
+    assert file_name(13, 0) in run.error(f"trace {tmp_path} --step 13 --out x.json")
