@@ -15,6 +15,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.arguments import check_strategy_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
+from tests.support.megatron_run import Result
 from tests.support.pipeline_runs import worst_gradient
 
 pytestmark = pytest.mark.megatron
@@ -34,6 +35,7 @@ def changes_of(run: Run) -> int:
     return sum(a != b for a, b in itertools.pairwise(run.column("strategy")))
 
 
+KILLED = 2
 FLAGS: dict[str, Any] = {
     **LONG,
     "num-layers": 2,
@@ -85,6 +87,22 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_anoth
             assert step["change"] == {}, "the base layout runs on Megatron's own model, and moves nothing more"
         else:
             assert min(step["change"][f"{way}_{of}"] for way in ("pull", "push") for of in ("bytes", "s")) > 0
+
+
+@pytest.mark.parametrize(("place", "call"), [("pull", 2), ("push", 3)])
+def test_a_rank_killed_in_a_pull_or_a_push_ends_the_job_and_is_named(
+    train: Train, mixed: str, place: str, call: int
+) -> None:
+    def ended(result: Result) -> None:
+        assert f"injected: kill at {place}" in result.log(KILLED)
+        others = [rank for rank in range(4) if rank != KILLED]
+        assert all(result.codes[rank] not in (0, -9) for rank in others), f"codes {result.codes}"
+        assert any(f"rank {KILLED} of 4 does not answer" in result.log(rank) for rank in others)
+
+    planner = {"name": "hydraulis", "tokens_per_rank": 256, "strategies": list(FIRST)}
+    flags = {**FLAGS, **OWNED, "data-path": mixed, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+    fault = (place, "kill", KILLED, call)
+    train(4, planner, flags, config=CONFIG, expect=ended, fault=fault, grace_s=30.0)
 
 
 @pytest.mark.parametrize(
