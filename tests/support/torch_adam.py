@@ -12,7 +12,8 @@ from typing import Any
 def install() -> None:
     """Let it load, in this process from now on.
 
-    States of zeros are there before they are asked for, the step stays the optimizer's own, and is not one tensor that each parameter adds to.
+    States of zeros are there before they are asked for, the step stays the optimizer's own, and is
+    not one tensor that each parameter adds to.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
