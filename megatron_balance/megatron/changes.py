@@ -21,6 +21,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.arguments import role_row_multiple
 from megatron_balance.megatron.base_layout import base_layout, optimizers_of
 from megatron_balance.megatron.groups import tensor_parallel
+from megatron_balance.megatron.own_weights import OwnWeights
 from megatron_balance.megatron.place import Place
 from megatron_balance.megatron.roles import AttentionGroups, Moving, Role, Roles
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
@@ -69,6 +70,9 @@ class Changes:
                 job.adapt(role.model)
         for each in optimizers_of(optimizer):
             each._defer_param_sync = True
+        registered = getattr(model[0].ddp_config, "nccl_ub", False)
+        stay = bool(getattr(job.args, "async_save", False) or registered)
+        self.own_weights = OwnWeights(model, optimizers_of(optimizer), stay=stay)
         self.weights_are_old = False
         """Whether Megatron's own model has older weights than the optimizer."""
         traffic = self.roles.traffic(job.gpus_per_node)
@@ -117,8 +121,10 @@ class Changes:
     def begin(self, strategy: Strategy) -> Role:
         """The role of this rank in a step, with today's weights. Collective over the world.
 
-        Gradients of the base layout give their memory back until `end`.
+        Gradients of the base layout give their memory back until they are pushed, and weights until
+        they are gathered.
         """
+        self.own_weights.give_back()
         for chunk in self._model:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         role = self.roles.pull(strategy)
@@ -155,6 +161,7 @@ class Changes:
         `for_step`: a training step on that model, behind which they are old again.
         """
         if self.weights_are_old:
+            self.own_weights.restore()
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
         self.weights_are_old = for_step

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.analysis.change import Layouts, Work, base_sync_s, change, held_bytes, role_bytes
-from megatron_balance.analysis.memory import GRADIENT_BYTES, OPTIMIZER_BYTES
+from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.moved import on_cluster
@@ -34,7 +34,7 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
 
     Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes` is
     by GPU, 0 where the strategy leaves one over; with `setup.layouts` a GPU holds the weights and
-    gradients of its largest role, and weights of the base layout's own model.
+    gradients of its largest role.
 
     Raises:
         ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
@@ -89,20 +89,19 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
 
 
 def with_roles(peaks: Floats, strategy: Strategy, layouts: Layouts, model: Model) -> Floats:
-    """Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest, beside the
-    weights of the base layout's own model, whose gradients give their memory back.
+    """Peak bytes of GPUs [num_ranks] where all roles share the memory of the largest. Weights (bf16)
+    and gradients of the base layout's own model give their memory back meanwhile.
 
     `peaks`: with weights and gradients of `strategy` alone, without the optimizer where a GPU is
     left over.
     """
     num_ranks = len(peaks)
-    roles, base = role_bytes(layouts, model, num_ranks), held_bytes(layouts.base, model, num_ranks)
-    weights = base * model.bytes_per_element / (model.bytes_per_element + GRADIENT_BYTES)
+    roles = role_bytes(layouts, model, num_ranks)
     if strategy == layouts.base:
         return peaks + roles
     left_over = np.arange(num_ranks) >= strategy.num_ranks
     states = np.where(left_over, OPTIMIZER_BYTES * num_parameters(model) / num_ranks, 0.0)
-    return peaks - held_bytes(strategy, model, num_ranks) + states + roles + weights
+    return peaks - held_bytes(strategy, model, num_ranks) + states + roles
 
 
 def _simulate(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:

@@ -25,6 +25,11 @@ PLACES = {
     "evaluation": "megatron_balance.planning.step_planner:StepPlanner.plan_evaluation",
 }
 """Functions, as module:name or module:class.method, at whose call a rank fails; start: before all."""
+OF_CHANGES = {
+    "pull": "megatron_balance.training.weights:Exchange.pull_slot",
+    "push": "megatron_balance.training.weights:Exchange.push_slot",
+}
+"""More of them, in runs that change strategies."""
 KINDS = ("kill", "stop", "exception", "memory", "exit")
 
 
@@ -45,10 +50,11 @@ def install(fault: Fault, rank: int) -> None:
     """Put the fault in, if it is this rank's."""
     if rank != fault.rank:
         return
-    if not PLACES[fault.place]:
+    places = {**PLACES, **OF_CHANGES}
+    if not places[fault.place]:
         happen(fault.kind)
         return
-    module, _, path = PLACES[fault.place].partition(":")
+    module, _, path = places[fault.place].partition(":")
     holder: Any = importlib.import_module(module)
     *outer, name = path.split(".")
     for each in outer:

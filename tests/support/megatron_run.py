@@ -310,7 +310,9 @@ def run_rank(job: Job, rank: int, port: int) -> int:
 def _enter(job: Job) -> int:
     from megatron_balance import launch, pretrain_gpt
     from megatron_balance.megatron import entry
+    from tests.support import torch_adam
 
+    torch_adam.install()
     if job.entry == "plain":
         import runpy
 

@@ -251,7 +251,7 @@ def _gathered(mine: dict[str, Any], parameters: Any) -> dict[int, Any]:
     import torch.distributed as dist
     from megatron.core import mpu
 
-    seat = (mpu.get_tensor_model_parallel_rank(), {name: tensor.numpy() for name, tensor in mine.items()})
+    seat = (mpu.get_tensor_model_parallel_rank(), {name: tensor.float().numpy() for name, tensor in mine.items()})
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, seat)
     found: dict[int, Any] = {}

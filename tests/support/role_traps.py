@@ -39,6 +39,7 @@ def install() -> None:
 
     def pulled(self: Any, strategy: Any) -> Any:
         now[:] = [strategy]
+        check_given_back()
         self.weights.fill_(torch.nan)
         moved.clear()
         return pull(self, strategy)
@@ -84,6 +85,16 @@ def install() -> None:
     dist.all_to_all_single = counted  # type: ignore[assignment]
 
 
+def check_given_back() -> None:
+    """Megatron's own model has no weights beside a role's, where they can be made again."""
+    from megatron_balance.megatron import session
+
+    changes = session.current().changes if session._current else None
+    if changes is not None and changes.own_weights._data:
+        assert changes.own_weights.num_bytes == 0, "weights of Megatron's own model are there beside a role's"
+        sys.stdout.write("GIVEN BACK\n")
+
+
 def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
     """Bytes that a rank sends and receives in a step, by the link's rows."""
     import torch.distributed as dist
@@ -95,12 +106,13 @@ def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
     per_node = roles._moving.apart[strategy].ranks_per_node
     if per_node is not None:
         rows = [*through_nodes(rows[0], layout.parameters, Twins.of(strategy, size, per_node), rank)]
-    found = sum(
-        volume(pieces, width, size, 1)[rank].sum(axis=0)
+    found = [
+        volume(pieces, width, size, 1)[rank].sum(axis=0).tolist()
         for each in rows
         for pieces, width in ((each.pull, roles.weights.element_size()), (each.push, 4))
-    )
-    return {"sent": int(found[0]), "received": int(found[1])}
+    ]
+    sent, received = map(sum, zip(*found, strict=True))
+    return {"sent": sent, "received": received}
 
 
 @contextmanager
