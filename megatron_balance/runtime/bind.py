@@ -269,7 +269,7 @@ def prepare(  # noqa: PLR0913  as `bind`
 
 
 def exchange_forms(phase: Phase, form: Form, groups: Groups) -> dict[int, ExchangeForm]:
-    """What is the same in every layer about the exchanges of a phase, by their id."""
+    """Facts of the exchanges of a phase that are the same in every layer, by their id."""
     found: dict[int, ExchangeForm] = {}
     for step in phase.steps:
         if isinstance(step, Finish):  # it says more about what arrives than the start does

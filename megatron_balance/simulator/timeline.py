@@ -23,7 +23,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase, phase_of
+from megatron_balance.simulator.phase import Phase, phase_of, ring_names
 
 MOST_RANKS = 128
 """The event engine traces: it keeps every op of every rank."""
@@ -56,7 +56,7 @@ def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") ->
         ("backward", True, second, call.backward),
     ):
         own = [_span(each, name, offset_s) for each in outcome.occupied]
-        moved += _movements(own, phase_of(ranks, machine, backward=backward), len(moved))
+        moved += _movements(own, phase_of(ranks, machine, backward=backward, rings=ring_names(plan)), len(moved))
         spans += [*_linear(linear[backward], name, offset_s), *own]
     numbered = _numbered([*spans, *moved])
     return {"traceEvents": [*_names(spans, machine), *numbered], "displayTimeUnit": "ms"}
