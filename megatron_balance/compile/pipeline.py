@@ -29,7 +29,7 @@ other nodes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -58,6 +58,7 @@ __all__ = [
     "Pass",
     "PhaseOrder",
     "attention_layout",
+    "compile_policies",
     "compile_rank",
     "compile_ranks",
     "expand",
@@ -212,6 +213,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_gradients", _merge_gradients),
     Pass("order", _order),
 )
+_OF_A_POLICY = [step.name for step in PASSES].index("transpose")
+"""The first pass whose work depends on the policy of the backward."""
 
 
 def compile_rank(  # noqa: PLR0913  what it is compiled for is four keyword-only facts, each with a default
@@ -233,6 +236,31 @@ def compile_rank(  # noqa: PLR0913  what it is compiled for is four keyword-only
     Raises InvalidProgramError: an unknown comm pattern.
     """
     return _compile(_job(plan, policy, target, phases, passing=passing), rank, after)
+
+
+def compile_policies(
+    plan: MicrobatchPlan,
+    rank: int,
+    policies: Sequence[Policy],
+    *,
+    phases: Collection[PhaseName] = BOTH_PHASES,
+    passing: bool = True,
+) -> list[CompiledRank]:
+    """`compile_rank` by each policy; what they have in common is compiled once."""
+    if len(policies) == 1:
+        return [compile_rank(plan, rank, policies[0], phases=phases, passing=passing)]
+    job = _job(plan, "replay", "execution", phases, passing=passing)
+    shared = _start(job, rank)
+    for step in PASSES[:_OF_A_POLICY]:
+        shared = step.run(job, shared)
+    compiled: list[CompiledRank] = []
+    for policy in policies:
+        own = _job(plan, policy, "execution", phases, passing=passing)
+        one = shared if own.replays else replace(shared, program=replace(shared.program, replays=()))
+        for step in PASSES[_OF_A_POLICY:]:
+            one = step.run(own, one)
+        compiled.append(one)
+    return compiled
 
 
 def compile_ranks(

@@ -58,10 +58,9 @@ class Microbatches:
         self.counters: list[Counters] = []
         if not forward_only:  # of a step that was expected and did not come
             job.bind_ahead.forget_all_but(
-                self._binder.key(planned.plans[at], policy, nano_batch, self._phases)
+                self._binder.key(planned.plans[at], policies_of(self.decision), nano_batch, self._phases)
                 for of in own
                 for nano_batch, at in enumerate(of)
-                for policy in policies_of(self.decision)
             )
         for of in own[1:]:
             self._expect(self._binder, planned.plans, of)
@@ -86,8 +85,7 @@ class Microbatches:
 
     def _expect(self, binder: Binder, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
         for nano_batch, at in enumerate(which):
-            for policy in policies_of(self.decision):
-                binder.expect(plans[at], policy, nano_batch, self._phases)
+            binder.expect(plans[at], policies_of(self.decision), nano_batch, self._phases)
 
     def of_chunk(self) -> Iterator[PlannedMicrobatch]:
         """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_balance.compile.pipeline import compile_rank
+from megatron_balance.compile.pipeline import compile_policies
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
@@ -121,26 +121,27 @@ class Prepared:
     Made without touching the device or another rank, so that another thread may do it ahead of time.
 
     Attributes:
-        bound: complete but for the tables' place.
+        bounds: of each policy, complete but for the tables' place.
         tables: tensors on the host; some may come twice.
         device: that they go to.
     """
 
-    bound: Bound
+    bounds: tuple[Bound, ...]
     tables: Sequence[Tensor]
     device: torch.device
 
-    def ship(self) -> Bound:
+    def ship(self) -> tuple[Bound, ...]:
         """Connect new pairs of ranks, make room in the pool, and copy all tables to the device.
 
         Call it once, in the thread that will run the plan; all ranks do so in one order.
         """
-        bound = self.bound
-        connect(bound.phases.values(), bound.groups)
-        if bound.peak_bytes is not None:
-            bound.groups.buffers.reserve(bound.peak_bytes.call_bytes)
+        groups = self.bounds[0].groups
+        connect([phase for bound in self.bounds for phase in bound.phases.values()], groups)
+        for bound in self.bounds:
+            if bound.peak_bytes is not None:
+                groups.buffers.reserve(bound.peak_bytes.call_bytes)
         ship(self.tables, self.device)
-        return bound
+        return self.bounds
 
 
 def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each with a default
@@ -170,14 +171,14 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         groups=groups,
         device=device,
         dtype=dtype,
-        policy=policy,
+        policies=(policy,),
         kernel=kernel,
         mover=mover,
         trace=trace,
         nano_batch=nano_batch,
         gradient_wire=gradient_wire,
         phases=phases,
-    ).ship()
+    ).ship()[0]
 
 
 def prepare(  # noqa: PLR0913  as `bind`
@@ -188,7 +189,7 @@ def prepare(  # noqa: PLR0913  as `bind`
     groups: Groups,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    policy: Policy = "keep",
+    policies: Sequence[Policy] = ("keep",),
     kernel: str = "auto",
     mover: str = "auto",
     trace: Trace | None = None,
@@ -205,7 +206,8 @@ def prepare(  # noqa: PLR0913  as `bind`
         groups: the rank's view of its pool.
         device: of the tensors.
         dtype: of the tensors.
-        policy: whether the backward keeps what the forward received, or receives it again.
+        policies: whether the backward keeps what the forward received, or receives it again. By
+            both, what they share is looked up once, and all tables are shipped together.
         kernel: as for `runtime.kernels.choose_kernel`.
         mover: as for `runtime.movers.choose_mover`.
         trace: a list to record in, by wall clock (CPU).
@@ -226,56 +228,61 @@ def prepare(  # noqa: PLR0913  as `bind`
         )
     if plan.num_ranks != groups.size:
         raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {groups.size}")
-    if policy == "keep" and not set(BOTH_PHASES) <= set(phases):
+    if "keep" in policies and not set(BOTH_PHASES) <= set(phases):
         raise ConfigError(
             "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
         )
-    compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
-    program = compiled.program
     place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire)
     chosen, moves = (
         choose_kernel(kernel, place, dtype, shape.head_dim, windows=isinstance(plan.mask, SlidingWindow)),
         choose_mover(mover, place),
     )
-    setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
-    lowering = Lowering(program, shape, _HOST, policy, chosen, setting)
-    sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
-    needs = None
-    if groups.buffers.lends(place):
-        needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
-    steps = lowering.phases.values()
-    tables = [table for phase in steps for table in tables_of(phase)]
-    forms = {id(phase): exchange_forms(phase, form, groups) for phase in steps}
-    sites: Sites = {}
-    tables += moves.prepare(
-        chain.from_iterable(moves_of(phase, sizes, form, forms[id(phase)], sites) for phase in steps),
-        sizes[0],
-        form,
-    )
-    owned = as_array(program.owned)
-    bound = Bound(
-        plan=plan,
-        rank=rank,
-        shape=shape,
-        owned=owned,
-        num_tokens=int((owned[:, Fragment.STOP] - owned[:, Fragment.START]).sum()),
-        policy=policy,
-        phases=lowering.phases,
-        groups=groups,
-        kernel=chosen,
-        mover=moves,
-        peak_bytes=needs,
-        query_rows=lowering.sizes[Kind.Q],
-        key_rows=lowering.sizes[Kind.KV],
-        exchange_forms=forms,
-        gradient_wire=gradient_wire,
-        trace=trace,
-    )
-    return Prepared(bound, tables, place)
+    bounds: list[Bound] = []
+    tables: list[Tensor] = []
+    like: Lowering | None = None
+    compiled_by = compile_policies(plan, rank, policies, phases=phases, passing=not groups.safe)
+    for policy, compiled in zip(policies, compiled_by, strict=True):
+        program = compiled.program
+        setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
+        like = lowering = Lowering(program, shape, _HOST, policy, chosen, setting, like)
+        sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
+        needs = None
+        if groups.buffers.lends(place):
+            needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
+        steps = lowering.phases.values()
+        tables += [table for phase in steps for table in tables_of(phase)]
+        forms = {id(phase): exchange_forms(phase, form, groups) for phase in steps}
+        sites: Sites = {}
+        tables += moves.prepare(
+            chain.from_iterable(moves_of(phase, sizes, form, forms[id(phase)], sites) for phase in steps),
+            sizes[0],
+            form,
+        )
+        owned = as_array(program.owned)
+        bound = Bound(
+            plan=plan,
+            rank=rank,
+            shape=shape,
+            owned=owned,
+            num_tokens=int((owned[:, Fragment.STOP] - owned[:, Fragment.START]).sum()),
+            policy=policy,
+            phases=lowering.phases,
+            groups=groups,
+            kernel=chosen,
+            mover=moves,
+            peak_bytes=needs,
+            query_rows=lowering.sizes[Kind.Q],
+            key_rows=lowering.sizes[Kind.KV],
+            exchange_forms=forms,
+            gradient_wire=gradient_wire,
+            trace=trace,
+        )
+        bounds.append(bound)
+    return Prepared(tuple(bounds), tables, place)
 
 
 def exchange_forms(phase: Phase, form: Form, groups: Groups) -> dict[int, ExchangeForm]:
-    """What is the same in every layer about the exchanges of a phase, by their id."""
+    """Facts of the exchanges of a phase that are the same in every layer, by their id."""
     found: dict[int, ExchangeForm] = {}
     for step in phase.steps:
         if isinstance(step, Finish):  # it says more about what arrives than the start does

@@ -19,7 +19,7 @@ from megatron_balance.simulator import engine, rounds
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import phase_of
+from megatron_balance.simulator.phase import phase_of, ring_names
 
 EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
@@ -91,7 +91,7 @@ def events(
     return Call(
         *(
             engine.play(
-                phase_of(ranks, machine, backward=backward, sums=transport == "streams"),
+                phase_of(ranks, machine, backward=backward, sums=transport == "streams", rings=ring_names(plan)),
                 *(machine, enter_s[backward], transport),
                 trace=trace,
             )

@@ -6,7 +6,7 @@ Steps and streams are those of `compile.order`, which the executor follows; byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,8 +29,9 @@ from megatron_balance.compile.zones import places
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
-from megatron_balance.ir.columns import Message, Pair, Transfer
-from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op
+from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.rows import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
@@ -111,14 +112,23 @@ class Phase:
         }
 
 
-def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
+def phase_of(
+    ranks: Sequence[CompiledRank],
+    machine: Machine,
+    *,
+    backward: bool,
+    sums: bool = True,
+    rings: Collection[str] = (),
+) -> Phase:
     """The tasks of a phase of all ranks.
 
-    `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
+    `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not);
+    `rings`: names of zones whose keys walk round (`ring_names`).
     """
     programs, orders = [each.program for each in ranks], [each.backward if backward else each.forward for each in ranks]
     ops = [program.backward if backward else program.forward for program in programs]
-    run_s, blocks_s = _launch_seconds(ops, machine, backward=backward)
+    walked = [_walked(program, rings) if backward else {} for program in programs]
+    run_s, blocks_s = _launch_seconds(ops, walked, machine, backward=backward)
     phase = Phase([], [], [], [])
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
@@ -150,8 +160,35 @@ def _id_of(op: Op) -> int:
     return op.id if isinstance(op, Exchange) else -1
 
 
+def ring_names(plan: MicrobatchPlan) -> frozenset[str]:
+    """Names of the plan's zones whose keys walk round, a hop a round."""
+    walks = {zone.name for zone in plan.zones if isinstance(zone, Zone) and zone.pattern in ("ring", "head_ring")}
+    return frozenset(walks - {zone.name for zone in plan.zones if zone.name not in walks})
+
+
+def _walked(program: RankProgram, rings: Collection[str]) -> dict[int, bool]:
+    """Of each backward launch, by op: whether a hop of a ring brought all of its keys."""
+    names = [name for name, count in program.queues for _ in range(count)] or [""] * len(program.forward)
+    of_launch = [name for op, name in zip(program.forward, names, strict=True) if isinstance(op, Attend)][::-1]
+    indices = [index for index, op in enumerate(program.backward) if isinstance(op, AttendGrad)]
+    owned = as_array(program.owned)
+    found: dict[int, bool] = {}
+    for index, name in zip(indices, of_launch, strict=True):
+        op = program.backward[index]
+        assert isinstance(op, AttendGrad), "a launch"
+        found[index] = name in rings and not _meet(as_array(op.pairs)[:, [Pair.SEQ, Pair.K_START, Pair.K_STOP]], owned)
+    return found
+
+
+def _meet(spans: Ints, owned: Ints) -> bool:
+    """Whether spans [n, 3] (seq, start, stop) name tokens of owned fragments."""
+    seq, start, stop = (spans[:, at, None] for at in range(3))
+    of = owned[:, Fragment.SEQ], owned[:, Fragment.START], owned[:, Fragment.STOP]
+    return bool(((seq == of[0]) & (start < of[2]) & (of[1] < stop)).any())
+
+
 def _launch_seconds(
-    ops: Sequence[Sequence[Op]], machine: Machine, *, backward: bool
+    ops: Sequence[Sequence[Op]], walked: Sequence[dict[int, bool]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
     """By rank and op: seconds of a launch with the merging that belongs to it; seconds of one of
     its thread blocks.
@@ -165,7 +202,8 @@ def _launch_seconds(
     pairs = concat([op.pairs for _, _, op in attends], Pair.WIDTH)
     launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
     merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
-    costs = launches(pairs, launch, merging, machine, backward=backward)
+    came = np.array([walked[rank].get(index, False) for rank, index, _ in attends], dtype=bool)
+    costs = launches(pairs, launch, merging, machine, backward=backward, walked=came)
     slow = machine.slow()
     seconds: list[dict[int, float]] = [{} for _ in ops]
     blocks_s: list[dict[int, float]] = [{} for _ in ops]

@@ -34,7 +34,7 @@ from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase, phase_of
+from megatron_balance.simulator.phase import Phase, phase_of, ring_names
 from megatron_balance.simulator.rounds import stages, turned
 from megatron_balance.simulator.tables import Tables, ZoneTable
 
@@ -217,7 +217,9 @@ class _NanoBatch:
         phases: list[Phase] = []
         cuts: list[list[Cuts]] = []
         for backward in (False, True):
-            phase = phase_of(ranks, machine, backward=backward, sums=mode.transport == "streams")
+            phase = phase_of(
+                ranks, machine, backward=backward, sums=mode.transport == "streams", rings=ring_names(plan)
+            )
             if mode.signal:
                 phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
                 for steps, seconds in zip(phase.steps, phase.seconds, strict=True):

@@ -94,6 +94,11 @@ class Waves:
     waves: tuple[Ints, ...]
 
 
+def _walks(traffic: ZoneTraffic | None) -> bool:
+    """Whether blocks of keys walk round the ranks of a zone."""
+    return isinstance(traffic, HopByHop) or (isinstance(traffic, HeadsThenHops) and traffic.hops is not None)
+
+
 def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
     row_bytes = payload.with_lse()
     terms = [sizes * float(row_bytes[kind]) for kind, sizes in token_heads.items()]
@@ -137,6 +142,7 @@ class Tables:
         self.pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
         self.launch: list[Ints] = [np.empty(0, dtype=np.int64)]
         self.merging: list[Floats] = []
+        self.walked: list[Bools] = []
         self.num_launches = 0
         context, remote = Context.of(plan), layouts.remote_in(plan)
         self.zones: list[ZoneTable] = []
@@ -144,7 +150,7 @@ class Tables:
             rounds = pattern_of(zone).rounds(zone, context)
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
-            launch = rounds.launches.of_round + self._add(rounds.launches)
+            launch = rounds.launches.of_round + self._add(rounds.launches, walks=_walks(rounds.traffic))
             self.zones.append(
                 ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy())
             )
@@ -191,12 +197,19 @@ class Tables:
                 case _:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")
 
-    def _add(self, zone: Launches) -> int:
-        """Launches to be priced; the number of the first."""
+    def _add(self, zone: Launches, *, walks: bool) -> int:
+        """Launches to be priced; the number of the first. `walks`: a hop brings the keys of every
+        round but the first.
+        """
         first = self.num_launches
         self.pairs.append(zone.pairs)
         self.launch.append(zone.launch + first)
         self.merging.append(zone.merging)
+        walked = np.zeros(len(zone.merging), dtype=bool)
+        if walks:
+            walked[zone.of_round[:, 1:]] = True
+            walked[zone.of_round[:, 0]] = False
+        self.walked.append(walked)
         self.num_launches += len(zone.merging)
         return first
 
@@ -204,7 +217,10 @@ class Tables:
         pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
         merging = np.concatenate([np.zeros(0), *self.merging])
         slow = self.machine.slow()
-        forward, backward = (launches(pairs, launch, merging, self.machine, backward=b).seconds for b in (False, True))
+        walked = np.concatenate([np.zeros(0, dtype=bool), *self.walked])
+        forward, backward = (
+            launches(pairs, launch, merging, self.machine, backward=b, walked=walked).seconds for b in (False, True)
+        )
         for table in self.zones:
             factor = slow[table.ranks][:, None]
             table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor

@@ -30,7 +30,7 @@ from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase, phase_of
+from megatron_balance.simulator.phase import Phase, phase_of, ring_names
 from megatron_balance.simulator.setup import PLAIN, Setup
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
@@ -199,7 +199,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
             for rank, seconds in enumerate(linear[backward].tolist())
             if seconds
         ]
-        played = phase_of(ranks, machine, backward=backward)
+        played = phase_of(ranks, machine, backward=backward, rings=ring_names(plan))
         made.append([*modules, *_exchanging(outcome.occupied, played, phase)])
     return made[0], made[1]
 

@@ -1,7 +1,9 @@
 """Seconds of launches, and of merging and packing around them, for both engines.
 
 Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the
-executor. What a ring passes on as it came is not packed again.
+executor. What a ring passes on as it came is not packed again, and the gradients of a block that a
+ring brought are added once: the launch leaves them as they are, what the next rank sends back is
+added to them (`runtime.lower.sums`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import sees
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.machine import Bools, Machine
 
 ADD = 1.5
 """Adding to what is held reads two values and writes one, packing reads one and writes one."""
@@ -41,11 +43,13 @@ class LaunchSeconds:
         return self.kernel + self.around
 
 
-def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool) -> LaunchSeconds:
+def launches(
+    pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool, walked: Bools | None = None
+) -> LaunchSeconds:
     """Costs of launches [len(merging)].
 
     `pairs` and `launch` are as in `MachineCost.attend_s`. `merging`: 1 where a forward launch
-    merges.
+    merges. `walked`: whether all keys of a launch came in a hop of a ring; None: no launch's did.
     """
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
     seen = sees(pairs, machine.model.mask)
@@ -58,6 +62,8 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
         )
     keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
+    if walked is not None:
+        keys = np.where(walked, 0.0, keys)
     sizes = machine.payload.row_bytes
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))

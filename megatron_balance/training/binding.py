@@ -24,8 +24,8 @@ from megatron_balance.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
-Key: TypeAlias = tuple[str, int, Policy, frozenset[PhaseName], Groups]
-"""Fingerprint, nano-batch, policy, phases and pool: what a prepared plan of a job depends on."""
+Key: TypeAlias = tuple[str, int, tuple[Policy, ...], frozenset[PhaseName], Groups]
+"""Fingerprint, nano-batch, policies, phases and pool: what a prepared plan of a job depends on."""
 
 
 class BindAhead:
@@ -118,27 +118,45 @@ class Binder:
         All ranks bind the same plans in one order, each in its training thread. `number`: of the plan
         in its step, for a trace.
         """
-        prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policy, nano_batch, phases))
-        bound = (prepared or self._prepare(plan, policy, nano_batch, phases)).ship()
+        return self.bind_all(plan, (policy,), nano_batch, phases, number=number)[0]
+
+    def bind_all(
+        self,
+        plan: MicrobatchPlan,
+        policies: tuple[Policy, ...],
+        nano_batch: int = 0,
+        phases: Collection[PhaseName] = BOTH_PHASES,
+        *,
+        number: int = -1,
+    ) -> tuple[Bound, ...]:
+        """`bind` by each policy; what they share is looked up once."""
+        prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policies, nano_batch, phases))
+        bounds = (prepared or self._prepare(plan, policies, nano_batch, phases)).ship()
         if self.recorder is None:
-            return bound
+            return bounds
         self.recorder.watch(self.groups.streams)
-        return replace(bound, recorder=self.recorder, number=number)
+        return tuple(replace(bound, recorder=self.recorder, number=number) for bound in bounds)
 
     def expect(
-        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
+        self,
+        plan: MicrobatchPlan,
+        policies: tuple[Policy, ...],
+        nano_batch: int = 0,
+        phases: Collection[PhaseName] = BOTH_PHASES,
     ) -> None:
-        """Say that `bind` will be called with these arguments: it may then find the plan prepared."""
+        """Say that the plan will be bound with these arguments: it may then be prepared."""
         if self.ahead is not None:
-            make = partial(self._prepare, plan, policy, nano_batch, phases)
-            self.ahead.expect(self.key(plan, policy, nano_batch, phases), make)
+            make = partial(self._prepare, plan, policies, nano_batch, phases)
+            self.ahead.expect(self.key(plan, policies, nano_batch, phases), make)
 
-    def key(self, plan: MicrobatchPlan, policy: Policy, nano_batch: int, phases: Collection[PhaseName]) -> Key:
+    def key(
+        self, plan: MicrobatchPlan, policies: tuple[Policy, ...], nano_batch: int, phases: Collection[PhaseName]
+    ) -> Key:
         """The name of a prepared plan."""
-        return plan.fingerprint(), nano_batch, policy, frozenset(phases), self.groups
+        return plan.fingerprint(), nano_batch, policies, frozenset(phases), self.groups
 
     def _prepare(
-        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int, phases: Collection[PhaseName]
+        self, plan: MicrobatchPlan, policies: tuple[Policy, ...], nano_batch: int, phases: Collection[PhaseName]
     ) -> Prepared:
         if self.device.type == "cuda":  # another thread begins on device 0
             torch.cuda.set_device(self.device)
@@ -149,7 +167,7 @@ class Binder:
             groups=self.groups,
             device=self.device,
             dtype=self.dtype,
-            policy=policy,
+            policies=policies,
             kernel=self.kernel,
             nano_batch=nano_batch,
             gradient_wire=self.gradient_wire,
@@ -203,7 +221,8 @@ def bind_layers(
     """Bind `plan` for the layers that keep and for those that replay, as decided; `number` as in
     `Binder.bind`.
     """
-    bounds = {policy: binder.bind(plan, policy, nano_batch, phases, number=number) for policy in policies_of(decision)}
+    policies = policies_of(decision)
+    bounds = dict(zip(policies, binder.bind_all(plan, policies, nano_batch, phases, number=number), strict=True))
     return LayerBounds(0 if decision is None else decision.keeping, bounds.get("keep"), bounds.get("replay"))
 
 
@@ -235,7 +254,7 @@ class BoundTicks:
         self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
         for ticks in zip(*nano_batches, strict=True):
             for nano_batch, planned in enumerate(ticks):
-                binder.expect(planned.plan, "replay", nano_batch, self._phases[planned.tick.microbatches])
+                binder.expect(planned.plan, ("replay",), nano_batch, self._phases[planned.tick.microbatches])
         self.counters: list[Counters] = []
         """Of every plan bound so far."""
 

@@ -150,7 +150,8 @@ def _ring_launches(
     merged = num_tokens * heads[0] / machine.model.num_heads
     return (
         prices.add(np.concatenate(own), 0.0, around(num_tokens)),
-        prices.add(np.concatenate(others), merged, around(num_tokens / 2)),
+        # What a hop brought keeps its gradients as the launch leaves them.
+        prices.add(np.concatenate(others), merged, around(0.0)),
     )
 
 

@@ -7,6 +7,7 @@ more than the step saves.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,12 @@ class Setting(NamedTuple):
 
 
 class Lowering:
-    """The phases of one rank, and `sizes`: (rows, heads) of its buffers by kind of input."""
+    """The phases of one rank, and `sizes`: (rows, heads) of its buffers by kind of input.
 
-    def __init__(
+    `like`: of the same plan by another policy, whose forward it shares.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  a program, how it is run, and a lowering that it may share
         self,
         program: RankProgram,
         shape: AttentionShape,
@@ -61,15 +65,53 @@ class Lowering:
         policy: Policy,
         kernel: Kernel,
         setting: Setting,
+        like: Lowering | None = None,
     ) -> None:
         self.program = program
         self.ranks_per_node, self.orders, self.nano_batch, phases = setting
         self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch, device)
         self.launching = Launching(device, kernel, program.mask)
+        self.looked_up: LookedUp | None = None
+        self.phases: dict[PhaseName, Phase] = {}
+        self.sizes = self.messages.sizes
+        if like is not None and "forward" in phases and self.shares_forward(like):
+            self.share(like)
+        else:
+            self.lower_forward(shape, free=policy == "replay", lowered="forward" in phases)
+        if "backward" in phases:
+            self.phases["backward"] = self.backward(self.kept, again=policy == "replay")
+
+    def shares_forward(self, like: Lowering) -> bool:
+        """Whether the forward of another lowering is this one's, but for what it lets go."""
+        own, other = self.orders[0], like.orders[0]
+        return (own.steps, own.cuts, self.program.forward, self.program.remap_in) == (
+            *(other.steps, other.cuts, like.program.forward, like.program.remap_in),
+        )
+
+    def share(self, like: Lowering) -> None:
+        """Take the forward of another lowering: policy replay lets go what policy keep does not."""
+        for kind in INPUTS:
+            self.sizes[kind].update(like.forward_sizes[kind])
+        self.messages.num_buffers = like.num_forward_buffers
+        self.kept, self.indexes, self.looked_up = like.kept, like.forward_indexes, like.looked_up
+        forward = like.phases["forward"]
+        self.phases["forward"] = replace(forward, last_uses=last_uses(forward.steps))
+        self.note_forward()
+
+    def note_forward(self) -> None:
+        """Note the buffers of the forward, before those of the backward."""
+        self.forward_sizes = {kind: dict(of) for kind, of in self.sizes.items()}
+        self.num_forward_buffers, self.forward_indexes = self.messages.num_buffers, self.indexes
+
+    def lower_forward(self, shape: AttentionShape, *, free: bool, lowered: bool) -> None:
+        """Look up the forward's messages, on which the backward rests, too, and its steps.
+
+        `free`: as for `phase`; `lowered`: its steps will run.
+        """
+        program = self.program
         owned = as_array(program.owned)
         sizes = owned[:, Fragment.STOP] - owned[:, Fragment.START]
         heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}
-        self.sizes = self.messages.sizes
         for kind in INPUTS:
             self.sizes[kind][0] = (int(sizes.sum()), heads[kind])
         own = {
@@ -78,18 +120,15 @@ class Lowering:
             ).astype(np.int64)
             for kind in INPUTS
         }
-        kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
+        self.kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
         # Gradients lie beside what the forward received, so this is looked up for the backward
         # alone too.
         sent, received, instances = self.messages.sides(program.forward, forward=True)
-        space = {kind: RegionIndex(np.concatenate([kept[kind], instances[kind]])) for kind in INPUTS}
+        space = {kind: RegionIndex(np.concatenate([self.kept[kind], instances[kind]])) for kind in INPUTS}
         self.indexes = Indexes(space, space, {kind: RegionIndex(own[kind]) for kind in INPUTS})
-        self.looked_up: LookedUp | None = None
-        self.phases: dict[PhaseName, Phase] = {}
-        if "forward" in phases:
-            self.phases["forward"] = self.forward((sent, received), free=policy == "replay")
-        if "backward" in phases:
-            self.phases["backward"] = self.backward(kept, again=policy == "replay")
+        if lowered:
+            self.phases["forward"] = self.forward((sent, received), free=free)
+        self.note_forward()
 
     def forward(self, sides: tuple[Messages, Messages], *, free: bool) -> Phase:
         """Steps of the forward; arguments as for `phase`."""

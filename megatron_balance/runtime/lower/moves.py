@@ -86,7 +86,7 @@ class _Filled(NamedTuple):
 
 
 Forms: TypeAlias = Mapping[int, ExchangeForm]
-"""What is the same in every layer about exchanges, by their id."""
+"""Facts of exchanges that are the same in every layer, by their id."""
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
@@ -308,10 +308,12 @@ class _Walk:
             self.lie(kind, run.buffer, [site._replace(first_row=run.row) for site in own])
         for run in sums.added.runs:
             self.total((kind, run.buffer))
-        return self.each(kind, sums.added, own) if sums.added.runs else ()
+        return self.each(kind, sums.added, own, dtype) if sums.added.runs else ()
 
-    def each(self, kind: Kind, packed: Packed, own: Sequence[Site]) -> tuple[Moved, ...]:
-        return tuple(Moved(packed, None, self.of(packed, kind, part), site) for part, site in enumerate(own))
+    def each(self, kind: Kind, packed: Packed, own: Sequence[Site], dtype: torch.dtype) -> tuple[Moved, ...]:
+        """Additions of packed gradients of type `dtype`."""
+        kinds = (dtype, self.totals[kind, packed.runs[0].buffer], self.form.dim)
+        return tuple(Moved(packed, kinds, self.of(packed, kind, part), site) for part, site in enumerate(own))
 
     def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[Move]:
         """The calls for the messages that an exchange brings."""
@@ -349,11 +351,11 @@ class _Walk:
         packed, kind = message.packed, message.kind
         value = (kind, packed.runs[0].buffer)
         if self.adopts(packed, value):
-            held = self.held.pop(value, None) is not None
+            held = self.held.pop(value, None)
             own = self.of(packed, kind, 0) + (self.of(packed, kind, 1) if kind == Kind.KV_GRAD else ())
             self.totals[value] = self.form.gradient
             self.lie(*value, at)
-            return self.each(kind, packed, own) if held else ()
+            return self.each(kind, packed, own, held) if held is not None else ()
         moved = self.added(kind, message.sums, self.form.gradient, at)
         if any(not run.buffer for run in message.sums.kept):
             self.total((kind, 0))

@@ -160,7 +160,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeForm:
-    """What a rank does for an exchange in every layer, worked out once.
+    """Facts of an exchange that are the same in every layer, worked out once.
 
     Attributes:
         sent: the messages that leave this rank's memory.

@@ -172,7 +172,7 @@ def test_happens_before_by_hand() -> None:
     run = Recorded(trace)
     assert run.races() == []
     # Each of the two alone would do.
-    assert verdicts(run).by["wait"] == {"found": 0, "implied": 1, "idle": 1, "lent": 0}
+    assert verdicts(run).by["wait"] == {"found": 0, "implied": 2, "idle": 0, "lent": 0}
     del trace.ops[3]
     assert verdicts(Recorded(trace)).by["wait"] == {"found": 1, "implied": 0, "idle": 0, "lent": 0}
 

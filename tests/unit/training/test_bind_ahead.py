@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from megatron_balance.compile.projector import Projector  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.runtime import bind as binding  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
+from megatron_balance.runtime.lower.lowering import Lowering  # noqa: E402
+from megatron_balance.runtime.lower.steps import describe  # noqa: E402
 from megatron_balance.training.binding import BindAhead, Binder, bind_layers, policies_of  # noqa: E402
 from tests.support import by_hand  # noqa: E402
 
@@ -35,15 +39,15 @@ def binder(ahead: BindAhead | None, num_heads: int = 2) -> Binder:
 
 def test_a_plan_prepared_in_the_thread_is_the_one_bound_on_the_spot(ahead, monkeypatch):
     threads = []
-    compiled = binding.compile_rank
+    compiled = binding.compile_policies
 
     def noted(*args, **kwargs):
         threads.append(current_thread())
         return compiled(*args, **kwargs)
 
-    monkeypatch.setattr(binding, "compile_rank", noted)
+    monkeypatch.setattr(binding, "compile_policies", noted)
     one = binder(ahead)
-    one.expect(PLAN, "keep")
+    one.expect(PLAN, ("keep",))
     ahead.submit(lambda: None)
     ahead._prepared[next(iter(ahead._prepared))].result()
     bound, fresh = one.bind(PLAN, "keep"), binder(None).bind(PLAN, "keep")
@@ -56,7 +60,7 @@ def test_a_plan_prepared_in_the_thread_is_the_one_bound_on_the_spot(ahead, monke
 
 def test_an_error_of_the_thread_is_raised_where_the_plan_is_used(ahead):
     wrong = binder(ahead, num_heads=3)
-    wrong.expect(PLAN, "keep")
+    wrong.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].exception()
     with pytest.raises(ConfigError, match="the plan is for 2 query and 2 key-value heads") as raised:
         wrong.bind(PLAN, "keep")
@@ -69,23 +73,23 @@ def test_a_plan_whose_turn_has_not_come_is_bound_on_the_spot(ahead):
     gate = Event()
     ahead.submit(lambda: gate.wait(10) and None)
     one = binder(ahead)
-    one.expect(PLAN, "keep")
+    one.expect(PLAN, ("keep",))
     assert one.bind(PLAN, "keep").num_tokens == 32
     gate.set()
 
 
 def test_plans_of_a_step_that_did_not_come_are_dropped(ahead):
     one = binder(ahead)
-    one.expect(PLAN, "keep")
-    one.expect(OTHER, "keep")
-    ahead.forget_all_but([one.key(OTHER, "keep", 0, ("forward", "backward"))])
+    one.expect(PLAN, ("keep",))
+    one.expect(OTHER, ("keep",))
+    ahead.forget_all_but([one.key(OTHER, ("keep",), 0, ("forward", "backward"))])
     assert {key[0] for key in ahead._prepared} == {OTHER.fingerprint()}
 
 
 def test_a_job_that_fails_is_said_in_the_log_and_stops_nothing(ahead, caplog):
     ahead.submit(lambda: 1 // 0)
     one = binder(ahead)
-    one.expect(PLAN, "keep")
+    one.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].result()
     assert "could not be bound ahead" in caplog.text
     assert one.bind(PLAN, "keep").num_tokens == 32
@@ -101,12 +105,42 @@ def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
         assert [bound.policy for bound in bounds.bounds] == list(policies_of(decision))
 
 
+def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch):
+    """The forward is projected, looked up and gets its tables once; all tables go over together."""
+    counts = Counter[str]()
+
+    def counted(owner, name):
+        held = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return held(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Projector, "attention")
+    counted(Lowering, "lower_forward")
+    counted(Lowering, "backward")
+    counted(binding, "ship")
+    bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
+    assert counts == {"attention": 1, "lower_forward": 1, "backward": 2, "ship": 1}
+    kept, replayed = bounds.kept, bounds.replayed
+    assert kept is not None
+    assert replayed is not None
+    assert kept.forward.steps is replayed.forward.steps
+    assert not any(kept.forward.last_uses)
+    alone = binder(None).bind(PLAN, "replay")
+    assert alone.forward.last_uses == replayed.forward.last_uses != kept.forward.last_uses
+    assert [describe(step) for step in alone.backward.steps] == [describe(step) for step in replayed.backward.steps]
+    assert (alone.query_rows, alone.key_rows) == (replayed.query_rows, replayed.key_rows)
+
+
 def test_new_pairs_are_connected_and_tables_copied_in_the_training_thread(ahead, monkeypatch):
     threads: list[object] = []
     for name in ("connect", "ship"):
         monkeypatch.setattr(binding, name, lambda *_: threads.append(current_thread()))
     one = binder(ahead)
-    one.expect(PLAN, "keep")
+    one.expect(PLAN, ("keep",))
     next(iter(ahead._prepared.values())).result()
     assert not threads
     one.bind(PLAN, "keep")

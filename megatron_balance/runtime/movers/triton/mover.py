@@ -104,12 +104,14 @@ class TritonMover:
         """The merge of all messages of outputs of an exchange, if that is one and they are several."""
         if sum(len(one.packed.runs) for one in moved) <= 2:
             return
+        key = tuple([id(one.packed) for one in moved[::2]])
+        if key in self._sends:
+            yield self._sends[key]
+            return
         row_bytes = (form.dim * form.dtype.itemsize, form.wide.itemsize)
         table = send_table(moved[::2], moved[1::2], expected.entries, row_bytes)
         if table is not None and len(table.parts) <= PARTS[-1]:
-            packed = [one.packed for one in moved[::2]]
-            self._kept += packed
-            key = tuple(map(id, packed))
+            self._kept += [one.packed for one in moved[::2]]
             self._sends[key] = table
             self._unchecked.add(key)
             yield table
@@ -183,6 +185,8 @@ class TritonMover:
         return maps
 
     def _map_rows(self, packed: Packed, rows: Mapping[int, int], device: torch.device) -> tuple[RowMap, ...]:
+        if id(packed) in self._row_maps:  # of a forward that plans of two policies share
+            return self._row_maps[id(packed)]
         self._kept.append(packed)
         self._row_maps[id(packed)] = maps = row_maps(packed, rows, device)
         return maps
