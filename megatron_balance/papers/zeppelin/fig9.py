@@ -9,11 +9,11 @@ from itertools import product
 
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, HYBRID, LLAMA, TE, ZEPPELIN, Case, tokens_per_s
+from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, HYBRID, LLAMA, TE, ZEPPELIN, Case, tokens_per_s
 
 SCALES = (16, 32, 64, 128)
 SMALL = SCALES[:2]
-SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN)
+SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN, DEFAULT)
 
 RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 """Tokens per second by data set and number of GPUs, then by system."""
