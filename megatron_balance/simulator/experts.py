@@ -1,4 +1,4 @@
-"""What experts add to the modules of a layer: their exchange, and waiting for the busiest rank."""
+"""Seconds that experts add to a layer: their exchange, and waiting for the busiest rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Added(NamedTuple):
 
 
 def added_s(plan: MicrobatchPlan, around: Around, pool: int | None = None) -> Added:
-    """What experts add, by `Setup.expert_load`. Not given: tokens visit experts evenly, and each rank
-    computes for as many visits as its own tokens make.
+    """Seconds that experts add, by `Setup.expert_load`. Not given: visits are even, and each rank
+    computes for as many as its own tokens make.
 
     With a load, the ranks that share the experts (consecutive ones) share their visits, and wait for
     the busiest of them, whose part of the layer's products grows with its visits.

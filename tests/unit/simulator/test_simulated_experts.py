@@ -1,4 +1,4 @@
-"""What experts add to a simulated layer: the busiest rank of each group, by the tokens it holds."""
+"""Seconds that experts add to a simulated layer: the busiest rank of a group, by its tokens."""
 
 from __future__ import annotations
 
