@@ -1,4 +1,4 @@
-"""What of zeppelin's transfers shows in a microbatch run whole and in two nano-batches, simulated.
+"""Time of zeppelin's transfers that shows, in microbatches whole and as two nano-batches: simulated.
 
 python -m tools.bench.heads_hidden BATCHES.json [--batches 1] [--only h200/llama-7b]
 
