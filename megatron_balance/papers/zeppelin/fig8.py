@@ -139,8 +139,8 @@ def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
 
 
 def _uneven(by_load: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
-    """LLaMA CP over Zeppelin and over the default for 8x550M at 64k, by the routing to experts; of each
-    data set the systems' speedups.
+    """LLaMA CP over Zeppelin and over the default for 8x550M at 64k, by the routing to experts.
+    `by_load`: of each data set the systems' speedups.
     """
     return [
         Row(
