@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_balance.cli import inputs
+from megatron_balance.cli import experts, inputs
 from megatron_balance.cli.inputs import Inputs
 from megatron_balance.errors import ConfigError
 
@@ -289,9 +289,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "(default 1)"
         ),
     )
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)"
-    )
+    experts.add_options(parser)
     parser.add_argument(
         "--pipeline",
         type=int,
@@ -365,7 +363,8 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
                 f"{option} {table} goes with --tensor-parallel 1: it was measured on one GPU, and a rank is "
                 f"{args.tensor_parallel} of them"
             )
-    _check_experts(args.expert_parallel, given)
+    experts.check(args.expert_parallel, given)
+    experts.load(args, given.model)  # raises
     return replace(given, planners=tuple(with_replicas(choice, given) for choice in given.planners))
 
 
@@ -412,21 +411,6 @@ def with_replicas(choice: PlannerChoice, given: Inputs) -> PlannerChoice:
     return replace(choice, options=replace(options, context_parallel=size))
 
 
-def _check_experts(ranks: int, given: Inputs) -> None:
-    if ranks == 1:
-        return
-    model, cluster = given.model, given.cluster
-    if not model.num_experts:
-        raise ConfigError(f"--expert-parallel {ranks}: {model.name} has no experts; leave it out")
-    here = min(ranks, cluster.node_size)
-    if ranks < 1 or model.num_experts % ranks or cluster.num_ranks % ranks or ranks % here:
-        raise ConfigError(
-            f"--expert-parallel {ranks}: must divide the {model.num_experts} experts of {model.name} and the "
-            f"{cluster.num_ranks} ranks, "
-            f"and fill nodes of {cluster.node_size} ranks if it is more than one"
-        )
-
-
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     """The machine and the step that the options say.
 
@@ -450,6 +434,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         pipeline=args.pipeline,
         interleave=args.interleave,
         experts=args.expert_parallel,
+        expert_load=experts.load(args, given.model),
         overlap_sync=not args.no_overlap_sync,
         engine=args.engine,
         transport=args.transport,

@@ -95,7 +95,7 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
     even = replace(machine, slowdown=())
     # In the order of the module's docstring; gradients are synchronised over the same links and
     # have a part of their own.
-    machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
+    machines = [machine, even, without_transfers(even, inside=False), without_transfers(even, inside=True)]
     idealised = [simulate(steps, each, setup) for each in machines]
     sync = [each["phases_s"]["gradient_sync"] for each in idealised]
     slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
@@ -138,7 +138,8 @@ def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
     return {**seconds, largest: seconds[largest] + min(0.0, left)}
 
 
-def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
+def without_transfers(machine: Machine, *, inside: bool) -> Machine:
+    """The machine with transfers between nodes that take no time, and `inside` nodes too."""
     factors = Factors(inter_node=_NO_TIME, intra_node=_NO_TIME if inside else 1.0)
     cost = _FreeTransfers(machine.cost, factors) if inside else PerturbedCost(machine.cost, factors)
     return replace(machine, cost=cost)

@@ -70,7 +70,7 @@ def layers(
     machine: Machine,
     num_layers: int,
     mode: PingPongMode = PingPongMode(),
-    experts_s: Sequence[Floats | float] = (0.0,) * ping_pong.NUM_NANO_BATCHES,
+    experts: Sequence[tuple[Floats | float, Floats | float]] = ((0.0, 0.0),) * ping_pong.NUM_NANO_BATCHES,
 ) -> Passes:
     """Run both nano-batches through layers, all ranks entering at once.
 
@@ -79,9 +79,8 @@ def layers(
         machine: that runs them.
         num_layers: of the model, or of a pipeline chunk.
         mode: options.
-        experts_s: by nano-batch, seconds of the exchange between experts, which lengthen its linear
-            step forward and backward ([R], or the same on all ranks); that exchange shares no NIC
-            with attention's transfers.
+        experts: by nano-batch, seconds that experts add to its linear step, forward and backward ([R],
+            or the same on all ranks); their exchange shares no NIC with attention's transfers.
 
     Raises:
         ConfigError: the round engine is asked for what it does not know.
@@ -101,8 +100,8 @@ def layers(
     small = machine.num_ranks <= SMALL or machine.cost.contention.waits
     rounds = rounds_apply and (mode.engine == "rounds" or (mode.engine == "auto" and not small))
     linear = [
-        (forward + own, backward + own)
-        for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts_s, strict=True)
+        (forward + own[0], backward + own[1])
+        for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts, strict=True)
     ]
     simulated = _Rounds(nano_batches, machine, linear, mode) if rounds else _Events(nano_batches, machine, linear, mode)
     outcomes: list[Outcome] = []

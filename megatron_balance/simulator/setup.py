@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.memory import Recompute
+from megatron_balance.cost.experts import ExpertLoad
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Policy
@@ -24,7 +25,8 @@ class Setup:
     `policy`, `recompute`: what is held for the backward; policy `auto`: as the cluster's memory
     allows, layer by layer. `pipeline`: stages, each with as many
     ranks as the plan; `interleave`: model chunks of a stage. `experts`: ranks that share a layer's
-    experts. `overlap_sync`: gradients are synchronised layer by layer beside the last backward.
+    experts; `expert_load`: how unevenly tokens are routed to them, else each rank computes for its own
+    tokens. `overlap_sync`: gradients are synchronised layer by layer beside the last backward.
     `interleaved`: nano-batches run interleaved, else one after the other. `transport`: as in
     `simulator.engine`. `layouts`: what owns weights, and the strategies that share the memory of
     roles; None: weights stay where they are.
@@ -35,6 +37,7 @@ class Setup:
     pipeline: int = 1
     interleave: int = 1
     experts: int = 1
+    expert_load: ExpertLoad | None = None
     overlap_sync: bool = True
     interleaved: bool = True
     engine: EngineName = "auto"

@@ -25,6 +25,7 @@ from megatron_balance.simulator import memory, ping_pong, pipeline
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
 from megatron_balance.simulator.events import Outcome
+from megatron_balance.simulator.experts import added_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import Clocks, Pass
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
@@ -158,13 +159,13 @@ class _Run:
         machine, setup, cost = self.machine, self.setup, self.machine.cost
         tokens, slow = linear_tokens(plan), machine.slow()
         counts, place = np.unique(tokens, return_inverse=True)
-        experts_s = self.around.experts_s(float(tokens.max()))
+        experts = added_s(plan, self.around)
 
         def of_tokens(seconds: list[float]) -> Floats:
             return np.array(seconds)[place] * slow
 
-        forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts_s
-        backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts_s
+        forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts.forward_s
+        backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts.backward_s
         heads = tuple(of_tokens([cost.head_s(n, backward=b) for n in counts.tolist()]) for b in (False, True))
         call = _mean(
             [
@@ -183,15 +184,15 @@ class _Run:
         included.
         """
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
-        experts_s = [self.around.experts_s(float(linear_tokens(plan).max())) for plan in plans]
+        experts = [added_s(plan, self.around) for plan in plans]
         mode = ping_pong.PingPongMode("keep", setup.interleaved, engine=setup.engine, transport=setup.transport)
         passes = _mean(
             [
-                (Call(*ping_pong.layers(plans, machine, num_layers, replace(mode, policy=policy), experts_s)), share)
+                (Call(*ping_pong.layers(plans, machine, num_layers, replace(mode, policy=policy), experts)), share)
                 for policy, share in self.shares
             ]
         )
-        linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
+        linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(
             np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()

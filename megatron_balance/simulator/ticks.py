@@ -23,6 +23,7 @@ from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
+from megatron_balance.simulator.experts import added_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import PLAIN, Setup
 
@@ -158,11 +159,12 @@ class _Run:
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_Pass]:
         """Forward and backward."""
         setup, groups = self.setup, [coupled(plan) for plan in plans]
-        experts_s = [self._experts_s(plan) for plan in plans]
-        linear = np.sum([ping_pong.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts_s, axis=0)
+        # those that share experts are ranks of one stage
+        experts = [added_s(plan, Around(self.machine, self.setup), self.size) for plan in plans]
+        linear = np.sum([ping_pong.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
         if len(plans) > 1:
             mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts_s)
+            passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
             return [
                 _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
                 for o, own in zip(passes, linear, strict=True)
@@ -174,12 +176,6 @@ class _Run:
             )
             for o, own in zip(call, linear, strict=True)
         ]
-
-    def _experts_s(self, plan: MicrobatchPlan) -> Floats:
-        """Seconds of a layer's exchange between experts, which are the ranks' of one stage."""
-        tokens = linear_tokens(plan).reshape(self.num_stages, self.size)
-        around = Around(self.machine, self.setup)
-        return np.repeat([around.experts_s(float(most)) if most else 0.0 for most in tokens.max(axis=1)], self.size)
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
         """Seconds of the loss, on the ranks of the last stage's last chunk."""

@@ -54,7 +54,8 @@ MODELS = ("llama-7b", "llama3-8b", "llama-3b", "moe-8x550m")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PLANNERS},
     "zeppelin, printed rule": ("zeppelin", {"rule": "paper"}),
-    "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
+    "zeppelin, rings": ("zeppelin", {"rule": "cost"}),
+    "zeppelin, rings of groups": ("zeppelin", {"rule": "groups"}),
 }
 """By label: a planner and its options."""
 

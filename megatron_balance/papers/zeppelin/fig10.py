@@ -5,8 +5,8 @@ assumed, which is not printed.
 from __future__ import annotations
 
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.zeppelin.fig8 import DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, TE, ZEPPELIN, Case, tokens_per_s
+from megatron_balance.papers.zeppelin.fig8 import DEFAULT_NOTE, DRAWN
+from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, TE, ZEPPELIN, Case, tokens_per_s
 
 CLUSTERS = {"A": "a800", "B": "h800"}
 NIC_NOTE = "the paper prints no NIC rate for cluster B; 400 Gb/s a GPU is assumed (configs/cluster/h800.yaml)"
@@ -20,11 +20,24 @@ def rows(effort: Effort) -> list[Row]:
         rate: dict[tuple[str, str], float] = {}
         for name, case in cases.items():
             batches = case.batches(dataset, effort.batches)
-            rate.update({(name, system.name): tokens_per_s(system, case, batches) for system in (TE, ZEPPELIN)})
+            rate.update(
+                {(name, system.name): tokens_per_s(system, case, batches) for system in (TE, ZEPPELIN, DEFAULT)}
+            )
         speedup = {name: rate[name, ZEPPELIN.name] / rate[name, TE.name] for name in CLUSTERS}
         table_rows += [
             Row(f"{label}: Zeppelin over TE CP on {name}", None, each, "x", "simulated", note=DRAWN)
             for name, each in speedup.items()
+        ]
+        table_rows += [
+            Row(
+                f"{label}: zeppelin, default, over TE CP on {name}",
+                None,
+                rate[name, DEFAULT.name] / rate[name, TE.name],
+                "x",
+                "simulated",
+                note=DEFAULT_NOTE,
+            )
+            for name in CLUSTERS
         ]
         table_rows += [
             Row(

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from itertools import product
 
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.zeppelin.fig8 import DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, HYBRID, LLAMA, TE, ZEPPELIN, Case, tokens_per_s
+from megatron_balance.papers.zeppelin.fig8 import DEFAULT_NOTE, DRAWN
+from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, HYBRID, LLAMA, TE, ZEPPELIN, Case, tokens_per_s
 
 SCALES = (16, 32, 64, 128)
 SMALL = SCALES[:2]
-SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN)
+SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN, DEFAULT)
 
 RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 """Tokens per second by data set and number of GPUs, then by system."""
@@ -32,7 +32,14 @@ def rows(effort: Effort) -> list[Row]:
 
 def _rates(by_case: RatesByCase) -> list[Row]:
     return [
-        Row(f"{DATASETS[dataset]}, {scale} GPUs: {name}", None, rates[name], "tokens/s", "simulated", note=DRAWN)
+        Row(
+            f"{DATASETS[dataset]}, {scale} GPUs: {name}",
+            None,
+            rates[name],
+            "tokens/s",
+            "simulated",
+            note=DEFAULT_NOTE if name == DEFAULT.name else DRAWN,
+        )
         for (dataset, scale), rates in by_case.items()
         for name in rates
     ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.experts import ExpertLoad
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import When
@@ -34,7 +35,8 @@ SEED = 0
 class Case:
     """A model on GPUs of a cluster, 4k tokens each.
 
-    `tensor`: GPUs of a tensor-parallel group; `experts`: ranks that share a layer's experts.
+    `tensor`: GPUs of a tensor-parallel group; `experts`: ranks that share a layer's experts, and
+    `expert_load` the routing to them, if it is not even.
     """
 
     model_name: str
@@ -42,6 +44,7 @@ class Case:
     num_gpus: int
     tensor: int = 1
     experts: int = 1
+    expert_load: ExpertLoad | None = None
     model: Model = field(init=False, repr=False, compare=False)
     cluster: Cluster = field(init=False, repr=False, compare=False)
     cost: AnalyticCost = field(init=False, repr=False, compare=False)
@@ -67,7 +70,7 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        return Setup(policy="keep", experts=self.experts)
+        return Setup(policy="keep", experts=self.experts, expert_load=self.expert_load)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
         """Batches "sampled proportionally to dataset distributions": documents until the context is
@@ -107,6 +110,7 @@ ENGINE = System("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap
 ENGINE_ROUTED = System("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
 ZEPPELIN = System("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
 OURS = System("zeppelin, rule cost", "zeppelin", {"rule": "cost"})
+DEFAULT = System("zeppelin, default", "zeppelin")
 
 
 def tokens_per_s(system: System, case: Case, batches: Sequence[Lengths]) -> float:

@@ -246,6 +246,8 @@ def test_experts_are_exchanged_where_ranks_share_them(run):
     alone, shared = (run.json(f"{data} {more}") for more in ("", "--expert-parallel 8"))
     assert shared["phases_s"]["forward_linear"] > alone["phases_s"]["forward_linear"]
     assert max(shared["peak_bytes_per_rank"]) < max(alone["peak_bytes_per_rank"])
+    skewed = run.json(f"{data} --expert-parallel 8 --expert-counts 3,1,1,1,1,1,1,1 --expert-spread 0.5")
+    assert skewed["phases_s"]["forward_linear"] > 1.5 * shared["phases_s"]["forward_linear"]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,9 @@ def test_experts_are_exchanged_where_ranks_share_them(run):
         ("--expert-parallel 8", "--expert-parallel 8: llama-7b has no experts"),
         ("--model moe-8x550m --expert-parallel 3", "--expert-parallel 3: must divide the 8 experts"),
         ("--model moe-8x550m --expert-parallel 0", "--expert-parallel 0: must"),
+        ("--model moe-8x550m --expert-spread 0.5", "--expert-spread 0.5 goes with --expert-parallel E"),
+        ("--model moe-8x550m --expert-parallel 8 --expert-counts 1,x", "--expert-counts 1,x: expected numbers"),
+        ("--model moe-8x550m --expert-parallel 8 --expert-counts 1,2", "shares of 2 experts; the model has 8"),
     ],
 )
 def test_parallelism_that_cannot_be_is_refused(run, options, words):

@@ -14,6 +14,7 @@ from megatron_balance.papers.base import Effort, Row
 from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig9, fig10, fig11, fig12, table2, table3
 from megatron_balance.papers.zeppelin.systems import (
     DATASETS,
+    DEFAULT,
     ENGINE,
     HYBRID,
     LLAMA,
@@ -228,12 +229,18 @@ def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
     monkeypatch.setattr(fig8, "CONTEXTS", (64 * K,))
     monkeypatch.setattr(fig8, "speedups", _fixed_speedups)
     rows = fig8.rows(ONE)
-    cells = [row for row in rows if row.name.startswith(("7B, ", "13B, ", "8x550M, 64k, "))]
+    cells = [row for row in rows if row.name.startswith(("7B, ", "13B, ", "8x550M, 64k, ")) and row.note == fig8.DRAWN]
     assert len(cells) == 9
+    default = [row for row in rows if row.name.endswith(": zeppelin, default")]
+    assert [row.ours for row in default] == [6.0] * 9
+    assert named(rows, "zeppelin by default over TE CP, mean").ours == 6.0
+    assert named(rows, "zeppelin by default over Zeppelin, smallest").ours == pytest.approx(6.0 / 4.0)
     assert named(rows, "Zeppelin over TE CP, mean").ours == pytest.approx(sum(row.ours for row in cells) / 9)
     assert named(rows, "Zeppelin over TE CP, largest").ours == max(row.ours for row in cells) == 4.0
     assert named(rows, "speedup of 13B over that of 7B").ours == pytest.approx(4.0 / 3.0)
     assert named(rows, "8x550M, 64k: LLaMA CP over Zeppelin").ours == pytest.approx(2.5 / 2.0)
+    assert named(rows, "8x550M, 64k, documents apart by 1: LLaMA CP over Zeppelin").ours == pytest.approx(2.5 / 1.0)
+    assert named(rows, "8x550M, 64k, documents apart by 1.73: LLaMA CP over zeppelin").ours == pytest.approx(2.5 / 6.0)
     assert named(rows, "Zeppelin over the best of the others").ours == pytest.approx(3.0 / 2.5)  # without 8x550M at 64k
     published = {row.name: row.published for row in rows if row.published not in (None, 1.0)}
     assert {published[name] for name in published} == {2.80, 6.60}
@@ -241,7 +248,10 @@ def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
 
 def _fixed_speedups(case: Case, batches: list[tuple[int, ...]]) -> dict[str, float]:
     zeppelin = {"llama-7b": 3.0, "llama-13b": 4.0, "moe-8x550m": 2.0}[case.model_name]
-    return {TE.name: 1.0, LLAMA.name: 2.5, HYBRID.name: 1.5, ZEPPELIN.name: zeppelin, OURS.name: 5.0}
+    if case.expert_load is not None:
+        zeppelin /= 2
+    own = {ZEPPELIN.name: zeppelin, OURS.name: 5.0, DEFAULT.name: 6.0}
+    return {TE.name: 1.0, LLAMA.name: 2.5, HYBRID.name: 1.5, **own}
 
 
 def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):

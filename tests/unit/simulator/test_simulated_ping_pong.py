@@ -71,12 +71,11 @@ def test_interleaved_only_the_last_transfer_has_nothing_beside_it(engine: Engine
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName) -> None:
-    forward, backward = layers(
-        [nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine), (0.25, np.full(RANKS, 0.125))
-    )
+    experts = ((0.25, 0.5), (np.full(RANKS, 0.125), 0.25))
+    found = layers([nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine), experts)
     usual = layers([nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine))
-    for longer, alone in zip((forward, backward), usual, strict=True):
-        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * 0.375))
+    for longer, alone, each in zip(found, usual, (0.375, 0.75), strict=True):
+        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * each))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
