@@ -50,6 +50,8 @@ class PlanSpec:
     """Whether the planner chooses the strategy, and with it the number of microbatches."""
     prove_every: int = 0
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
+    prove_as: int | None = None
+    """The rank of the pool whose part it proves of plans for many ranks; None: it proves all alone."""
 
     def to_json(self) -> str:
         """One line of JSON."""

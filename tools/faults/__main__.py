@@ -28,6 +28,7 @@ SUITES = {
     for suite in (
         Suite("plans", "random steps of every planner, some proved", 1_000_000, 200, plans.plans),
         Suite("mutants", "programs with one thing changed", 100_000, 200, mutants.mutants),
+        Suite("ranks", "the same, proved rank by rank", 20_000, 200, mutants.by_ranks),
         Suite("gloo", "random plans on four gloo ranks against dense attention", 10_000, 20, plans.on_gloo),
         Suite("digests", "plans on an old CPU and under another hash seed", 10_000, 100, digests.digests),
         Suite("places", "a rank of a training run fails, by place and way", 220, 1, training.places),
