@@ -11,9 +11,9 @@ sequences so that the longest group is as short as possible. Sequences are told 
 most 16, cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that
 a plan does not depend on a clock. It has to beat a greedy answer, which stands where it does not,
 where SciPy is missing (one warning), and where the program would be too large (`most_variables`,
-`most_cells`: some hundred ranks). The first plan of a process also pays for importing SciPy. `plan_batch` is the
-sequence blaster: sequences sorted by length and cut into microbatches of about equal tokens, for
-the least number that fits and the next ones, of which the fastest is taken.
+`most_cells`: some hundred ranks). The first plan of a process also pays for importing SciPy.
+`plan_batch` is the sequence blaster: sequences sorted by length and cut into microbatches of about
+equal tokens, for the least number that fits and the next ones, of which the fastest is taken.
 
 What we leave out: model states in the memory constraint (the capacity in tokens is what is left
 after them), ZeRO's communication, and solving ahead on other machines (the training adapter plans
