@@ -46,7 +46,7 @@ class DataError(BalanceError):
 
 
 MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, OverflowError)
-"""What taking parsed text apart raises where it has another form, or numbers that nothing holds."""
+"""Raised by taking parsed text apart where it has another form, or numbers that nothing holds."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ other nodes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -264,11 +264,16 @@ def compile_policies(
 
 
 def compile_ranks(
-    plan: MicrobatchPlan, policy: Policy | None, *, target: Target = "execution", passing: bool = True
+    plan: MicrobatchPlan,
+    policy: Policy | None,
+    *,
+    target: Target = "execution",
+    passing: bool = True,
+    ranks: Iterable[int] | None = None,
 ) -> list[CompiledRank]:
-    """`compile_rank` of every rank, in order."""
+    """`compile_rank` of some ranks; None: of every one, in order."""
     job = _job(plan, policy, target, BOTH_PHASES, passing=passing)
-    return [_compile(job, rank) for rank in range(plan.num_ranks)]
+    return [_compile(job, rank) for rank in (range(plan.num_ranks) if ranks is None else ranks)]
 
 
 def expand(

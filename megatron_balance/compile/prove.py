@@ -26,7 +26,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, as_rows
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program
+from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 
@@ -56,8 +56,8 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
     for rank, (compiled, proved) in enumerate(zip(ranks, split(program), strict=True)):
         if proved.owned != compiled.program.owned:
             raise InvalidProgramError(f"rank {rank} owns other tokens than in the program that was proved")
-        _check_same(rank, "forward", proved.forward, compiled.program.forward)
-        _check_same(rank, "backward", proved.backward, compiled.program.backward)
+        check_same(rank, "forward", proved.forward, compiled.program.forward)
+        check_same(rank, "backward", proved.backward, compiled.program.backward)
     for backward in (False, True) if program.policy else (False,):
         lowered = [
             (each.program.backward, each.backward.steps) if backward else (each.program.forward, each.forward.steps)
@@ -69,7 +69,7 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
     verify_order_of(ranks, plan.ranks_per_node, program.policy)
 
 
-def _check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op]) -> None:
+def check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op]) -> None:
     """Reject a difference between what was proved and what a rank runs. Rows of an exchange may come
     in another order, but for those between two ranks; gradients are merged where they arrive.
     """
@@ -93,9 +93,9 @@ def _in_order(op: Op) -> Op:
     return replace(op, transfers=as_rows(rows[order]), routes=Rows.of(Route.WIDTH, sorted(op.routes)))
 
 
-def verify_routes(plan: MicrobatchPlan, program: Program) -> None:
-    """Check the proxies of a program against the plan's routing (Zeppelin, section 3.3), worked out
-    here anew.
+def verify_routes(plan: MicrobatchPlan, program: Program | RankProgram) -> None:
+    """Check the proxies of a program, or of one rank's part in it, against the plan's routing
+    (Zeppelin, section 3.3), worked out here anew.
 
     Raises:
         InvalidProgramError: a transfer that goes another way than the plan says; names its ends.

@@ -53,7 +53,7 @@ def verify(program: Program) -> None:
     Raises InvalidProgramError: naming the op, its text and what is wrong.
     """
     _check_shape(program)
-    state = _State(program)
+    state = State(program)
     state.place_owned()
     state.run("forward", program.forward)
     state.finish("forward", (Kind.OUT,))
@@ -81,7 +81,7 @@ def _check_shape(program: Program) -> None:
         )
 
 
-class _State:
+class State:
     """The values that every rank holds, while ops run one after the other.
 
     Arrays are flat over `Places`; heads are counted in query heads.
@@ -105,7 +105,7 @@ class _State:
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
         self.count = {kind: np.zeros(size, dtype=np.int64) for kind in MOVED}
         self.key_first, self.key_last = self._visible_keys()
-        num_keys = self.key_last - self.key_first
+        num_keys = np.where(self.computed(tables), self.key_last - self.key_first, 0)
         self.pair_base = np.cumsum(num_keys) - num_keys
         self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
         self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
@@ -130,6 +130,10 @@ class _State:
         first[query] = self.atoms.at(seq, begin)
         last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
         return first, last
+
+    def computed(self, tables: Tables) -> Bools:  # noqa: ARG002  one rank's state looks
+        """Whether launches that are looked at attend for each query atom, [num_token_atoms]."""
+        return np.ones(self.atoms.num_token_atoms, dtype=bool)
 
     def _cut(self, program: Program, tables: Tables) -> Atoms:
         """Atoms of all regions of the program; regions that the mask trims are cut there, too."""
@@ -243,13 +247,13 @@ class _State:
                 case _:
                     assert_never(first)
         for index, op in enumerate(ops):
-            if (
-                not self.used[index]
-                and isinstance(op, Exchange)
-                and np.isin(as_array(op.transfers)[:, Transfer.KIND], COPIED).any()
-            ):
+            if not self.used[index] and isinstance(op, Exchange) and self.brings_copies(as_array(op.transfers)):
                 self.where = (phase, [index], [op])
                 raise self.error(0, "nothing that it brings is ever used; drop it")
+
+    def brings_copies(self, rows: Ints) -> bool:
+        """Whether `Transfer` rows bring anything that is to be used, to a rank that is looked at."""
+        return bool(np.isin(rows[:, Transfer.KIND], COPIED).any())
 
     def check_ids(self, phase: str, ops: Sequence[Op]) -> None:
         """Check that exchange ids rise, so that all ranks issue theirs in one order."""
@@ -278,7 +282,8 @@ class _State:
             if any(not 0 <= rank < self.program.num_ranks for rank in ranks):
                 raise self.error(which, f"it names a rank that is not there; there are {self.program.num_ranks}")
 
-    def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
+    def check_rows(self, phase: str, op: Exchange) -> Ints:
+        """The `Transfer` rows of an exchange, whose ranks, kinds and ways have been checked."""
         rows = as_array(op.transfers)
         kinds, (src, dst) = rows[:, Transfer.KIND], rows[:, Transfer.ENDS].T
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
@@ -292,8 +297,13 @@ class _State:
             raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
         self.check_collective(op, rows)
         self.check_routes(op, rows)
+        return rows
+
+    def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
+        rows = self.check_rows(phase, op)
+        kinds = rows[:, Transfer.KIND]
         arrivals: list[tuple[Kind, Ints, Ints]] = []
-        for kind in _kinds(kinds):
+        for kind in kinds_in(kinds):
             chosen = rows[kinds == kind]
             row, there = self.index(chosen[:, Transfer.SRC], kind, chosen[:, Transfer.REGION])
             src_offset, dst_offset = (
@@ -463,9 +473,9 @@ class _State:
         ranks = np.repeat([op.rank for op in ops], [len(op.values) for op in ops])
         kinds = values[:, Value.KIND]
         if not np.isin(kinds, MOVED).all():
-            names = ", ".join(kind.name for kind in _kinds(kinds) if kind not in MOVED)
+            names = ", ".join(kind.name for kind in kinds_in(kinds) if kind not in MOVED)
             raise self.error(0, f"merges {names or 'an unknown kind'}, which has no partials")
-        for kind in _kinds(kinds):
+        for kind in kinds_in(kinds):
             chosen = kinds == kind
             row, flat = self.index(ranks[chosen], kind, values[chosen, Value.REGION])
             self.require(self.parts[kind][flat] >= 2, values[chosen][row], "there are not two partials to merge")
@@ -481,7 +491,7 @@ class _State:
             owned = self.owned_index
             atom = self.owned_atom // self.num_heads
             want = (num_queries if kind == Kind.KV_GRAD else num_keys)[atom]
-            bad = (self.count[kind][owned] != want) | (self.parts[kind][owned] != 1)
+            bad = self.incomplete(kind, want)
             if bad.any():
                 index = int(np.flatnonzero(bad)[0])
                 rank, region = self.named(int(owned[index]))
@@ -497,6 +507,10 @@ class _State:
                     f"{phase}: rank {rank} ends with an unconsumed partial {kind.name} of {region}; "
                     "a Merge or a transfer to its owner is missing"
                 )
+
+    def incomplete(self, kind: Kind, want: Ints) -> Bools:
+        """Whether what the owner has in each of its places is not all of it, in one partial."""
+        return (self.count[kind][self.owned_index] != want) | (self.parts[kind][self.owned_index] != 1)
 
     def named(self, place: int) -> tuple[int, str]:
         """The rank and, as text, the tokens of a place."""
@@ -543,7 +557,7 @@ class _State:
         return InvalidProgramError(f"{phase} op {indices[which]}: {complaint}\n{shown}")
 
 
-def _kinds(column: Ints) -> list[Kind]:
+def kinds_in(column: Ints) -> list[Kind]:
     """The kinds that occur in a column of kinds."""
     return [kind for kind in Kind if (column == kind).any()]
 

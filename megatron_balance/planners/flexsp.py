@@ -10,10 +10,10 @@ modules and all-to-all; no group holds more than its ranks' capacity; the progra
 sequences so that the longest group is as short as possible. Sequences are told apart by bucket, at
 most 16, cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that
 a plan does not depend on a clock. It has to beat a greedy answer, which stands where it does not,
-where SciPy is missing (one warning), and where the program would be too large (`most_variables`:
-some hundred ranks). The first plan of a process also pays for importing SciPy. `plan_batch` is the
-sequence blaster: sequences sorted by length and cut into microbatches of about equal tokens, for
-the least number that fits and the next ones, of which the fastest is taken.
+where SciPy is missing (one warning), and where the program would be too large (`most_variables`,
+`most_cells`: some hundred ranks). The first plan of a process also pays for importing SciPy.
+`plan_batch` is the sequence blaster: sequences sorted by length and cut into microbatches of about
+equal tokens, for the least number that fits and the next ones, of which the fastest is taken.
 
 What we leave out: model states in the memory constraint (the capacity in tokens is what is left
 after them), ZeRO's communication, and solving ahead on other machines (the training adapter plans
@@ -44,7 +44,16 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import arrange, sizes
 from megatron_balance.solvers.placed import Frame
-from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, NoSolverError, Problem, greedy, improve
+from megatron_balance.solvers.sized_groups import (
+    Groups,
+    Limits,
+    NoAnswerError,
+    NoSolverError,
+    Problem,
+    TooLargeError,
+    greedy,
+    improve,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +79,8 @@ class FlexSpOptions:
     """Lengths that the program tells apart."""
     most_variables: int = 3000
     """A program of more variables is not tried; the greedy answer stands."""
+    most_cells: int = 2_000_000
+    """Nor is one of more variables times constraints: one node of its search may take ten seconds."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> MicrobatchPlan:
@@ -143,7 +154,7 @@ def _frame(cluster: Cluster, model: Model) -> Frame:
 def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
     if options.slack < 1:
         raise ConfigError(f"flexsp: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
-    for name in ("node_limit", "num_buckets", "most_variables"):
+    for name in ("node_limit", "num_buckets", "most_variables", "most_cells"):
         if getattr(options, name) < 1:
             raise ConfigError(f"flexsp: {name} {getattr(options, name)}: must be at least 1")
     return options.tokens_per_rank or max(1, ceil(options.slack * batch.num_tokens / cluster.num_ranks))
@@ -178,11 +189,13 @@ class _Pricing:
             chosen = together
         if options.solver == "highs":
             try:
-                return improve(problem, chosen, Limits(options.num_buckets, options.node_limit, options.most_variables))
+                limits = Limits(options.num_buckets, options.node_limit, options.most_variables, options.most_cells)
+                return improve(problem, chosen, limits)
             except NoSolverError as error:
                 _warn_once(str(error))
             except NoAnswerError as error:
-                log.debug("flexsp: the greedy answer stands: %s", error)
+                level = logging.INFO if isinstance(error, TooLargeError) else logging.DEBUG
+                log.log(level, "flexsp: the greedy answer stands: %s", error)
         return chosen
 
     def problem(self, lengths: Sequence[int], capacity: int) -> Problem:

@@ -263,7 +263,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     if first is None:
         return
     spec = PlanSpec.from_json(first[1])
-    planner, prover = StepPlanner(spec), Prover(spec.prove_every)
+    planner, prover = StepPlanner(spec), Prover(spec.prove_every, rank=spec.prove_as)
     carry: Carry | None = Carry()
     try:
         while (frame := read_frame(requests)) is not None:

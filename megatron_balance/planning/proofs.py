@@ -2,6 +2,10 @@
 
 The planning process forks a child of least priority for one step at a time. Nobody waits for it: a
 plan that shall be proved while another one still is gives way to the next that comes afterwards.
+
+Ranks have equal plans, so rank 0 proves them. But the proof of a ring grows with the square of its
+ranks: where a plan has many, each rank proves its own part (`compile.prove_rank`), which grows with
+their number.
 """
 
 from __future__ import annotations
@@ -16,13 +20,19 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_balance.compile.prove import prove
+from megatron_balance.compile.prove_rank import NotAloneError, provable, prove_rank
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import StepPlan
 
 FIRST = 3
 """Steps at the beginning, each of which is proved if no other still is."""
 LIMIT_S, LIMIT_BYTES = 300, 4 << 30
 """Processor time of the proof of a step, and memory beside what the planning process holds."""
+BY_RANK = 64
+"""Ranks of a plan from which on each of them proves its own part."""
+POLICIES: tuple[Policy, Policy] = ("keep", "replay")
 NICENESS = 19
 _LEFT_OUT = 3
 """Exit code of a proof that reached a limit."""
@@ -44,23 +54,45 @@ class Proofs:
 NONE = Proofs()
 
 
-def prove_step(step: StepPlan) -> None:
-    """Prove all plans of a step, with either way of the backward.
+def prove_step(step: StepPlan, rank: int | None = None) -> None:
+    """Prove all plans of a step, with either way of the backward. `rank`: as in `Prover`.
 
     Raises:
         InvalidProgramError: one that does not hold.
     """
-    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
-        for policy in ("keep", "replay"):
+    for plan, of_rank in _due_to(step, rank):
+        for policy in POLICIES:
+            try:
+                if of_rank is not None:
+                    prove_rank(plan, of_rank, policy)
+                    continue
+            except NotAloneError:
+                pass
             prove(plan, policy)
+
+
+def _due_to(step: StepPlan, rank: int | None) -> list[tuple[MicrobatchPlan, int | None]]:
+    """The plans that `rank` proves, each with the rank whose part alone; None: all of it."""
+    pool_ranks = rank is not None and not step.ticks and step.strategy is None
+    found: list[tuple[MicrobatchPlan, int | None]] = []
+    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
+        if pool_ranks and plan.num_ranks >= BY_RANK and provable(plan):
+            found.append((plan, rank))
+        elif not rank:
+            found.append((plan, None))
+    return found
 
 
 class Prover:
     """Proves the first steps that it is offered, then one of every `every`, in a child process."""
 
-    def __init__(self, every: int, check: Callable[[StepPlan], None] = prove_step) -> None:
-        """`every`: 0: none at all. `check`: raises what is wrong with a step."""
-        self._every, self._check = every, check
+    def __init__(
+        self, every: int, check: Callable[[StepPlan, int | None], None] = prove_step, *, rank: int | None = None
+    ) -> None:
+        """`every`: 0: none at all. `check`: raises what is wrong with a step. `rank`: of the pool,
+        whose planning process this is; None: the only one that proves.
+        """
+        self._every, self._check, self._rank = every, check, rank
         self._offered = 0
         self._due = False
         self._child: tuple[int, int, str] | None = None
@@ -75,7 +107,8 @@ class Prover:
         self.outcomes()
         if self._due and self._child is None:
             self._due = False
-            self._begin(step)
+            if _due_to(step, self._rank):
+                self._begin(step)
 
     def outcomes(self, *, wait: bool = False) -> Proofs:
         """Of all proofs that have ended; `wait`: for the one that runs, too."""
@@ -115,7 +148,7 @@ class Prover:
             os.closerange(answer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             _limit_self()
             end_with(parent, _LEFT_OUT)
-            self._check(step)
+            self._check(step, self._rank)
             code = 0
         except BalanceError as error:
             os.write(answer, str(error).encode()[:4000])

@@ -52,6 +52,8 @@ class PlanSpec:
     """With `changes`: text of the job's layout, which owns weights."""
     prove_every: int = 0
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
+    prove_as: int | None = None
+    """The rank of the pool whose part it proves of plans for many ranks; None: it proves all alone."""
 
     def to_json(self) -> str:
         """One line of JSON."""

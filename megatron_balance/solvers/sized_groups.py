@@ -38,6 +38,10 @@ class NoAnswerError(Exception):
     """The program gave no better answer; the message is the reason."""
 
 
+class TooLargeError(NoAnswerError):
+    """The program is too large to be tried; the message says by what."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend
@@ -127,13 +131,14 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`: of a
-    program that is tried at all.
+    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`, and
+    `cells`, variables times constraints: of a program that is tried at all.
     """
 
     num_buckets: int = 16
     nodes: int = 50
     variables: int = 3000
+    cells: int = 2_000_000
 
 
 def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
@@ -145,18 +150,23 @@ def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
 
     Raises:
         NoSolverError: SciPy is not installed.
-        NoAnswerError: `start` is best, the program is too large, or no better groups were found
-            within the nodes.
+        NoAnswerError: `start` is best, the program is too large (`TooLargeError`), or no better groups
+            were found within the nodes.
     """
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
         raise NoAnswerError("the start is the best there is")
     if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.variables:
-        raise NoAnswerError(f"the groups alone would make more than {limits.variables} variables")
+        raise TooLargeError(f"the groups alone would make more than {limits.variables} variables")
     buckets = bucket(problem.tokens, limits.num_buckets)
     program = _Program(problem, buckets, best_s * (1 - TOLERANCE))
     if program.num_variables > limits.variables:
-        raise NoAnswerError(f"{program.num_variables} variables are more than {limits.variables}")
+        raise TooLargeError(f"{program.num_variables} variables are more than {limits.variables}")
+    if program.num_variables * program.num_rows > limits.cells:
+        raise TooLargeError(
+            f"{program.num_variables} variables in {program.num_rows} constraints make more than {limits.cells} cells: "
+            "the first node alone would take many seconds"
+        )
     counts = program.solve(limits.nodes)
     left = [list(items) for items in buckets]
     groups: list[tuple[int, tuple[int, ...]]] = []
@@ -238,6 +248,8 @@ class _Program:
             (q, p) for p, i in enumerate(self.group_sizes) for q in range(len(buckets)) if i in self.allowed[q]
         ]
         self.num_variables = 1 + len(self.group_sizes) + len(self.takes)
+        self.alike = [p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p]]
+        self.num_rows = len(buckets) + 2 * len(self.group_sizes) + len(self.alike) + 1
 
     def _most_groups(self, index: int, size: int) -> int:
         """Groups of one size that could have an item each."""
@@ -259,6 +271,7 @@ class _Program:
                 "SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'"
             ) from None
         rows = self._rows()
+        assert len(rows) == self.num_rows
         entries = [(i, column, value) for i, (_, _, row) in enumerate(rows) for column, value in row]
         matrix = sparse.coo_matrix(
             ([value for _, _, value in entries], ([i for i, _, _ in entries], [column for _, column, _ in entries])),
@@ -296,8 +309,7 @@ class _Program:
         rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
         rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(free_tokens)]
         # Groups of one size are alike: those with lower numbers are there first.
-        alike = (p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p])
-        rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in alike]
+        rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in self.alike]
         ranks = [(1 + p, float(problem.sizes[i])) for p, i in enumerate(self.group_sizes)]
         return [*rows, (0.0, float(problem.num_ranks), ranks)]
 

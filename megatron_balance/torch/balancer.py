@@ -194,9 +194,8 @@ class SequenceBalancer:
         microbatches = at_least(1, "microbatches", microbatches)
         ledger = self._plans.end_step()
         self._plans.close()
-        # one proof of a plan is enough: all ranks compare its fingerprint
-        proves = self.settings.prove_every if self.pool.rank == 0 else 0
-        self._plans = self._make_plans(PlanAhead(replace(self._spec, prove_every=proves)))
+        proving = replace(self._spec, prove_every=self.settings.prove_every, prove_as=self.pool.rank)
+        self._plans = self._make_plans(PlanAhead(proving))
         self._plans.restore(ledger)
         feed = _each(loader)
         try:

@@ -109,7 +109,7 @@ def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> 
 
 
 def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
-    """What `ask` returns; None: the store has ended, or says nothing for so long.
+    """The answer of `ask`; None: the store has ended, or says nothing for so long.
 
     A call of the store has no timeout where its process is frozen, or where another process holds
     the connections of one that ended.

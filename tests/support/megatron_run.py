@@ -54,11 +54,12 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain", "loop"]
+Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain", "loop", "watched"]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
 and gradients written (`pipeline_runs`), or with gradients alone; roles of several strategies
 (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone, on the CPU
-but without balance; a loop of its own (`loop_runs`).
+but without balance; a loop of its own (`loop_runs`); our own, with samples of each rank's memory
+(`tools.faults.soak`).
 """
 
 
@@ -339,6 +340,10 @@ def _enter(job: Job) -> int:
         from tests.support import role_runs
 
         return role_runs.run()
+    if job.entry == "watched":
+        from tools.faults import soak
+
+        soak.install(Path(job.logs), int(os.environ["RANK"]))
     if job.entry in ("gaps", "gradients"):
         from tests.support import pipeline_runs
 

@@ -1,9 +1,9 @@
 """Price of the proof of a plan: processor time and memory of each of its parts.
 
-    python -m tools.bench.proof [--planner te_ring] [--ranks 128] [--sequences N]
+    python -m tools.bench.proof [--planner te_ring] [--ranks 128] [--sequences N] [--of-rank R]
 
 Nodes of eight ranks, backward by replay. Lengths are GitHub's, 4,096 tokens a rank; with
-`--sequences`, N sequences that every rank shares.
+`--sequences`, N sequences that every rank shares. With `--of-rank`, the part of that rank alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.prove import verify_runs
+from megatron_balance.compile.prove_rank import prove_rank
 from megatron_balance.compile.verify import verify
 from megatron_balance.compile.verify_plan import verify_plan
 from megatron_balance.ir.batch import Batch
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--planner", choices=ALL_PLANNERS, default="te_ring")
     parser.add_argument("--ranks", type=int, default=128)
     parser.add_argument("--sequences", type=int, help="that every rank shares; default: lengths as GitHub's")
+    parser.add_argument("--of-rank", type=int, help="the rank whose part is proved; default: all")
     options = parser.parse_args()
     ranks, rng = options.ranks, random.Random(0)
     if options.sequences is None:
@@ -44,6 +46,9 @@ def main() -> int:
     )
     print(f"{options.planner}, {ranks} ranks, {len(lengths)} sequences")
     _timed("structure", lambda: verify_plan(planned))
+    if options.of_rank is not None:
+        _timed("part of a rank", lambda: prove_rank(planned, options.of_rank, "replay"))
+        return 0
     program = _timed("program", lambda: expand(planned, "replay"))
     _timed("proof of it", lambda: verify(program))
     _timed("what ranks run", lambda: verify_runs(planned, program))

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_balance import reference
+from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.prove import verify_runs
+from megatron_balance.compile.prove_rank import peers_of, provable, verify_peers, verify_rank
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
@@ -88,6 +90,54 @@ def try_mutant(number: int, planned: MicrobatchPlan, program: Program) -> Outcom
     except Exception as error:  # a proof that raises anything else is a fault
         return Outcome(f"{kind}: raises", f"{type(error).__name__}: {error}")
     return Outcome(f"{kind}: accepted", "" if same else "accepted, and computes something else")
+
+
+@contextmanager
+def by_ranks() -> Iterator[Callable[[int], Outcome]]:
+    """Change program after program of plans whose ranks can be proved one by one."""
+    last: dict[int, Program | None] = {}
+
+    def one(number: int) -> Outcome:
+        at = number // PER_PLAN
+        if at not in last:
+            last.clear()
+            found = program_of(at)
+            last[at] = None if found is None or not provable(found[0]) else found[1]
+        program = last[at]
+        return Outcome("none of this planner") if program is None else try_by_ranks(number, program)
+
+    yield one
+
+
+def try_by_ranks(number: int, program: Program) -> Outcome:
+    """Change a program: what the proof of the whole refuses, some rank's must refuse, too."""
+    kind, mutant = changed(program, random.Random(f"rank {number}"))
+    if refused_by_a_rank(program):
+        return Outcome("not alone")
+    by_a_rank = refused_by_a_rank(mutant)
+    try:
+        verify(of_parts(mutant))
+    except (InvalidProgramError, IndexError) as error:
+        return Outcome(f"{kind}: refused", "" if by_a_rank else f"no rank refuses: {error}")
+    return Outcome(f"{kind}: accepted, {'refused by a rank' if by_a_rank else 'by all ranks, too'}")
+
+
+def refused_by_a_rank(program: Program) -> bool:
+    """Whether the proof of some rank refuses its part of a program, or the program has no parts."""
+    shape = (program.lengths, program.num_heads, program.num_kv_heads)
+    try:
+        parts = split(program)
+        for each in parts:
+            verify_rank(each, shape, program.num_ranks, program.policy)
+            verify_peers(each, {rank: parts[rank] for rank in peers_of(each)})
+    except (InvalidProgramError, IndexError):
+        return True
+    return False
+
+
+def of_parts(program: Program) -> Program:
+    """The program that the parts of all ranks make: without routes of what nobody moves, say."""
+    return join(split(program), program.lengths, program.num_heads, program.num_kv_heads, program.policy)
 
 
 def _computes_the_same(program: Program, mutant: Program) -> bool:

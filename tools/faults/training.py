@@ -77,9 +77,10 @@ class Runs:
         (folder / "balance.yaml").write_text(yaml.safe_dump(config))
         if "kill_after" in job:
             job["kill_after"] = (str(folder / "log" / "steps.jsonl"), job["kill_after"])
+        entry = job.pop("entry", "pretrain_gpt")
         ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log", "data-path": self.corpus}
         argv = command_line(MODEL, RUN, {"distributed-timeout-seconds-after-init": TIMEOUT_S}, ours, flags)
-        return self.trainer.run(Job("pretrain_gpt", ranks, tuple(argv), str(folder), **job))
+        return self.trainer.run(Job(entry, ranks, tuple(argv), str(folder), **job))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The records of a run."""
@@ -88,20 +89,26 @@ class Runs:
 
 
 @contextmanager
+def one_at_a_time() -> Iterator[Runs]:
+    """Runs one after the other."""
+    trainer = Trainer()
+    try:
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            lengths = list(itertools.islice(itertools.cycle(DOCUMENT_LENGTHS), 240))
+            yield Runs(trainer, Path(folder), write_corpus(Path(folder) / "documents", lengths))
+    finally:
+        trainer.close()
+
+
+@contextmanager
 def _ahead(try_one: Callable[[Runs, int], Outcome]) -> Iterator[Callable[[int], Outcome]]:
     """Case after case, `AT_ONCE` of them at a time where they are asked for in order: a run that
     fails mostly waits. Each that runs has a `Runs` of its own.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
-        lengths = list(itertools.islice(itertools.cycle(DOCUMENT_LENGTHS), 240))
-        corpus = write_corpus(folder / "documents", lengths)
         free: Queue[Runs] = Queue()
-        for at in range(AT_ONCE):
-            trainer = Trainer()
-            stack.callback(trainer.close)
-            (folder / f"{at}").mkdir()
-            free.put(Runs(trainer, folder / f"{at}", corpus))
+        for _ in range(AT_ONCE):
+            free.put(stack.enter_context(one_at_a_time()))
 
         def in_turn(number: int) -> Outcome:
             runs = free.get()

@@ -115,6 +115,13 @@ def test_a_program_that_would_be_too_large_is_not_tried() -> None:
     assert plan_of(LENGTHS, Cluster(16, 8), most_variables=10) == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
 
 
+def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        few_cells = plan_of(LENGTHS, Cluster(16, 8), most_cells=100)
+    assert few_cells == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+    assert "constraints make more than 100 cells" in caplog.text
+
+
 def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
     assert blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
     assert blast([7], 3) == [[0]]

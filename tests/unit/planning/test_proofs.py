@@ -12,12 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_balance.compile.prove_rank import NotAloneError
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, StepPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planning import proofs
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import FIRST, Proofs, Prover, prove_step
@@ -49,7 +51,7 @@ def damaged(step: StepPlan) -> StepPlan:
 
 
 def test_the_first_steps_are_proved_and_then_every_so_many(step: StepPlan) -> None:
-    prover, proved = Prover(4, lambda _: None), list[int]()
+    prover, proved = Prover(4, lambda *_: None), list[int]()
     for _ in range(10):
         prover.offer(step)
         proved.append(prover.outcomes(wait=True).proved)
@@ -60,7 +62,7 @@ def test_the_first_steps_are_proved_and_then_every_so_many(step: StepPlan) -> No
 
 
 def test_a_step_gives_way_to_the_proof_that_runs_and_the_next_one_takes_its_place(step: StepPlan) -> None:
-    prover = Prover(100, lambda _: time.sleep(60))
+    prover = Prover(100, lambda *_: time.sleep(60))
     begin = time.monotonic()
     prover.offer(step)
     for _ in range(FIRST + 1):
@@ -68,10 +70,48 @@ def test_a_step_gives_way_to_the_proof_that_runs_and_the_next_one_takes_its_plac
     assert time.monotonic() - begin < 10, "it waited"
     prover.close()
     assert prover.outcomes() == Proofs(left_out=1)
-    prover = Prover(100, lambda _: None)
+    prover = Prover(100, lambda *_: None)
     prover._offered, prover._due = FIRST + 1, True
     prover.offer(step)
     assert prover.outcomes(wait=True) == Proofs(proved=1)
+
+
+def test_of_many_ranks_each_proves_its_own_part_and_of_few_the_first_proves_all(
+    step: StepPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def proved(rank: int | None) -> list[tuple[str, int | None]]:
+        calls: list[tuple[str, int | None]] = []
+        monkeypatch.setattr(proofs, "prove", lambda *_: calls.append(("all", None)))
+        monkeypatch.setattr(proofs, "prove_rank", lambda _, own, __: calls.append(("part", own)))
+        prove_step(step, rank)
+        return calls
+
+    plans = 2 * len(step.plans)
+    assert proved(None) == proved(0) == [("all", None)] * plans
+    assert proved(1) == []
+    idle = Prover(1, rank=1)
+    idle.offer(step)
+    assert idle.outcomes(wait=True) == Proofs(), "it has nothing to prove"
+    monkeypatch.setattr(proofs, "BY_RANK", 2)
+    assert proved(1) == [("part", 1)] * plans
+    assert proved(None) == [("all", None)] * plans
+    joint = replace(step, strategy=Strategy.parse("tp1-pp1-cp2"), num_microbatches=(2,))
+    assert proofs._due_to(joint, 1) == []
+
+
+def test_a_part_that_cannot_be_proved_alone_is_proved_with_all(step: StepPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise NotAloneError("all_gather")
+
+    monkeypatch.setattr(proofs, "BY_RANK", 2)
+    prove_step(step, 1)
+    with pytest.raises(InvalidProgramError, match="sequence 0 is in 2 zones"):
+        prove_step(damaged(step), 1)
+    monkeypatch.setattr(proofs, "prove_rank", never)
+    whole: list[object] = []
+    monkeypatch.setattr(proofs, "prove", lambda plan, _: whole.append(plan))
+    prove_step(step, 1)
+    assert whole == [plan for plan in step.plans for _ in range(2)]
 
 
 def test_all_plans_are_proved_and_one_that_does_not_hold_is_named(step: StepPlan) -> None:
@@ -87,16 +127,16 @@ def test_all_plans_are_proved_and_one_that_does_not_hold_is_named(step: StepPlan
 def test_a_proof_that_needs_more_than_there_is_is_left_out(
     step: StepPlan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def grows(_: StepPlan) -> None:
+    def grows(*_: object) -> None:
         np.ones(1 << 28)
 
-    def fails(_: StepPlan) -> None:
+    def fails(*_: object) -> None:
         raise KeyError("a fault of the proof")
 
     monkeypatch.setattr(proofs, "LIMIT_BYTES", 1 << 28)
     monkeypatch.setattr(proofs, "LIMIT_S", 1)
 
-    def goes_on(_: StepPlan) -> None:
+    def goes_on(*_: object) -> None:
         while True:
             pass
 
@@ -137,7 +177,7 @@ def test_a_proof_ends_with_the_process_that_began_it() -> None:
     code = (
         "import os, signal, time\n"
         "from tests.unit.planning import test_proofs as t\n"
-        "prover = t.Prover(1, lambda _: time.sleep(60))\n"
+        "prover = t.Prover(1, lambda *_: time.sleep(60))\n"
         "prover.offer(t.StepPlanner(t.SPEC).plan(t.STEP)[0])\n"
         "print(prover._child[0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -84,7 +84,7 @@ def test_programs_under_rendezvous_and_on_the_model_of_the_gpu_are_judged(monkey
     assert nccl.try_races(1).fault.endswith(": two touch the same memory")
 
 
-@pytest.mark.parametrize("number", [*range(15), 110, 165, *range(plans.FIRST, plans.FIRST + 5)])
+@pytest.mark.parametrize("number", [*range(15), 110, 165, 666, *range(plans.FIRST, plans.FIRST + 5)])
 def test_random_steps_are_planned_or_refused_in_words(number: int) -> None:
     assert not plans.try_plan(number).fault
 

@@ -1,0 +1,352 @@
+"""Prove what one rank does, from its own program and those of the ranks that it exchanges with.
+
+The program of a ring of G ranks has G x G launches, so its whole proof (`compile.prove`) takes G x G
+steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
+
+* Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
+  share an exchange have the same key for it. So of all exchanges that have not met, the one with
+  the least key has all its ranks: nobody waits for ever.
+* What a rank is brought is what the other rank's program sends, row by row; that the sender has it
+  is part of the sender's own proof, from exchanges with smaller ids only.
+* Outputs and gradients of queries travel only when they are complete, so a rank that is brought one
+  may take it as such. Each is complete at its owner in the end, in one piece, and lies nowhere
+  else: so each query meets its keys at one rank, and that rank proves that it meets each of them
+  once.
+* Partial gradients of keys travel as they are. They are added up, handed on whole, and lie with
+  their owner alone in the end; so nothing of them is lost, and no part is in them twice.
+
+Where outputs travel before they are complete (`provable`), or collectives demand that ranks send or
+are sent the same, a rank cannot be proved alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.compile.layouts import layouts
+from megatron_balance.compile.order import Start, is_moved
+from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
+from megatron_balance.compile.places import Tables
+from megatron_balance.compile.prove import check_same, verify_routes
+from megatron_balance.compile.verify import State, kinds_in
+from megatron_balance.compile.verify_plan import verify_plan
+from megatron_balance.compile.verify_steps import verify_steps
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Transfer
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.visible import trim_pairs
+
+PATTERNS = frozenset({"ring", "waves"})
+"""In which no partial output travels."""
+
+
+class NotAloneError(InvalidProgramError):
+    """A rank whose part may hold, but cannot be proved without all the others."""
+
+
+def provable(plan: MicrobatchPlan) -> bool:
+    """Whether ranks of a plan can be proved one by one, but for some collectives."""
+    return all(zone.pattern in PATTERNS for zone in plan.zones)
+
+
+def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
+    """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
+    holds. `passing`: as in `compile.issue_order`.
+
+    Raises:
+        InvalidProgramError: it does not hold; names the planner, the op or the ranks.
+        NotAloneError: it uses a collective other than all_to_all.
+    """
+    verify_plan(plan)
+    (proved,) = compile_ranks(plan, policy, target="proof", ranks=(rank,))
+    (runs,) = compile_ranks(plan, policy, passing=passing, ranks=(rank,))
+    peers = peers_of(runs.program)
+    programs = dict(zip(peers, (each.program for each in compile_ranks(plan, policy, ranks=peers)), strict=True))
+    verify_owned(plan, proved.program)
+    verify_rank(proved.program, (plan.lengths, plan.num_heads, plan.num_kv_heads), plan.num_ranks, policy)
+    for phase in ("forward", "backward"):
+        ours = getattr(proved.program, phase)
+        check_same(rank, phase, ours, getattr(runs.program, phase))
+    verify_routes(plan, runs.program)
+    verify_peers(runs.program, programs)
+    verify_own_steps(runs, plan, backward=policy is not None)
+
+
+def verify_owned(plan: MicrobatchPlan, program: RankProgram) -> None:
+    """Check that every token has one owner, and that the rank takes those that it owns.
+
+    Raises:
+        InvalidProgramError: it does not, or some token has none or several.
+    """
+    table = layouts(plan)
+    placed = table[np.lexsort((table[:, Placed.START], table[:, Placed.SEQ]))]
+    seq, start, stop = (placed[:, column] for column in (Placed.SEQ, Placed.START, Placed.STOP))
+    first = np.append(True, seq[1:] != seq[:-1])
+    last = np.append(first[1:], True)
+    whole = (start == np.where(first, 0, np.append(0, stop[:-1]))) & (start < stop)
+    whole &= ~last | (stop == np.array(plan.lengths, dtype=np.int64)[seq])
+    if not whole.all() or int(first.sum()) != len(plan.lengths):
+        raise InvalidProgramError("layout: each token has exactly one owner, and some have none, or several")
+    own = table[table[:, Placed.RANK] == program.rank][:, [Placed.SEQ, Placed.START, Placed.STOP]]
+    if own.tolist() != as_array(program.owned).tolist():
+        raise InvalidProgramError(f"rank {program.rank} owns other tokens than in the layout of all ranks")
+
+
+def verify_rank(
+    program: RankProgram, shape: tuple[tuple[int, ...], int, int], num_ranks: int, policy: str | None
+) -> None:
+    """Prove the ops of one rank, with what the others bring taken as promised.
+
+    `shape`: lengths of the sequences, query heads, key-value heads.
+
+    Raises:
+        InvalidProgramError: names the op, its text and what is wrong.
+    """
+    lengths, num_heads, num_kv_heads = shape
+    nothing = Rows(Fragment.WIDTH)
+    owned = tuple(program.owned if rank == program.rank else nothing for rank in range(num_ranks))
+    alone = Program(
+        lengths,
+        num_heads,
+        num_kv_heads,
+        owned,
+        program.forward,
+        program.backward,
+        policy,
+        program.remap_in,
+        program.mask,
+    )
+    state = _OwnState(alone, program.rank)
+    state.place_owned()
+    state.run("forward", program.forward)
+    state.finish("forward", (Kind.OUT,))
+    if policy is not None:
+        state.start_backward()
+        state.run("backward", program.backward)
+        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+
+
+class _OwnState(State):
+    """The values that one rank holds, while its ops run one after the other. Outputs and gradients
+    of queries that it is brought are complete: those that send them prove it.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank = rank
+        super().__init__(program)
+
+    def computed(self, tables: Tables) -> Bools:
+        """As in `State`: the query atoms that this rank attends for."""
+        marks = np.zeros(self.atoms.num_token_atoms, dtype=bool)
+        queries = trim_pairs(tables.pairs, self.program.mask)[:, Pair.Q_SPAN]
+        _, atom = ranges(*self.atoms.tokens(tables.pairs[:, Pair.SEQ], *queries.T))
+        marks[atom] = True
+        return marks
+
+    def place_owned(self) -> None:
+        """Place what the rank owns; `verify_owned` has looked at what all ranks own."""
+        row, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
+        seq = self.owned_regions[row, Region.SEQ]
+        self.owned_atom = flat - self.places.offset(self.owner_ranks[row], seq)
+        self.owned_index = flat
+        for kind in (Kind.Q, Kind.KV):
+            self.held[kind][flat] = True
+
+    def brings_copies(self, rows: Ints) -> bool:
+        """As in `State`, to this rank."""
+        return super().brings_copies(rows[rows[:, Transfer.DST] == self.rank])
+
+    def incomplete(self, kind: Kind, want: Ints) -> Bools:
+        """As in `State`. What all ranks' parts of a gradient of keys add up to, no rank sees alone."""
+        if kind == Kind.KV_GRAD:
+            return self.parts[kind][self.owned_index] != 1
+        return super().incomplete(kind, want)
+
+    def check_ops(self, ops: Sequence[Op]) -> None:
+        """As in `State`, and that they are this rank's."""
+        super().check_ops(ops)
+        for which, op in enumerate(ops):
+            if not isinstance(op, Exchange) and op.rank != self.rank:
+                raise self.error(which, f"it is an op of rank {op.rank} in the program of rank {self.rank}")
+
+    def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
+        """Give away what the rank sends, and take what it is brought."""
+        if op.collective not in ("p2p", "all_to_all"):
+            raise NotAloneError(f"{op.collective} in exchange {op.id} is proved of all its ranks at once, not of one")
+        rows = self.check_rows(phase, op)
+        moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
+        arrivals: list[tuple[Kind, Ints, Ints]] = []
+        for kind in kinds_in(rows[:, Transfer.KIND]):
+            of_kind = rows[rows[:, Transfer.KIND] == kind]
+            sent, brought = (of_kind[of_kind[:, side] == self.rank] for side in (Transfer.SRC, Transfer.DST))
+            there, here = self._give(kind, sent), self._index(kind, brought)[1]
+            if kind in self.held:
+                self.require(~self.held[kind][here], brought[self._index(kind, brought)[0]], "it is held already")
+                if not self.distinct(here):
+                    raise self.error(0, "a rank receives the same value twice")
+                if moves:
+                    self.held[kind][there] = False
+            elif (self.parts[kind][here] > 1).any():
+                raise self.error(0, f"rank {self.rank} holds several partials of {kind.name} that are not merged")
+            arrivals.append((kind, there, here))
+        for kind, there, here in arrivals:
+            if kind in self.held:
+                self.held[kind][here] = True
+                self.brought[kind][here] = op_index
+                continue
+            self.parts[kind][there] = 0
+            self.count[kind][there] = 0
+            np.add.at(self.parts[kind], here, 1)
+            if kind != Kind.KV_GRAD:
+                np.add.at(self.count[kind], here, self._whole(here))
+
+    def _index(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints]:
+        """(row, place) of every atom of `Transfer` rows that this rank sends or is brought."""
+        return self.index(np.full(len(rows), self.rank), kind, rows[:, Transfer.REGION])
+
+    def _give(self, kind: Kind, sent: Ints) -> Ints:
+        """The places of what the rank sends, which it must have."""
+        row, there = self._index(kind, sent)
+        if kind in self.held:
+            self.require(self.held[kind][there], sent[row], "the source does not hold it")
+            self.mark_used(kind, there)
+            return there
+        if kind == Kind.KV_GRAD:
+            several = "the source holds several partials of it that are not merged"
+            self.require(self.parts[kind][there] <= 1, sent[row], several)
+        else:
+            whole = (self.parts[kind][there] == 1) & (self.count[kind][there] == self._whole(there))
+            self.require(whole, sent[row], "it is sent before it is complete, so that no rank can be proved alone")
+        if not self.distinct(there):
+            raise self.error(0, "a partial is given away twice")
+        return there
+
+    def _whole(self, places: Ints) -> Ints:
+        """The parts that an output or gradient of queries has when it is complete."""
+        cell = np.searchsorted(self.places.base, places, side="right") - 1
+        seq = self.places.cells[cell] // self.places.num_ranks
+        atom = (places - self.places.base[cell] + self.places.first[seq]) // self.num_heads
+        return (self.key_last - self.key_first)[atom]
+
+
+def peers_of(program: RankProgram) -> list[int]:
+    """The ranks that a rank's exchanges name, without itself."""
+    exchanges = [op for op in (*program.forward, *program.backward) if isinstance(op, Exchange)]
+    ends = concat([op.transfers for op in exchanges], Transfer.WIDTH)[:, Transfer.ENDS]
+    ways = concat([op.routes for op in exchanges], Route.WIDTH)[:, _STATIONS]
+    groups = np.array(sorted({rank for op in exchanges for rank in op.group}), dtype=np.int64)
+    named: list[int] = np.unique(np.concatenate([ends.ravel(), ways.ravel(), groups])).tolist()
+    return [rank for rank in named if rank != program.rank]
+
+
+def verify_peers(own: RankProgram, others: Mapping[int, RankProgram]) -> None:
+    """Check that a rank and each of those that it exchanges with list the same transfers between
+    them, in one order, on the same ways, and the same collectives and traffic classes.
+
+    `others`: programs by rank, of all that `own` names.
+
+    Raises:
+        InvalidProgramError: they do not; names two ranks and an exchange.
+    """
+    for phase in ("forward", "backward"):
+        ours = _Listed.of(getattr(own, phase))
+        for rank, other in others.items():
+            mine, yours = ours.shared(rank), _Listed.of(getattr(other, phase)).shared(own.rank)
+            odd = [_first_difference(one, two) for one, two in zip(mine[:2], yours[:2], strict=True)]
+            odd += [at for at in sorted(mine[2] | yours[2]) if mine[2].get(at) != yours[2].get(at)]
+            for at in odd:
+                if at is not None:
+                    raise InvalidProgramError(
+                        f"ranks {own.rank} and {rank}: {phase} exchange {at} is not the same transfers, ways, "
+                        "collective and traffic class on both"
+                    )
+
+
+class _Listed(NamedTuple):
+    """All that a rank lists in one phase: `rows` [n] of (id, *`Transfer`), `routes` [m] of (id,
+    *`Route`), and by id what the ranks of an exchange call it by: whether it moves, its collective
+    and group.
+    """
+
+    rows: Ints
+    routes: Ints
+    calls: dict[int, tuple[bool, str, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> _Listed:
+        exchanges = [op for op in ops if isinstance(op, Exchange)]
+        rows = _with_ids(exchanges, [op.transfers for op in exchanges], Transfer.WIDTH)
+        routes = _with_ids(exchanges, [op.routes for op in exchanges], Route.WIDTH)
+        moved = set(rows[is_moved(rows[:, 1 + Transfer.KIND]), 0].tolist())
+        calls = {op.id: (op.moves or op.id in moved, op.collective, op.group) for op in exchanges}
+        return cls(rows, routes, calls)
+
+    def shared(self, rank: int) -> tuple[Ints, Ints, dict[int, tuple[bool, str, tuple[int, ...]]]]:
+        """Rows by id and ends, routes, and calls that concern `rank`, too."""
+        way = self.routes[(self.routes[:, 1:][:, _STATIONS] == rank).any(axis=1)]
+        ends = _ends(self.rows, (1 + Transfer.SRC, 1 + Transfer.DST))
+        chosen = (self.rows[:, 1:][:, Transfer.ENDS] == rank).any(axis=1)
+        chosen |= np.isin(ends, _ends(way, (1 + Route.SRC, 1 + Route.DST)))
+        routes = self.routes[np.isin(_ends(self.routes, (1 + Route.SRC, 1 + Route.DST)), ends[chosen])]
+        rows = self.rows[chosen]
+        rows = rows[np.lexsort((rows[:, 1 + Transfer.DST], rows[:, 1 + Transfer.SRC], rows[:, 0]))]
+        ids = set(rows[:, 0].tolist())
+        calls = {at: call for at, call in self.calls.items() if at in ids or rank in call[2]}
+        return rows, np.unique(routes, axis=0), calls
+
+
+_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
+_BITS = 20  # more than a rank takes
+
+
+def _ends(rows: Ints, columns: tuple[int, int]) -> Ints:
+    """One number for exchange, source and destination."""
+    return rows[:, 0] << 2 * _BITS | rows[:, columns[0]] << _BITS | rows[:, columns[1]]
+
+
+def _with_ids(exchanges: Sequence[Exchange], tables: Sequence[Rows], width: int) -> Ints:
+    ids = np.repeat(np.array([op.id for op in exchanges], dtype=np.int64), [len(table) for table in tables])
+    return np.column_stack([ids, concat(list(tables), width)])
+
+
+def _first_difference(mine: Ints, yours: Ints) -> int | None:
+    """The id of the first exchange of which two tables have different rows; None: they are equal."""
+    if mine.shape == yours.shape and (mine == yours).all():
+        return None
+    for one, other in zip(mine.tolist(), yours.tolist(), strict=False):
+        if one != other:
+            return min(one[0], other[0])
+    longer = mine if len(mine) > len(yours) else yours
+    return int(longer[min(len(mine), len(yours)), 0])
+
+
+def verify_own_steps(runs: CompiledRank, plan: MicrobatchPlan, *, backward: bool) -> None:
+    """Check the steps of a rank: nothing is read before it is there, and exchanges start in the order
+    that all ranks keep to.
+
+    Raises:
+        InvalidProgramError: they are not; names the ops.
+    """
+    program = runs.program
+    for ops, order in ((program.forward, runs.forward), (program.backward, runs.backward))[: 1 + backward]:
+        verify_steps(ops, order.steps, program.rank, plan.mask)
+        started = [ops[step.op] for step in order.steps if isinstance(step, Start)]
+        exchanges = [op for op in started if isinstance(op, Exchange)]
+        keys = [
+            order.issue.key(op.id, moved=op.moves or bool(is_moved(as_array(op.transfers)[:, Transfer.KIND]).any()))
+            for op in exchanges
+        ]
+        for (one, before), (other, behind) in pairwise(zip(exchanges, keys, strict=True)):
+            if before >= behind:
+                raise InvalidProgramError(
+                    f"rank {program.rank} starts exchange {one.id} before exchange {other.id}; in the order of all "
+                    "ranks it comes behind it"
+                )
