@@ -73,6 +73,17 @@ class Shares:
         means = sum(work) / num_groups, sum(tokens) / num_groups
         return cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
 
+    @classmethod
+    def of_placement(
+        cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[dict[int, float]]
+    ) -> Shares:
+        """A placement of all sequences."""
+        placed = cls.empty(work, tokens, num_groups)
+        for seq, own in enumerate(of):
+            for group, share in own.items():
+                placed.give(seq, group, share)
+        return placed
+
     @property
     def num_groups(self) -> int:
         return len(self.load)
