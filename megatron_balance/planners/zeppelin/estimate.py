@@ -109,6 +109,11 @@ class GroupCosts:
         """Seconds of a group for the attention of a whole sequence, forward."""
         return self.cost.attention_s(length * (length + 1) / 2, length) / self.heads
 
+    def works_s(self, lengths: Sequence[int]) -> list[float]:
+        """`work_s` of each sequence."""
+        known = {length: self.work_s(length) for length in set(lengths)}
+        return [known[length] for length in lengths]
+
     def causal_s(self, num_tokens: float) -> float:
         """Seconds of a group for the attention of so many tokens to themselves, forward."""
         return self.cost.attention_s(num_tokens * (num_tokens + 1) / 2) / self.heads

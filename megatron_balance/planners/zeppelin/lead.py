@@ -26,7 +26,7 @@ def with_lead(
     """The price of a placement with the lead, and the number of waves, that make it cheapest. `of`: of
     each sequence the share of each group; `price`: without a lead.
     """
-    placed = Shares.of_placement([costs.work_s(length) for length in lengths], lengths, costs.num_groups, of)
+    placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
     trimmed = Trimmed.of(placed, [placed.kept()], [0.0])
     enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
     firsts, best = _first_rows(lengths, of, costs.num_groups), price

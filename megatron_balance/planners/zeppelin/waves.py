@@ -154,7 +154,7 @@ def choose(
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
         costs, below_s = costs.of_size(sizes[at]), _BETTER * found.estimate.seconds
-        bound_s = costs.bound_s(sum(lengths), sum(costs.work_s(length) for length in lengths))
+        bound_s = costs.bound_s(sum(lengths), sum(costs.works_s(lengths)))
         other = None if bound_s >= below_s else _cheapest(lengths, costs, asked, rings)
         if other is None or other.estimate.seconds >= below_s:
             break
@@ -176,7 +176,7 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
     """As `choose`, over groups of one size, without a lead."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
-    placed = Shares.empty([costs.work_s(length) for length in lengths], lengths, costs.num_groups)
+    placed = Shares.empty(costs.works_s(lengths), lengths, costs.num_groups)
     capacity = asked.capacity * costs.size
 
     def best(kept: Sequence[Kept], least: float, so_far: Chosen | None) -> Chosen | None:
