@@ -142,7 +142,6 @@ def _in_waves(
 ) -> SharedZone | None:
     asked = waves.Asked(
         capacity,
-        options.remapped,
         options.group_size,
         options.num_waves,
         cost.call_s,

@@ -18,7 +18,6 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
-from megatron_balance.cost.remap import remap_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
@@ -42,9 +41,6 @@ _GRADIENT = 2.0
 
 _ADDED = 1.5
 """Seconds of adding gradients to others over those of packing them: one more is read."""
-
-_UNEVEN = 1.02
-"""Tokens of the fullest rank over the mean from which a remap may even them out."""
 
 
 @dataclass(slots=True)
@@ -178,11 +174,9 @@ class Lead(NamedTuple):
     work: Floats
 
 
-def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES, *, remapped: bool = True) -> Estimate:
-    """Attention and linear modules of one layer, forward and backward, under the best of `waves`;
-    `remapped`: a remap may even out tokens.
-    """
-    found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs, waves, remapped=remapped)
+def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES) -> Estimate:
+    """Attention and linear modules of one layer, forward and backward, under the best of `waves`."""
+    found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs, waves)
     assert found is not None
     return found[1]
 
@@ -192,38 +186,23 @@ def cheapest(
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,
     *,
-    remapped: bool = True,
     capacity: float = inf,
     below_s: float = inf,
 ) -> tuple[int, Estimate] | None:
     """The first of the cheapest placements in which no group holds more tokens than `capacity`, and
     its estimate; None: none is below `below_s`.
+
+    Of modules outside attention every group has those of its tokens: a remap that evens them out is
+    not weighed here, since it never paid for what it moves where placements are even in tokens too.
     """
     each = layer_s(placed, costs, waves)
-    best = each.argmin(axis=1)
-    plain_s = each[np.arange(len(best)), best]
-    most, mean = placed.held.max(axis=1), placed.held.mean(axis=1)
-    plain_s[most > capacity] = inf
-    # With a remap the fullest group's linear modules take no longer than the mean.
-    evened = remapped & (most > _UNEVEN * mean) & (most <= capacity)
-    evened &= plain_s - 3 * (most - mean) * (costs.linear_s / costs.size) < min(below_s, plain_s.min(initial=inf))
-    even_s = layer_s(placed, costs, waves, even=True).min(axis=1) if evened.any() else plain_s
-    least_s = np.where(evened, np.minimum(plain_s, even_s), plain_s)
-    found: tuple[float, int] | None = None
-    for at in np.argsort(least_s, kind="stable").tolist():
-        if least_s[at] >= (below_s if found is None else found[0]):
-            break
-        seconds = float(plain_s[at])
-        if evened[at]:
-            moved_s = remap_s(np.repeat(placed.held[at] / costs.size, costs.size).tolist(), costs.cluster, costs.cost)
-            seconds = min(seconds, float(even_s[at]) + 3 * moved_s)
-        if seconds < below_s and (found is None or (seconds, at) < found):
-            found = seconds, at
-    if found is None:
+    each[placed.held.max(axis=1) > capacity] = inf
+    at, wave = divmod(int(each.argmin()), len(waves))
+    seconds = float(each[at, wave])
+    if seconds >= below_s:
         return None
-    seconds, at = found
     bound_s = costs.bound_s(float(placed.held[at].sum()), float(placed.load[at].sum()))
-    return at, Estimate(seconds, waves[int(best[at])], seconds - bound_s)
+    return at, Estimate(seconds, waves[wave], seconds - bound_s)
 
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
@@ -265,16 +244,13 @@ def layer_s(
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,
     lead: Lead | None = None,
-    *,
-    even: bool = False,
 ) -> Floats:
     """Seconds of a layer, forward and backward: the slowest group of each, [placements, numbers of
-    waves]. `lead`: not given: heads of all tokens are exchanged at once; `even`: outside attention
-    groups hold equally many tokens.
+    waves]. `lead`: not given: heads of all tokens are exchanged at once.
     """
     flow, met = _flow(placed, costs), _Met(placed)
     trades = _Trades.of(placed.held, costs, None if lead is None else lead.tokens)
-    linear_s = (placed.held.mean(axis=1, keepdims=True) if even else placed.held) * (costs.linear_s / costs.size)
+    linear_s = placed.held * (costs.linear_s / costs.size)
     launch_s, numbers = costs.cost.launch_s(1), np.array(waves, dtype=np.float64)
     ahead_s = 0.0 if lead is None else lead.work[:, :, None] + launch_s
     own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])

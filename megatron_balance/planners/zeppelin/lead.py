@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -27,16 +28,16 @@ def with_lead(
     each sequence the share of each group; `price`: without a lead.
     """
     placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
-    trimmed = Trimmed.of(placed, [placed.kept()], [0.0])
     enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
-    firsts, best = _first_rows(lengths, of, costs.num_groups), price
-    for tokens in (int(part * enough) // ALIGN * ALIGN for part in _LEADS):
-        if tokens:
-            seconds = layer_s(trimmed, costs, waves, _lead(firsts, tokens, costs))[0]
-            at = int(seconds.argmin())
-            if seconds[at] < best.seconds:
-                best = replace(price, seconds=float(seconds[at]), num_waves=waves[at], lead=tokens)
-    return best
+    leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
+    if not leads:
+        return price
+    trimmed = Trimmed.of(placed, [placed.kept()] * len(leads), [0.0] * len(leads))
+    seconds = layer_s(trimmed, costs, waves, _lead(_first_rows(lengths, of, costs.num_groups), leads, costs))
+    at, wave = divmod(int(seconds.argmin()), len(waves))
+    if seconds[at, wave] >= price.seconds:
+        return price
+    return replace(price, seconds=float(seconds[at, wave]), num_waves=waves[wave], lead=leads[at])
 
 
 def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_groups: int) -> list[list[float]]:
@@ -49,16 +50,16 @@ def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_grou
     return [sorted(each, reverse=True) for each in rows]
 
 
-def _lead(firsts: Sequence[Sequence[float]], tokens: int, costs: GroupCosts) -> Lead:
-    """Work of each group under a lead of so many tokens (`patterns.waves.lead_cuts`)."""
-    held, work = np.zeros((2, 1, len(firsts)))
-    for group, rows in enumerate(firsts):
+def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> Lead:
+    """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
+    held, work = np.zeros((2, len(leads), len(firsts)))
+    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(firsts)):
         left = float(tokens)
         for row in rows:
             taken = min(row, left)
             left -= taken
-            work[0, group] += costs.causal_s(taken)
+            work[at, group] += costs.causal_s(taken)
             if not left:
                 break
-        held[0, group] = tokens - left
+        held[at, group] = tokens - left
     return Lead(held, work)

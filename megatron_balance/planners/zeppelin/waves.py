@@ -88,13 +88,11 @@ way to begin; None: there are no such rings.
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Limits and wishes. `capacity`: tokens that a rank holds at most; `remapped`: a remap may even
-    out tokens; `size`, `num_waves`: of groups of this many ranks, in this many waves; `call_s`,
-    `replays`: as in `GroupCosts`.
+    """Limits and wishes. `capacity`: tokens that a rank holds at most; `size`, `num_waves`: of groups of
+    this many ranks, in this many waves; `call_s`, `replays`: as in `GroupCosts`.
     """
 
     capacity: int
-    remapped: bool = True
     size: int | None = None
     num_waves: int | None = None
     call_s: float = 0.0
@@ -181,7 +179,7 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
 
     def best(kept: Sequence[Kept], least: float, so_far: Chosen | None) -> Chosen | None:
         trimmed, below_s = Trimmed.of(placed, kept, [least] * len(kept)), so_far.estimate.seconds if so_far else inf
-        found = cheapest(trimmed, costs, numbers, remapped=asked.remapped, capacity=capacity, below_s=below_s)
+        found = cheapest(trimmed, costs, numbers, capacity=capacity, below_s=below_s)
         if found is None:
             return so_far
         at, price = found
