@@ -67,13 +67,15 @@ class SharedZone:
 
     `fragments`: `Placed` rows; every query attends in the group that holds it, to all keys before
     it. Ranks `group_size` in a row form a group. `waves`: in how many parts the keys of other groups
-    come.
+    come. `lead`: tokens of each group whose heads are exchanged first, so that it attends to them
+    while the exchange of the others is under way; 0: all at once.
     """
 
     name: str
     fragments: Rows
     group_size: int
     waves: int
+    lead: int = 0
     pattern: str = "waves"
 
     @property
@@ -161,7 +163,8 @@ def _zone_to_json(zone: AnyPlanZone) -> dict[str, object]:
         return body if zone.group_size else {key: body[key] for key in body if key != "group_size"}
     if isinstance(zone, SharedZone):
         body = {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments)}
-        return {**body, "group_size": zone.group_size, "waves": zone.waves}
+        lead = {"lead": zone.lead} if zone.lead else {}
+        return {**body, "group_size": zone.group_size, "waves": zone.waves, **lead}
     return {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments), "tasks": list(zone.tasks)}
 
 
@@ -211,6 +214,7 @@ def _zone_from_json(zone: dict[str, Any]) -> AnyPlanZone:
             fragments=Rows.of(Placed.WIDTH, zone["fragments"]),
             group_size=int(zone["group_size"]),
             waves=int(zone["waves"]),
+            lead=int(zone.get("lead", 0)),
         )
     if "tasks" in zone:
         return TaskTable(

@@ -241,12 +241,14 @@ class WaveTraffic:
     """Collectives inside groups of the zone's ranks, in a row, and between them keys from rank to
     rank, wave by wave.
 
-    `groups`: the traffic inside each, none in groups of one rank; `waves`: rows of
-    `ir.columns.Message`. Launch 0 comes before the waves, launch w + 1 behind wave w.
+    `groups`: the traffic inside each, none in groups of one rank; `late`: further inputs of each, if
+    launch 0 does without them; `waves`: rows of `ir.columns.Message`. Own launches come before the
+    waves, 0 and, with late inputs, 1; then one behind each wave.
     """
 
     groups: tuple[GroupTraffic, ...]
     waves: tuple[Ints, ...]
+    late: tuple[GroupTraffic, ...] = ()
 
 
 ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic

@@ -6,7 +6,10 @@ a zone holds an equal share of its sequences. Here a sequence is cut anywhere, o
 
 1. An all-to-all gives every rank of a group all tokens of the group with a slice of the heads
    (`patterns.head_exchange`). Groups of one rank need none.
-2. Own work: a group's queries over the keys that it holds itself.
+2. Own work: a group's queries over the keys that it holds itself. With a `lead` it is in two parts,
+   each with an all-to-all of its own: the first tokens of the longest sequences, which are attended
+   while the all-to-all of all others is under way. In the backward the gradients of these others go
+   home behind that first part, which comes last there.
 3. Waves: the keys of other groups come in parts, all of a wave in one exchange, each straight from
    the rank of the same place in the group that holds them. A launch and a merge follow.
 4. Outputs go back to the ranks that hold the tokens.
@@ -18,7 +21,9 @@ rows for the same ones, whatever the order. Keys of a wave are sent while the on
 backward, which is the transpose, go home wave by wave behind the launches.
 
 Nothing but keys, values and their gradients crosses between groups, each once for every group that
-needs it; queries and outputs stay in their group. Causal attention only.
+needs it; queries and outputs stay in their group. Causal attention only: so the first tokens that a
+group has of a sequence need none of its later ones, and a lead cuts no launch into two that must be
+merged. Keys leave for other groups behind both all-to-alls.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import numpy as np
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
 from megatron_balance.ir.columns import Message, Pair, Placed, Transfer, Value
+from megatron_balance.ir.intervals import key as key_of
 from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import SharedZone
@@ -83,25 +89,31 @@ class Schedule:
     """A zone's groups and waves.
 
     `groups`: ids of the groups that hold anything, ascending. `runs` [groups][group size]: rows (seq,
-    start, stop) of each rank. `own`: the same of each group, joined. `needs`: `Need` rows by wave.
-    `tasks`: by group and launch, rows (seq, q_start, q_stop, k_start, k_stop).
+    start, stop) of each rank; `parts`: the same of what the first all-to-all brings, and of what the
+    second one does, if there are two. `needs`: `Need` rows by wave. `tasks`: by group and launch, rows
+    (seq, q_start, q_stop, k_start, k_stop); as many launches of own work as there are parts, then one
+    behind each wave.
     """
 
     size: int
     groups: tuple[int, ...]
     runs: tuple[tuple[Ints, ...], ...]
-    own: tuple[Ints, ...]
+    parts: tuple[tuple[tuple[Ints, ...], ...], ...]
     needs: Ints
     tasks: tuple[tuple[Ints, ...], ...]
 
     @property
     def num_waves(self) -> int:
-        return len(self.tasks[0]) - 1 if self.tasks else 0
+        return len(self.tasks[0]) - len(self.parts) if self.tasks else 0
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
 
     @property
     def trades(self) -> int:
-        """Exchange ids of the first all-to-alls, and of the last."""
-        return len(self.groups) if self.size > 1 else 0
+        """Number of the first all-to-alls, of all groups and parts; their ids are part by part."""
+        return len(self.parts) * self.num_groups if self.size > 1 else 0
 
     @property
     def last(self) -> int:
@@ -120,8 +132,15 @@ class Schedule:
 
     def run_tokens(self) -> Ints:
         """Tokens of each rank: int64 [groups, group size]."""
-        lengths = [[int((run[:, 2] - run[:, 1]).sum()) for run in runs] for runs in self.runs]
-        return np.array(lengths, dtype=np.int64).reshape(len(self.groups), self.size)
+        return self.part_tokens().sum(axis=0)
+
+    def part_tokens(self) -> Ints:
+        """Tokens of each rank by part: int64 [parts, groups, group size]."""
+        runs = [run for part in self.parts for runs in part for run in runs]
+        ends = np.cumsum([0, *map(len, runs)])
+        rows = np.concatenate([np.empty((0, 3), dtype=np.int64), *runs])
+        so_far = np.concatenate([[0], np.cumsum(rows[:, 2] - rows[:, 1])])
+        return np.diff(so_far[ends]).reshape(len(self.parts), self.num_groups, self.size)
 
 
 @lru_cache(maxsize=64)
@@ -132,9 +151,10 @@ def schedule(zone: SharedZone) -> Schedule:
         InvalidProgramError: groups of no rank, or no wave.
     """
     size = zone.group_size
-    if size < 1 or zone.waves < 1:
+    if size < 1 or zone.waves < 1 or zone.lead < 0:
         raise InvalidProgramError(
-            f"zone {zone.name}: groups of {size} ranks and {zone.waves} waves; expected one or more of each"
+            f"zone {zone.name}: groups of {size} ranks, {zone.waves} waves and a lead of {zone.lead} tokens; expected "
+            "one or more of each, and a lead of 0 or more"
         )
     placed = as_array(zone.fragments)
     of_group = placed.copy()
@@ -142,20 +162,70 @@ def schedule(zone: SharedZone) -> Schedule:
     held = union(of_group)
     groups, index = np.unique(held[:, Placed.RANK], return_inverse=True)
     held[:, Placed.RANK] = index.reshape(-1)
-    order = np.argsort(placed[:, Placed.RANK], kind="stable")
-    bounds = np.searchsorted(placed[order, Placed.RANK], groups[:, None] * size + np.arange(size + 1))
-    runs = tuple(
-        tuple(placed[order[a:b], Placed.FRAGMENT] for a, b in zip(row, row[1:], strict=False))
-        for row in bounds.tolist()
-    )
-    own = tuple(held[held[:, Placed.RANK] == group, Placed.FRAGMENT] for group in range(len(groups)))
+    placed = placed[np.argsort(placed[:, Placed.RANK], kind="stable")]
+    of_group = np.searchsorted(groups, placed[:, Placed.RANK] // size)
     needs = _needs(held, len(groups), zone.waves)
     num_waves = int(needs[:, Need.WAVE].max(initial=-1)) + 1
-    tasks = tuple(
-        (_own_tasks(rows), *(_tasks(rows, needs, group, wave) for wave in range(num_waves)))
-        for group, rows in enumerate(own)
+    first = groups[:, None] * size + np.arange(size)
+    runs = _by_rank(placed, first)
+    if zone.lead and size > 1:
+        cuts = lead_cuts(held, len(groups), zone.lead)
+        halves = [side_of(placed, cuts[of_group, placed[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)]
+        held_in = [
+            side_of(held, cuts[held[:, Placed.RANK], held[:, Placed.SEQ]], ahead=ahead) for ahead in (True, False)
+        ]
+        parts = tuple(_by_rank(rows, first) for rows in halves)
+    else:
+        parts, held_in = (runs,), [held]
+    tasks: list[tuple[Ints, ...]] = []
+    for group in range(len(groups)):
+        of_part = [rows[rows[:, Placed.RANK] == group, Placed.FRAGMENT] for rows in held_in]
+        rows = np.concatenate(of_part)
+        own = [_own_tasks(queries, np.concatenate(of_part[: at + 1])) for at, queries in enumerate(of_part)]
+        tasks.append((*own, *(_tasks(rows, needs, group, wave) for wave in range(num_waves))))
+    return Schedule(size, tuple(groups.tolist()), runs, parts, needs, tuple(tasks))
+
+
+def _by_rank(placed: Ints, ranks: Ints) -> tuple[tuple[Ints, ...], ...]:
+    """Rows (seq, start, stop) of each of `ranks` [groups, group size]; `placed`: by rank."""
+    bounds = np.searchsorted(placed[:, Placed.RANK], [ranks, ranks + 1])
+    rows = placed[:, Placed.FRAGMENT]
+    return tuple(
+        tuple(rows[a:b] for a, b in zip(starts, stops, strict=True))
+        for starts, stops in zip(*bounds.tolist(), strict=True)
     )
-    return Schedule(size, tuple(groups.tolist()), runs, own, needs, tasks)
+
+
+def side_of(rows: Ints, cut: Ints, *, ahead: bool) -> Ints:
+    """Rows (..., start, stop) up to `cut` [n], those `ahead` of it, or from there on."""
+    own = rows.copy()
+    if ahead:
+        own[:, Placed.STOP] = np.minimum(own[:, Placed.STOP], cut)
+    else:
+        own[:, Placed.START] = np.maximum(own[:, Placed.START], cut)
+    return own[own[:, Placed.START] < own[:, Placed.STOP]]
+
+
+def lead_cuts(held: Ints, num_groups: int, lead: int) -> Ints:
+    """Up to which token each group has each sequence in its first part: int64 [groups, seqs].
+
+    `held`: rows (group, seq, start, stop), joined. The first part has the first row of the longest
+    ones, `lead` tokens of a group altogether, the last of them cut at a multiple of a kernel's tile.
+    """
+    held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ], held[:, Placed.RANK]))]
+    before = held[:-1, [Placed.RANK, Placed.SEQ]]
+    first = held[np.concatenate([[True], (held[1:, [Placed.RANK, Placed.SEQ]] != before).any(axis=1)])[: len(held)]]
+    length = first[:, Placed.STOP] - first[:, Placed.START]
+    order = np.lexsort((first[:, Placed.SEQ], -length, first[:, Placed.RANK]))
+    first, length = first[order], length[order]
+    group = first[:, Placed.RANK]
+    so_far = np.cumsum(length) - length
+    so_far -= so_far[np.searchsorted(group, group)]
+    taken = np.clip(lead - so_far, 0, length)
+    taken = np.where((taken < length) & (taken > ALIGN), taken // ALIGN * ALIGN, taken)
+    cuts = np.zeros((num_groups, int(held[:, Placed.SEQ].max(initial=-1)) + 1), dtype=np.int64)
+    cuts[group, first[:, Placed.SEQ]] = np.where(taken > 0, first[:, Placed.START] + taken, 0)
+    return cuts
 
 
 def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
@@ -184,12 +254,16 @@ def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     return rows[np.argsort(rows[:, Need.WAVE], kind="stable")]
 
 
-def _own_tasks(rows: Ints) -> Ints:
-    """Queries of a group over all the keys that it holds: rows (seq, q_start, q_stop, k_start,
-    k_stop).
+def _own_tasks(queries: Ints, keys: Ints) -> Ints:
+    """Queries of a group over those of its own keys that they see: rows (seq, q_start, q_stop,
+    k_start, k_stop). Both: rows (seq, start, stop).
     """
-    query, key = ranges(np.searchsorted(rows[:, 0], rows[:, 0]), np.arange(len(rows)) + 1)
-    return np.concatenate([rows[query], rows[key, 1:]], axis=1)
+    keys = keys[np.lexsort((keys[:, 1], keys[:, 0]))]
+    of_row = key_of(keys[:, 0], keys[:, 1])
+    begin = np.searchsorted(of_row, key_of(queries[:, 0], 0))
+    end = np.searchsorted(of_row, key_of(queries[:, 0], queries[:, 1]), side="right")
+    query, key = ranges(begin, end)
+    return np.concatenate([queries[query], keys[key, 1:]], axis=1)
 
 
 def _tasks(rows: Ints, needs: Ints, group: int, wave: int) -> Ints:
@@ -213,9 +287,9 @@ class Waves(CommPattern[SharedZone]):
         return [rank for index in range(len(own.groups)) for rank in own.ranks(index)]
 
     def num_exchanges(self, zone: SharedZone) -> int:
-        """Two all-to-alls of each group of several ranks, and the waves."""
+        """All-to-alls of each group of several ranks there and back, and the waves."""
         own = schedule(zone)
-        return own.last + own.trades
+        return own.last + (own.num_groups if own.size > 1 else 0)
 
     def place(self, zone: SharedZone, lengths: Ints, rank: int) -> Ints:
         """Rows (seq, start, stop) of `rank`, as the planner listed them."""
@@ -224,7 +298,7 @@ class Waves(CommPattern[SharedZone]):
         return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
     def project(self, zone: SharedZone, context: Context, rank: int) -> ZoneProgram:
-        """The all-to-all of the rank's group, its own work, waves of Exchange, Attend and Merge with
+        """The all-to-alls of the rank's group, its own work, waves of Exchange, Attend and Merge with
         its heads, and the all-to-all back.
 
         Raises:
@@ -241,32 +315,50 @@ class Waves(CommPattern[SharedZone]):
         trades = made.size > 1 and trade.moves
         ops: list[Op] = []
         replays: list[tuple[int, Exchange]] = []
+        inputs: list[Exchange | None] = []
         if trades:
-            there, back = context.base + index, context.base + made.last + index
-            inputs = exchange(context, index, trade.there(place), "all_to_all", trade.ranks)
-            ops.append(inputs)
-            # A replayed backward begins where the forward ended: there it makes the first
-            # all-to-all, and nothing where the forward made it.
-            replays.append((there, exchange(context, index, np.empty((0, Transfer.WIDTH), dtype=np.int64))))
-            replays.append((back, Exchange(back, inputs.transfers, inputs.collective, inputs.group)))
-        if own:
-            ops += self._attends(made, context, (index, place), own)
+            nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+            for number, runs in enumerate(made.parts):
+                part = Trade(trade.ranks, runs[index], slices)
+                at = number * made.num_groups + index
+                rows = part.there(place)
+                inputs.append(exchange(context, at, rows, "all_to_all", trade.ranks) if part.moves else None)
+                replays += [(context.base + at, exchange(context, at, nothing))] if part.moves else []
+            # A replayed backward begins where the forward ended: there it makes the first all-to-alls
+            # as one, and nothing where the forward made them.
+            back, whole = context.base + made.last + index, trade.there(place)
+            made_whole = exchange(context, made.last + index, whole, "all_to_all", trade.ranks)
+            replays.append((back, Exchange(back, made_whole.transfers, made_whole.collective, made_whole.group)))
+        ops += self._attends(made, context, (index, place), own, inputs)
         if trades:
             outputs = trade.back(place)
             ops.append(exchange(context, made.last + index, outputs, "all_to_all", trade.ranks, moves=True))
         return ZoneProgram(ops, replays)
 
-    def _attends(self, made: Schedule, context: Context, place: tuple[int, int], own: list[HeadSlice]) -> list[Op]:
+    def _attends(
+        self,
+        made: Schedule,
+        context: Context,
+        place: tuple[int, int],
+        own: list[HeadSlice],
+        inputs: Sequence[Exchange | None],
+    ) -> list[Op]:
+        """Launches, each behind the exchange that brings what it needs; `inputs`: of own work."""
         index, rank = place[0], made.ranks(place[0])[place[1]]
         ops: list[Op] = []
         for launch, tasks in enumerate(made.tasks[index]):
-            if launch:
-                rows = _transfers(made, launch - 1, place[1], kv_heads_of(own))
+            wave = launch - len(made.parts)
+            if launch < len(inputs):
+                ops += [each for each in (inputs[launch],) if each is not None]
+            if not own:
+                continue
+            if wave >= 0:
+                rows = _transfers(made, wave, place[1], kv_heads_of(own))
                 rows = rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)]
-                ops += [exchange(context, made.trades + launch - 1, rows)] if len(rows) else []
+                ops += [exchange(context, made.trades + wave, rows)] if len(rows) else []
             if context.attends and len(tasks):
                 ops.append(attend(rank, _pairs(tasks, own)))
-                if launch:
+                if wave >= 0:
                     queries = np.unique(tasks[:, :3], axis=0)
                     values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
                     values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
@@ -318,10 +410,15 @@ class Waves(CommPattern[SharedZone]):
         first: list[ZoneMessages] = []
         last: list[ZoneMessages] = []
         if made.size > 1:
+            steps = np.arange(made.trades).reshape(len(made.parts), -1).tolist()
+            for numbers, part in zip(steps, made.part_tokens(), strict=True):
+                for index, (number, runs) in enumerate(zip(numbers, part, strict=True)):
+                    ends = (number, made.last + index)
+                    there, _ = trade_messages(made.ranks(index), runs, slices, context, ends, across=across)
+                    first += [there] if runs.any() else []
             for index, runs in enumerate(made.run_tokens()):
-                steps = (index, made.last + index)
-                there, back = trade_messages(made.ranks(index), runs, slices, context, steps, across=across)
-                first.append(there)
+                ends = (index, made.last + index)
+                _, back = trade_messages(made.ranks(index), runs, slices, context, ends, across=across)
                 last.append(back)
         return [*first, *(ZoneMessages(rows) for rows in _wave_messages(made, slices)), *last]
 
@@ -329,7 +426,7 @@ class Waves(CommPattern[SharedZone]):
         """A group's keys and values, or those of the largest wave, with the heads of a rank."""
         made = schedule(zone)
         inside = made.run_tokens().sum(axis=1) * (made.size > 1)
-        needs, most = made.needs, inside
+        needs, most = made.needs, inside  # of both parts: a replay exchanges them as one
         for wave in range(made.num_waves):
             rows = needs[needs[:, Need.WAVE] == wave]
             come = sums(rows[:, Need.TO], rows[:, Need.STOP] - rows[:, Need.START], len(made.groups))
@@ -343,8 +440,9 @@ class Waves(CommPattern[SharedZone]):
         first in their place.
         """
         made = schedule(zone)
-        last = tuple(range(made.last, made.last + made.trades))
-        return Startable(forward=tuple(range(made.trades)), gradients=last, replays=last)
+        last = tuple(made.last + group for group in range(made.num_groups if made.size > 1 else 0))
+        first = tuple(range(made.num_groups if made.size > 1 else 0))  # a launch may come before others
+        return Startable(forward=first, gradients=last, replays=last)
 
     # Simulation
 
@@ -356,12 +454,16 @@ class Waves(CommPattern[SharedZone]):
         slices = _slices(made, context)
         queries, keys = head_counts(slices)
         inside: list[GroupTraffic] = []
-        for held in made.run_tokens().astype(np.float64) if made.size > 1 else ():
-            inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
-            outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
-            inside.append(GroupTraffic(inputs, outputs, gathers=False))
+        late: list[GroupTraffic] = []
+        if made.size > 1:
+            parts = made.part_tokens().astype(np.float64)
+            for at, into in enumerate((inside, late)[: len(parts)]):
+                for part, held in zip(parts[at], parts.sum(axis=0), strict=True):
+                    inputs = {Kind.Q: np.outer(part, queries), Kind.KV: np.outer(part, keys)}
+                    outputs: dict[Kind, Floats] = {} if at else {Kind.OUT: np.outer(queries, held)}
+                    into.append(GroupTraffic(inputs, outputs, gathers=False))
         ranks = np.array(self.ranks(zone, context.num_ranks), dtype=np.int64)
-        traffic = WaveTraffic(tuple(inside), tuple(_wave_messages(made, slices)))
+        traffic = WaveTraffic(tuple(inside), tuple(_wave_messages(made, slices)), tuple(late))
         return ZoneRounds(ranks, _launches(made, slices), traffic)
 
 
@@ -404,7 +506,7 @@ def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:
 def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
     """Launches of all groups, own and by wave; those of places with as many heads are alike."""
     alike, place = np.unique(np.stack(head_counts(slices), axis=1), axis=0, return_inverse=True)
-    rounds = made.num_waves + 1
+    rounds = len(made.parts) + made.num_waves
     pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
     launch: list[Ints] = [np.empty(0, dtype=np.int64)]
     shape = (len(made.groups), len(alike), rounds)
@@ -416,6 +518,6 @@ def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches
                 launch.append(np.full(len(rows), number, dtype=np.int64))
     numbers = np.arange(np.prod(shape)).reshape(shape)
     merging = np.zeros(shape)
-    merging[:, :, 1:] = 1.0
+    merging[:, :, len(made.parts) :] = 1.0
     of_round = numbers[:, place.reshape(-1)].reshape(-1, rounds)
     return Launches(np.concatenate(pairs), np.concatenate(launch), merging.ravel(), of_round)

@@ -3,9 +3,9 @@
 No paper: every system here is the fastest somewhere, by lengths, model and links. What we
 implement: planners of the registry are asked in the order of a bound that is known before they plan
 (`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
-Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, with its
-remap and without where that is left to its price, and the fastest one that fits is taken. Planners
-say in their entry with which options they are asked, or why they are left out unless named: they
+Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
+fastest one that fits is taken. Planners say in their entry with which options they are asked, or
+why they are left out unless named: they
 plan for longer than a step hides, or another one's search has their plans too.
 
 What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import NO_MOVES, REMAP, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
 from megatron_balance.planners.base import Candidate, StepContext
 
@@ -94,12 +94,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
         if found is None:
             passed_over.append(f"{candidate.label} (no closed form)")
             continue
-        ways = [_Priced(candidate.label, made, found)]
-        if made.moves and context.layers.remap_when == "pays":
-            stays = _without_remap(made)
-            found = estimate(stays, bounds.machine)
-            ways += [] if found is None else [_Priced(f"{candidate.label}, no remap", stays, found)]
-        priced.append(min(ways, key=lambda each: each.rank))
+        priced.append(_Priced(candidate.label, made, found))
     if not priced:
         raise refused[0] if refused else ConfigError(_nothing(candidates, options))
     priced.sort(key=lambda each: each.rank)
@@ -133,15 +128,6 @@ def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: Auto
     assert carried.is_empty, "nothing may be carried inside a microbatch"
     (made,) = step.plans
     return made
-
-
-def _without_remap(plan: MicrobatchPlan) -> MicrobatchPlan:
-    """The plan whose tokens stay where attention has them. `layers` weighs a remap by the linear
-    modules' forward pass; here the whole layer counts.
-    """
-    zones = () if plan.routing is None else tuple(zone for zone in plan.routing.zones if zone != REMAP)
-    routing = replace(plan.routing, zones=zones) if plan.routing is not None and zones else None
-    return replace(plan, moves=NO_MOVES, routing=routing)
 
 
 def _nothing(candidates: Sequence[Candidate], options: AutoOptions) -> str:

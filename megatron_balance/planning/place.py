@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import ConfigError
@@ -65,8 +67,7 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     if planner.plan_batch is not None and context.own_microbatches:
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
-            windowed = (_under(plan, context.model) for plan in own.plans)
-            plans = tuple(with_layers(plan, context.cluster, context.cost, context.layers) for plan in windowed)
+            plans = tuple(layered(plan, context) for plan in own.plans)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
@@ -86,8 +87,25 @@ def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPla
     if planner.plan_by_others is not None:
         return planner.plan_by_others(batch, context)
     assert planner.plan is not None
-    plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
-    return with_layers(_under(plan, context.model), context.cluster, context.cost, context.layers)
+    return layered(planner.plan(batch, context.cluster, context.model, context.cost, context.options), context)
+
+
+def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
+    """The plan with its layers, under the mask of the model. A remap that is made where it pays saves time in the modules outside
+    attention (`planning.layers`); it is left out where the whole layer, by estimate, is faster
+    without: ranks with more tokens may have less attention.
+    """
+    cluster, cost, layers = context.cluster, context.cost, context.layers
+    plan = _under(plan, context.model)
+    made = with_layers(plan, cluster, cost, layers)
+    if not made.moves or layers.remap_when != "pays":
+        return made
+    stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
+    machine = Machine.of(cluster, context.model, cost)
+    moved, still = (estimate(each, machine) for each in (made, stays))
+    if moved is None or still is None or not still.backward.fits:
+        return made
+    return stays if still.layer_s < moved.layer_s or not moved.backward.fits else made
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:

@@ -9,6 +9,7 @@ are at work (known from a run without them). Tests hold it against the event eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -225,38 +226,68 @@ class _Run:
         """Collectives inside groups, own work and waves of keys between groups, collectives inside
         groups.
         """
-        clocks = self.clocks
-        backward, size = clocks.backward, len(table.ranks) // max(1, len(traffic.groups))
-        inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
-        for part, group in inside:
+        size = len(table.ranks) // max(1, len(traffic.groups))
+        inside, late = (
+            [(table.part(at * size, size), group) for at, group in enumerate(groups)]
+            for groups in (traffic.groups, traffic.late)
+        )
+        backward, replay = self.clocks.backward, self.clocks.policy == "replay"
+        for at, (part, group) in enumerate(inside):
             self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
-            if backward and clocks.policy == "replay":
+            if backward and replay:
+                again = [group.inputs, *(each.inputs for _, each in late[at : at + 1])]
+                self._together(part, np.sum(again, axis=0), COPIED)
+        self.clocks.open(table.ranks, table.waits, sends=True)
+        if backward:
+            self._waves_back(table, traffic, late)
+        else:
+            self._waves_there(table, traffic, late)
+        for part, group in inside:
+            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+
+    def _waves_there(self, table: ZoneTable, traffic: Waves, late: Sequence[tuple[ZoneTable, Collectives]]) -> None:
+        """Own work, of what came first while the rest comes, and waves."""
+        clocks, own = self.clocks, len(late[:1]) + 1
+        if late:
+            begun = clocks.done.copy()
+            for part, group in late:
                 self._together(part, group.inputs, COPIED)
-        clocks.open(table.ranks, table.waits, sends=True)
+            here, clocks.done = clocks.done, np.maximum(begun, clocks.ready)
+            self._launch(table, 0)
+            clocks.done = np.maximum(clocks.done, here)
+        come = self._keys(table, traffic.waves)
+        self._launch(table, own - 1)
+        for wave, arrived in enumerate(come):
+            clocks.done = np.maximum(clocks.done, arrived)
+            self._launch(table, wave + own)
+
+    def _waves_back(self, table: ZoneTable, traffic: Waves, late: Sequence[tuple[ZoneTable, Collectives]]) -> None:
+        """Waves and own work in reverse; gradients of what came late leave before the last of it."""
+        clocks, own = self.clocks, len(late[:1]) + 1
+        come = self._keys(table, traffic.waves[::-1])[::-1] if clocks.policy == "replay" else []
+        for wave in reversed(range(len(traffic.waves))):
+            if come:
+                clocks.done = np.maximum(clocks.done, come[wave])
+            self._launch(table, wave + own)
+            self._messages(table, turned(traffic.waves[wave]), MOVED)
+        self._launch(table, own - 1)
+        if traffic.groups:
+            clocks.settle(table.ranks)
+        for part, group in late:
+            self._together(part, group.input_grads, MOVED, stored=True, added=True)
+        if late:
+            self._launch(table, 0)
+
+    def _keys(self, table: ZoneTable, waves: Sequence[Ints]) -> list[Floats]:
+        """Send the keys of waves, one after the other; when each rank has them."""
+        clocks = self.clocks
         # Waves pass on what the collectives brought.
         clocks.ready[table.ranks] = np.maximum(clocks.ready, clocks.done)[table.ranks]
         come: list[Floats] = []
-        if not backward or clocks.policy == "replay":
-            for messages in reversed(traffic.waves) if backward else traffic.waves:
-                clocks.ready, arrived, _ = clocks.exchange(messages, table.index, COPIED)
-                come.append(arrived)
-        if not backward:
-            self._launch(table, 0)
-            for wave, arrived in enumerate(come):
-                clocks.done = np.maximum(clocks.done, arrived)
-                self._launch(table, wave + 1)
-        else:
-            come.reverse()
-            for wave in reversed(range(len(traffic.waves))):
-                if come:
-                    clocks.done = np.maximum(clocks.done, come[wave])
-                self._launch(table, wave + 1)
-                self._messages(table, turned(traffic.waves[wave]), MOVED)
-            self._launch(table, 0)
-            if inside:
-                clocks.settle(table.ranks)
-        for part, group in inside:
-            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+        for messages in waves:
+            clocks.ready, arrived, _ = clocks.exchange(messages, table.index, COPIED)
+            come.append(arrived)
+        return come
 
     def _launch(self, table: ZoneTable, at: int) -> None:
         """Launch number `at` of each rank of a zone."""

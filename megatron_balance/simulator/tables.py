@@ -92,6 +92,7 @@ class Waves:
 
     groups: tuple[Collectives, ...]
     waves: tuple[Ints, ...]
+    late: tuple[Collectives, ...]
 
 
 def _walks(traffic: ZoneTraffic | None) -> bool:
@@ -171,8 +172,11 @@ class Tables:
             case HeadsThenHops(groups, hops):
                 inside = tuple(Collectives.of(group, self.machine.payload) for group in groups)
                 return Nested(inside, None if hops is None else Hops.of(hops))
-            case WaveTraffic(groups, waves):
-                return Waves(tuple(Collectives.of(group, self.machine.payload) for group in groups), waves)
+            case WaveTraffic(groups, waves, late):
+                inside, later = (
+                    tuple(Collectives.of(group, self.machine.payload) for group in own) for own in (groups, late)
+                )
+                return Waves(inside, waves, later)
             case _:
                 return traffic
 

@@ -70,7 +70,7 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
 
 def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
     """Sequences dealt to a few zones, of which most cut them anywhere over groups of a size of their
-    own, in up to three waves.
+    own, in up to three waves, with a lead or without.
     """
     rng = np.random.default_rng(seed)
     sizes = [size for size in range(1, cluster.num_ranks + 1) if cluster.num_ranks % size == 0]
@@ -86,7 +86,8 @@ def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mi
         for seq in seqs.tolist():
             fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, batch.lengths[seq])]
         size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
-        zones += [SharedZone(f"zone{i}", as_rows(_shuffled(rng, fragments, 4)), size, waves)] if fragments else []
+        lead = int(rng.integers(0, max(2, sum(batch.lengths) // 2))) if rng.integers(2) else 0
+        zones += [SharedZone(f"zone{i}", as_rows(_shuffled(rng, fragments, 4)), size, waves, lead)] if fragments else []
     return replace(_plan("random_shares", batch, cluster, model, tuple(zones)), mask=CAUSAL)
 
 

@@ -77,7 +77,7 @@ class Clocks:
         for zone in reversed(zones):
             self._bulk(zone, zone.output_grads, COPIED)
             if replay:
-                self._bulk(zone, zone.inputs, COPIED)
+                self._bulk(zone, zone.again, COPIED)
             if zone.waves is not None:
                 self._waves_back(zone, zone.waves, replay=replay)
             elif zone.hop is None or zone.back is None:
@@ -122,10 +122,16 @@ class Clocks:
 
     def _waves(self, zone: ZoneTimes, waves: WaveTimes) -> None:
         """Own work and waves of other groups' keys, forward."""
+        launches, own = waves.launches[0], waves.own
+        if waves.late is not None:
+            begun = self.done[zone.at].copy()
+            self._bulk(zone, waves.late[0], COPIED)
+            done = np.maximum(begun, self.ready[zone.at]) + zone.by_rank(launches[:, 0])
+            self.done[zone.at] = np.maximum(done, self.done[zone.at])
         done, come = self._keys_of(zone, waves, backward=False)
-        done += waves.launches[0][:, 0]
+        done += launches[:, own - 1]
         for wave, arrived in enumerate(come):
-            done = np.maximum(done, arrived) + waves.launches[0][:, wave + 1]
+            done = np.maximum(done, arrived) + launches[:, wave + own]
         self.done[zone.at] = zone.by_rank(done)
 
     def _waves_back(self, zone: ZoneTimes, waves: WaveTimes, *, replay: bool) -> None:
@@ -138,16 +144,19 @@ class Clocks:
             if come:
                 done = np.maximum(done, come[wave])
             bulk = waves.grads[wave]
-            done = done + waves.launches[1][:, wave + 1] + self._packs_s(bulk.packed_bytes)
+            done = done + waves.launches[1][:, wave + waves.own] + self._packs_s(bulk.packed_bytes)
             arrived = self._meet(done, free, waves.partners[wave], bulk)
             free = np.where(arrived > 0, arrived, free)
             late, owed = np.maximum(late, arrived), owed + ADD * self._packs_s(bulk.placed_bytes)
-        done = done + waves.launches[1][:, 0]
+        done = done + waves.launches[1][:, waves.own - 1]
         if zone.input_grads is not None:  # what the waves brought is sent on
             done, owed = np.maximum(done, late) + owed, np.zeros_like(owed)
         self.free[MOVED, ranks], self.late[ranks] = zone.by_rank(free), zone.by_rank(late)
         self.done[ranks] = zone.by_rank(done)
         self.late_s[ranks] += zone.by_rank(owed)
+        if waves.late is not None:
+            self._bulk(zone, waves.late[1], MOVED)
+            self.done[ranks] += zone.by_rank(waves.launches[1][:, 0])
 
     def _keys_of(self, zone: ZoneTimes, waves: WaveTimes, *, backward: bool) -> tuple[Floats, list[Floats]]:
         """When each group can begin its work, and when it has the keys of each wave."""

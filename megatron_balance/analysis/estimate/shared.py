@@ -40,10 +40,9 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
     times = ZoneTimes(ranks, runs.ravel(), index_of(ranks.tolist()), rounds=groups)
     queries, keys = head_counts(head_slices(context.num_heads, context.num_kv_heads, size))
     heads = int(queries.max()), int(keys.max())
+    times.waves = WaveTimes(_launch_seconds(made, heads, machine), *_waves(made, heads[1], machine))
     if size > 1:
-        exchange_heads(times, ranks[:size].tolist(), runs.sum(axis=1), heads, machine)
-    launches = _launch_seconds(made, heads, machine)
-    times.waves = WaveTimes(launches, *_waves(made, heads[1], machine))
+        _exchanges(times, times.waves, made, heads, machine)
     needs = made.needs
     come = [by_rank(own[:, Need.TO], own[:, Need.STOP] - own[:, Need.START], groups) for own in _by_wave(made)]
     largest = np.max([runs.sum(axis=1) * (size > 1), *come], axis=0) * heads[1] / context.num_kv_heads
@@ -56,16 +55,33 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
     return times
 
 
+def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
+    """The all-to-alls of groups of several ranks, inputs in one part or two."""
+    group = times.ranks[: made.size].tolist()
+    exchange_heads(times, group, made.run_tokens().astype(np.float64).sum(axis=1), heads, machine)
+    if len(made.parts) == 1:
+        return
+    by_part = made.part_tokens().max(axis=2).astype(np.float64) * made.size  # as if all held what the fullest does
+    first, late = (ZoneTimes(times.ranks, 0.0, times.at) for _ in by_part)
+    for each, num_tokens in zip((first, late), by_part, strict=True):
+        exchange_heads(each, group, num_tokens, heads, machine)
+    assert late.inputs is not None
+    assert late.input_grads is not None
+    times.inputs, times.input_grads = first.inputs, first.input_grads
+    waves.own, waves.late = 2, (late.inputs, late.input_grads)
+
+
 def _by_wave(made: Schedule) -> list[Ints]:
     bounds = np.searchsorted(made.needs[:, Need.WAVE], np.arange(made.num_waves + 1))
     return [made.needs[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
 
 def _launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
-    """Of each group, own work and each wave [groups, 1 + waves], forward with merges, and backward
+    """Of each group, own work and each wave [groups, own + waves], forward with merges, and backward
     with the sums of gradients.
     """
-    shape = len(made.groups), made.num_waves + 1
+    own = len(made.parts)
+    shape = len(made.groups), own + made.num_waves
     counts = [len(rows) for tasks in made.tasks for rows in tasks]
     rows = np.concatenate([rows for tasks in made.tasks for rows in tasks])
     launch, count = np.repeat(np.arange(len(counts)), counts), len(counts)
@@ -80,7 +96,7 @@ def _launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) ->
         machine.cost.merge_s(tokens) if tokens else 0.0 for tokens in (queries / machine.model.num_heads).tolist()
     ]
     forward = forward.reshape(shape)
-    forward[:, 1:] += np.array(merges).reshape(shape)[:, 1:]
+    forward[:, own:] += np.array(merges).reshape(shape)[:, own:]
     sums = np.array([ADD * machine.pack_s(each) for each in num_bytes.tolist()])
     return forward, backward.reshape(shape) + sums.reshape(shape)
 

@@ -69,15 +69,18 @@ class Bulk:
 
 @dataclass(slots=True)
 class WaveTimes:
-    """Launches and keys of a zone in waves. `launches`: forward and backward seconds [groups, 1 +
-    waves], own work first; `keys`, `grads`: exchanges of a rank of each group [groups], by wave;
-    `partners`: by wave, the pairs of groups [n, 2] that exchange anything.
+    """Launches and keys of a zone in waves. `launches`: forward and backward seconds [groups, own +
+    waves], the `own` launches of own work first; `keys`, `grads`: exchanges of a rank of each group
+    [groups], by wave; `partners`: by wave, the pairs of groups [n, 2] that exchange anything. `late`:
+    inputs that only the second launch of own work needs, and their gradients.
     """
 
     launches: tuple[Floats, Floats]
     keys: list[Bulk]
     grads: list[Bulk]
     partners: list[Ints]
+    own: int = 1
+    late: tuple[Bulk, Bulk] | None = None
 
 
 @dataclass(slots=True)
@@ -98,9 +101,10 @@ class ZoneTimes:
     """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `first`, `other`:
     forward and backward seconds of the launch of the first round and of each further one.
 
-    Exchanges by what they carry: inputs, outputs and the gradients of both; `hop`: of keys, `back`:
-    of their gradients. `kept`, `largest`, `served`, `sent`: of a rank, key-value and query bytes
-    received, key-value tokens of the largest exchange, token-heads of queries received and sent.
+    Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
+    replay brings them; `hop`: of keys, `back`: of their gradients. `kept`, `largest`, `served`,
+    `sent`: of a rank, key-value and query bytes received, key-value tokens of the largest exchange,
+    token-heads of queries received and sent.
     """
 
     ranks: Ints
@@ -110,6 +114,7 @@ class ZoneTimes:
     inputs: Bulk | None = None
     outputs: Bulk | None = None
     input_grads: Bulk | None = None
+    again: Bulk | None = None
     output_grads: Bulk | None = None
     hop: Hop | None = None
     back: Hop | None = None
@@ -191,6 +196,7 @@ def exchange_heads(
     made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
     made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
     made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
+    made.again = made.inputs
     made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
 
 

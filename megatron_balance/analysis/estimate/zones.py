@@ -221,6 +221,7 @@ def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
         return Bulk(seconds, num_bytes * (size - 1 if back else 1), num_bytes if back else 0.0, adds=back)
 
     made.inputs, made.input_grads = bulk(Kind.KV, back=False), bulk(Kind.KV_GRAD, back=True)
+    made.again = made.inputs
     made.kv_heads, made.largest = (size - 1) * block, size * block / model.num_kv_heads
 
 
@@ -247,7 +248,7 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
         seconds, out, into = (np.sum(parts, axis=0) for parts in zip(*each, strict=True))
         return Bulk(seconds, out, into if placed else 0.0, adds)
 
-    made.inputs = bulk(there, turned=False, placed=False, adds=False)
+    made.again = made.inputs = bulk(there, turned=False, placed=False, adds=False)
     made.outputs = bulk(back, turned=False, placed=True, adds=False)
     made.output_grads = bulk(back, turned=True, placed=True, adds=False)
     made.input_grads = bulk(there, turned=True, placed=True, adds=True)

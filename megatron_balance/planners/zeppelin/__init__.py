@@ -51,11 +51,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 from typing import Literal
 
-from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.estimate.times import Machine
+import numpy as np
+
+from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.memory import Sharding
+from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.wide import WideCost
@@ -128,39 +131,43 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
     if not batch.lengths:
         return nothing
     if options.rule == "waves" and model.attention == "causal":
-        found = [
-            replace(nothing, zones=(zone,))
-            for zone in _in_waves(batch.lengths, cluster, model, cost, capacity, options)
-        ]
-        if found:
-            return _fastest(found, cluster, model, cost)
+        zone = _in_waves(batch.lengths, cluster, model, cost, capacity, options)
+        if zone is not None:
+            return replace(nothing, zones=(zone,))
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
 def _in_waves(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, capacity: int, options: ZeppelinOptions
-) -> list[SharedZone]:
-    asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, capacity: int, options: ZeppelinOptions
+) -> SharedZone | None:
+    asked = waves.Asked(
+        capacity,
+        options.group_size,
+        options.num_waves,
+        cost.call_s,
+        _replays(sum(lengths), cluster, model),
+    )
 
     def rings(size: int) -> Placement | None:
         if cluster.node_size % size:
             return None
-        return _on_groups(lengths, cluster, (model, cost), capacity, options, size)
+        wide, own = wide_ranks(cluster, size), pricing(replace(options, remapped=False))
+        prices = Prices(lengths, wide, WideCost(cost, cluster, model, size), own, model.mask)
+        return costed.tightest(costed.Search(prices), capacity * size, own)
 
     return waves.place(lengths, cluster, model, cost, asked, rings)
 
 
-def _fastest(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
-    """By the estimate of whole plans, which the search of shares would take too long with."""
-    if len(plans) == 1:
-        return plans[0]
-    machine = Machine.of(cluster, model, cost)
-
-    def seconds(plan: MicrobatchPlan) -> float:
-        found = plan_estimate(plan, machine)
-        return inf if found is None else found.layer_s
-
-    return min(plans, key=seconds)
+def _replays(num_tokens: int, cluster: Cluster, model: Model) -> bool:
+    """Whether most layers would receive keys again in the backward if tokens were even and all heads
+    exchanged, by predicted memory.
+    """
+    tokens = np.full(1, -(-num_tokens // cluster.num_ranks), dtype=np.int64)
+    inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
+    received = ReceivedBytes(inputs, np.zeros_like(tokens), np.zeros_like(tokens))
+    stage = Stage(model.num_layers, Sharding(optimizer=cluster.num_ranks))
+    decision = decide([step_bytes([MicrobatchBytes(tokens, received)], model, stage)], "auto", cluster.memory_bytes)
+    return 2 * decision.keeping < decision.layers
 
 
 def _zones(

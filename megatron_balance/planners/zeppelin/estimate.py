@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
-from megatron_balance.cost.remap import remap_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
@@ -39,8 +39,8 @@ and write, over those of the queries: three values in fp32 each."""
 _GRADIENT = 2.0
 """Bytes of a gradient of keys and values over theirs: they travel in fp32."""
 
-_UNEVEN = 1.02
-"""Tokens of the fullest rank over the mean from which a remap may even them out."""
+_ADDED = 1.5
+"""Seconds of adding gradients to others over those of packing them: one more is read."""
 
 
 @dataclass(slots=True)
@@ -51,6 +51,10 @@ class GroupCosts:
     cluster: Cluster
     model: Model
     size: int
+    call_s: float = 0.0
+    """Fixed cost of a communication call."""
+    replays: bool = False
+    """Whether backwards receive keys again, for want of memory."""
     backward: float = field(init=False)
     """Seconds of attention of a backward over those of its forward."""
     key_s: float = field(init=False)
@@ -86,19 +90,37 @@ class GroupCosts:
     def num_groups(self) -> int:
         return self.cluster.num_ranks // self.size
 
-    def bound_s(self, lengths: Sequence[int], work: Sequence[float]) -> float:
-        """Seconds that no placement comes below: work and tokens even, all keys hidden. `work`: of
-        each sequence, `work_s`.
+    def bound_s(self, num_tokens: float, work: float) -> float:
+        """Seconds that no placement without a lead comes below: work and tokens even, all keys
+        hidden. `work`: of all sequences, `work_s`.
         """
-        tokens = np.array([sum(lengths) / self.num_groups])
-        before_s, after_s = _trade_s(tokens, self)
-        attention_s = sum(work) / self.num_groups * (1 + self.backward)
+        tokens = np.array([num_tokens / self.num_groups])
+        trades = _Trades.of(tokens, self, None)
+        again_s = trades.into_s if self.replays else 0.0
+        exchange_s = trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s + again_s
         linear_s = tokens * self.linear_s / self.size
-        return attention_s + float(((1 + _GRADIENT) * (before_s + after_s) + 3 * linear_s)[0])
+        return work / self.num_groups * (1 + self.backward) + float((exchange_s + 3 * linear_s)[0])
 
     def work_s(self, length: int) -> float:
         """Seconds of a group for the attention of a whole sequence, forward."""
         return self.cost.attention_s(length * (length + 1) / 2, length) / self.heads
+
+    def works_s(self, lengths: Sequence[int]) -> list[float]:
+        """`work_s` of each sequence."""
+        known = {length: self.work_s(length) for length in set(lengths)}
+        return [known[length] for length in lengths]
+
+    def causal_s(self, num_tokens: float) -> float:
+        """Seconds of a group for the attention of so many tokens to themselves, forward."""
+        return self.cost.attention_s(num_tokens * (num_tokens + 1) / 2) / self.heads
+
+    def lead_tokens(self, held: float) -> float:
+        """The lead of a group of `held` tokens whose work takes as long as the exchange of the others,
+        if it is of one sequence.
+        """
+        none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
+        pair_s, token_s, fixed_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held, none_s + self.call_s
+        return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
 
     def keys_s(self, num_tokens: float, num_messages: float) -> float:
         """Seconds in which a rank receives its heads' keys and values of tokens from other groups."""
@@ -108,6 +130,22 @@ class GroupCosts:
             return self.cost.intra_node_s(num_bytes, num_messages)
         return self.cost.inter_node_s(num_bytes, num_messages, 1 / self.cluster.ranks_per_nic)
 
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of a token's keys and values that a rank receives from another group."""
+        return self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads) / self.size
+
+    def trade_bytes(self, *, queries: bool) -> float:
+        """Bytes of a token of a group that each of its ranks sends to the others: `queries` (or
+        outputs), or keys and values too.
+        """
+        keys = 0.0 if queries else self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads)
+        return (self.cost.query_bytes(1.0) + keys) * (self.size - 1) / self.size**2
+
+    def pack_s(self, num_bytes: Floats) -> Floats:
+        """Seconds to pack bytes: read and written."""
+        return num_bytes * (2 / self.cluster.memory_bytes_per_s)
+
     def merge_s(self, num_tokens: float) -> float:
         """Seconds of merging partial outputs of a group's tokens; summing gradients takes as long."""
         return _MERGED * self.cost.query_bytes(num_tokens) / self.size / self.cluster.memory_bytes_per_s
@@ -115,21 +153,30 @@ class GroupCosts:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one layer of a placement, and the waves it takes for them.
+    """Seconds of one layer of a placement, and the waves and the lead it takes for them.
 
-    `exposed_s`: by how much keys that are waited for, and what waves cost, make it longer.
+    `exposed_s`: by how much uneven work, keys that are waited for, and what waves cost, make it
+    longer, without a lead.
     """
 
     seconds: float
     num_waves: int
     exposed_s: float
+    lead: int = 0
 
 
-def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES, *, remapped: bool = True) -> Estimate:
-    """Attention and linear modules of one layer, forward and backward, under the best of `waves`;
-    `remapped`: a remap may even out tokens.
+class Lead(NamedTuple):
+    """Own work of groups while the heads of all else are exchanged: tokens, and seconds forward
+    [placements, groups].
     """
-    found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs, waves, remapped=remapped)
+
+    tokens: Floats
+    work: Floats
+
+
+def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES) -> Estimate:
+    """Attention and linear modules of one layer, forward and backward, under the best of `waves`."""
+    found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs, waves)
     assert found is not None
     return found[1]
 
@@ -139,40 +186,23 @@ def cheapest(
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,
     *,
-    remapped: bool = True,
     capacity: float = inf,
     below_s: float = inf,
 ) -> tuple[int, Estimate] | None:
     """The first of the cheapest placements in which no group holds more tokens than `capacity`, and
     its estimate; None: none is below `below_s`.
+
+    Of modules outside attention every group has those of its tokens: a remap that evens them out is
+    not weighed here, since it never paid for what it moves where placements are even in tokens too.
     """
-    attention = _attention_s(placed, costs, waves)
-    best = attention.argmin(axis=1)
-    attention_s = attention[np.arange(len(best)), best]
-    most = placed.held.max(axis=1)
-    before_s, after_s = _trade_s(most, costs)
-    # Gradients of queries, keys and values are twice as wide; an output comes with its gradient.
-    without_s = attention_s + (1 + _GRADIENT) * (before_s + after_s)
-    uneven_s, even_s = (each * costs.linear_s / costs.size for each in (most, placed.held.mean(axis=1)))
-    evened = remapped & (uneven_s > _UNEVEN * even_s)
-    # The linear modules: forward and twice that backward, with a remap where that pays.
-    least_s = without_s + 3 * np.where(evened, even_s, uneven_s)
-    least_s[most > capacity] = inf
-    found: tuple[float, int] | None = None
-    for at in np.argsort(least_s, kind="stable").tolist():
-        if least_s[at] >= (below_s if found is None else found[0]):
-            break
-        seconds = float(least_s[at])
-        if evened[at]:
-            moved_s = remap_s(np.repeat(placed.held[at] / costs.size, costs.size).tolist(), costs.cluster, costs.cost)
-            seconds = float(without_s[at] + 3 * min(uneven_s[at], even_s[at] + moved_s))
-        if seconds < below_s and (found is None or (seconds, at) < found):
-            found = seconds, at
-    if found is None:
+    each = layer_s(placed, costs, waves)
+    each[placed.held.max(axis=1) > capacity] = inf
+    at, wave = divmod(int(each.argmin()), len(waves))
+    seconds = float(each[at, wave])
+    if seconds >= below_s:
         return None
-    seconds, at = found
-    work_s = placed.load[at].mean() * (1 + costs.backward)
-    return at, Estimate(seconds, waves[int(best[at])], float(attention_s[at] - work_s))
+    bound_s = costs.bound_s(float(placed.held[at].sum()), float(placed.load[at].sum()))
+    return at, Estimate(seconds, waves[wave], seconds - bound_s)
 
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
@@ -193,10 +223,93 @@ def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
     return seconds[0], seconds[1]
 
 
-def _attention_s(placed: Trimmed, costs: GroupCosts, waves: Sequence[int]) -> Floats:
-    """Seconds of own work and waves, forward and backward, of the slowest group: [placements,
-    numbers of waves].
+class _Flow(NamedTuple):
+    """Of each group [placements, groups, 1]: seconds of keys on the links, forward; bytes that it
+    sends and receives; work on others' keys; seconds that pieces of them cost in every wave; the most
+    keys in a row, all at once and of one wave's share; when it and those with which it shares a
+    sequence are ready.
     """
+
+    travel_s: Floats
+    sent: Floats
+    received: Floats
+    far_s: Floats
+    pieces_s: Floats
+    whole: Floats
+    part: Floats
+
+
+def layer_s(
+    placed: Trimmed,
+    costs: GroupCosts,
+    waves: Sequence[int] = WAVES,
+    lead: Lead | None = None,
+) -> Floats:
+    """Seconds of a layer, forward and backward: the slowest group of each, [placements, numbers of
+    waves]. `lead`: not given: heads of all tokens are exchanged at once.
+    """
+    flow, met = _flow(placed, costs), _Met(placed)
+    trades = _Trades.of(placed.held, costs, None if lead is None else lead.tokens)
+    linear_s = placed.held * (costs.linear_s / costs.size)
+    launch_s, numbers = costs.cost.launch_s(1), np.array(waves, dtype=np.float64)
+    ahead_s = 0.0 if lead is None else lead.work[:, :, None] + launch_s
+    own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
+    waits = flow.far_s > 0
+    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.call_s
+    in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
+    wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
+    each_s, back_s = (flow.travel_s * wide / numbers + call_s for wide in (1.0, _GRADIENT))
+    packed_s, added_s = (costs.pack_s(wide * flow.sent) for wide in (1.0, _GRADIENT * _ADDED))
+
+    ready = (linear_s + trades.into_s)[:, :, None]
+    ready = np.maximum(ready + ahead_s, ready + trades.late_s[:, :, None])
+    sent = met.latest(ready) + packed_s
+    forward_s = wave_s + merge_s
+    # Slowest is own work, the first wave's way and all work, or all ways and the last work.
+    begin = np.maximum(
+        np.maximum(ready + packed_s + own_s, sent + each_s), sent + numbers * (each_s - forward_s) + forward_s
+    )
+    ahead = np.where(waits, begin + numbers * forward_s, ready + own_s) + trades.home_s[:, :, None]
+
+    ready = (2 * linear_s + trades.grads_s)[:, :, None]
+    backward_s = wave_s * costs.backward + merge_s + costs.pack_s(_GRADIENT * flow.received) / numbers
+    begin = ready
+    if costs.replays:
+        ready = ready + (trades.into_s + trades.late_s)[:, :, None]
+        sent = met.latest(ready) + packed_s
+        begin = np.maximum(
+            ready + packed_s, np.maximum(sent + each_s, sent + numbers * (each_s - backward_s) + backward_s)
+        )
+    first_s = met.latest(ready) + backward_s + (each_s if costs.replays else 0.0)
+    done = begin + numbers * backward_s
+    behind = np.maximum(done + own_s * costs.backward, np.maximum(first_s + numbers * back_s, done + back_s)) + added_s
+    behind = np.where(waits, behind, ready + own_s * costs.backward)
+    behind = np.maximum(behind + ahead_s * costs.backward, behind + trades.late_grads_s[:, :, None])
+    behind = behind + trades.first_grads_s[:, :, None]
+    return ahead.max(axis=1) + behind.max(axis=1)
+
+
+class _Met:
+    """Groups that share sequences with others."""
+
+    def __init__(self, placed: Trimmed) -> None:
+        self.index = placed.placement * placed.load.shape[1] + placed.group
+        self.first = np.flatnonzero(placed.place == 0)
+        self.count = placed.count[self.first]
+
+    def latest(self, when: Floats) -> Floats:
+        """The latest of each group and of those with which it shares a sequence [placements, groups,
+        1].
+        """
+        if not len(self.index):
+            return when
+        latest = when.flatten()
+        of_seq = np.maximum.reduceat(latest[self.index], self.first)
+        np.maximum.at(latest, self.index, np.repeat(of_seq, self.count))
+        return latest.reshape(when.shape)
+
+
+def _flow(placed: Trimmed, costs: GroupCosts) -> _Flow:
     shape, share, count = placed.load.shape, placed.share, placed.count
     length, index = placed.tokens[placed.seq], placed.placement * shape[1] + placed.group
 
@@ -209,28 +322,52 @@ def _attention_s(placed: Trimmed, costs: GroupCosts, waves: Sequence[int]) -> Fl
         return most.reshape(*shape, 1)
 
     others = length * (1 - share)
-    # Tokens whose keys a group receives and sends, and the busier of the two on its links.
+    # Tokens whose keys a group receives and sends; the busier of the two is what its links take.
     received = by_group(others - length * placed.before / 2)
     sent = by_group(length * share / 2 * (count - 1 + placed.place))
-    travel_s = np.maximum(received, sent) * costs.keys_s(1.0, 0)
     # Work on keys that it receives, and what a piece of keys for each source adds to it in every wave.
     work = placed.work[placed.seq] * share
     far, pieces = by_group(work * (1 - share)), by_group(work * (count - 1) * _BLOCK_TOKENS / length)
     # The most keys in a row: all that come of a sequence, and all from two neighbouring sources.
     whole, part = most_of_group(others), most_of_group(np.minimum(others, length / count))
-    launch_s, numbers = costs.cost.launch_s(1), np.array(waves, dtype=np.float64)
-    call_s = costs.keys_s(0, 1) + launch_s
-    waits = far > 0
-    merge_s = placed.held[:, :, None] * costs.merge_s(1.0) + launch_s
-    own_s = placed.load[:, :, None] - far + launch_s
-    in_a_row = np.where(numbers > 1, part / numbers, whole)
-    wave_s = np.maximum(far / numbers + pieces, in_a_row * costs.key_s)
-    each_s, back_s = (travel_s * wide / numbers + call_s for wide in (1.0, _GRADIENT))
-    # Slowest is what is done, the first wave's way and all work, or all ways and the last work.
-    forward_s = wave_s + merge_s
-    waves_s = (numbers - 1) * forward_s
-    begin_s = np.maximum(np.maximum(own_s, each_s), numbers * each_s - waves_s)
-    ahead = np.where(waits, begin_s + waves_s + forward_s, own_s)
-    backward_s, own_s = wave_s * costs.backward + merge_s, own_s * costs.backward
-    behind = np.maximum(numbers * backward_s + np.maximum(own_s, back_s), backward_s + numbers * back_s)
-    return ahead.max(axis=1) + np.where(waits, behind, own_s).max(axis=1)
+    each = costs.key_bytes
+    return _Flow(
+        np.maximum(received, sent) * costs.keys_s(1.0, 0), sent * each, received * each, far, pieces, whole, part
+    )
+
+
+class _Trades(NamedTuple):
+    """Seconds of the all-to-alls of groups [placements, groups], packing included: inputs, late
+    inputs, outputs, their gradients; of the gradients of late inputs and of the others.
+    """
+
+    into_s: Floats
+    late_s: Floats
+    home_s: Floats
+    grads_s: Floats
+    late_grads_s: Floats
+    first_grads_s: Floats
+
+    @classmethod
+    def of(cls, held: Floats, costs: GroupCosts, lead: Floats | None) -> _Trades:
+        first = held if lead is None else np.minimum(lead, held)
+        late = held - first
+        both = [_trade_s(each, costs) for each in ((held,) if lead is None else (first, late))]
+        (into_s, _), (late_s, _) = both[0], both[-1]
+        calls = costs.call_s * (costs.size > 1)
+        out_s = _trade_s(held, costs)[1]
+        inside, outside = (each * costs.trade_bytes(queries=q) for each, q in ((held, False), (held, True)))
+        packed_s, placed_s = costs.pack_s(inside), costs.pack_s(outside)
+        if lead is None:
+            none = np.zeros_like(held)
+            late_s, late_grads_s, first_grads_s = none, none, _GRADIENT * into_s
+        else:
+            late_s, late_grads_s, first_grads_s = late_s + calls, _GRADIENT * late_s + calls, _GRADIENT * into_s
+        return cls(
+            into_s + calls + packed_s,
+            late_s,
+            out_s + calls + 2 * placed_s,
+            _GRADIENT * (out_s + 2 * placed_s) + calls,  # an output comes with its gradient
+            late_grads_s,
+            first_grads_s + calls + _GRADIENT * (1 + _ADDED) * packed_s,
+        )

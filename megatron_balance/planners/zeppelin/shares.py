@@ -73,6 +73,17 @@ class Shares:
         means = sum(work) / num_groups, sum(tokens) / num_groups
         return cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
 
+    @classmethod
+    def of_placement(
+        cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[dict[int, float]]
+    ) -> Shares:
+        """A placement of all sequences."""
+        placed = cls.empty(work, tokens, num_groups)
+        for seq, own in enumerate(of):
+            for group, share in own.items():
+                placed.give(seq, group, share)
+        return placed
+
     @property
     def num_groups(self) -> int:
         return len(self.load)
@@ -93,6 +104,13 @@ class Shares:
     def kept(self) -> Kept:
         """As it stands now."""
         return Kept(list(self.of), sorted(self.cut), list(self.load), list(self.held))
+
+    def put(self, seq: int, group: int) -> None:
+        """Add a whole sequence."""
+        self.load[group] += self.work[seq]
+        self.held[group] += self.tokens[seq]
+        self.on[group].add(seq)
+        self.of[seq] = {group: 1.0}
 
     def give(self, seq: int, group: int, share: float) -> None:
         """Add a share of a sequence."""
@@ -279,19 +297,19 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
 
     A share of the longest has its `density` of work a token. What a shorter one lacks of that is what
     its group has to be made up for, so by these lacks the whole ones are dealt; then the shares of
-    the longest level the work. False: it is not enough for that.
+    the longest level the work. False: it is not enough for that, or fits a group whole.
     """
     work, tokens = placed.work, placed.tokens
     longest, whole = order[0], order[1:]
     most = (1 + _MOST_ABOVE) * placed.mean_work
-    if whole and work[whole[0]] > most:
+    if work[longest] < placed.mean_work or (whole and work[whole[0]] > most):
         return False
     density = work[longest] / tokens[longest]
     lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
     heap = [(0.0, group) for group in range(placed.num_groups)]
     for seq in sorted(whole, key=lambda seq: (-lack[seq], seq)):
         so_far, group = heap[0]
-        placed.give(seq, group, 1.0)
+        placed.put(seq, group)
         heapreplace(heap, (so_far + lack[seq], group))
     if max(placed.load) > most:
         return False
@@ -324,7 +342,7 @@ def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
     for seq in order:
         if parts[seq] == 1:
             group = heap[0][1]
-            placed.give(seq, group, 1.0)
+            placed.put(seq, group)
             heapreplace(heap, fullness(group))
             continue
         groups = [heappop(heap)[1] for _ in range(parts[seq])]

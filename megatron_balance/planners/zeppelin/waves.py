@@ -5,17 +5,15 @@ A group exchanges heads, so that it attends like one wide rank. How wide is a ma
 node on narrower groups are tried where keys hide, wider ones where they do not, until one is no
 better than the one before. Of each size the placements from the fewest cuts to the most even one are
 priced (`shares`, `estimate`). Where keys still show, the search begins with rings of groups too, which
-share a sequence evenly with few neighbours and so move fewer keys. This price takes the fullest group
-of attention and that of the linear modules one after the other, which is hard on placements that are
-not even; the planner compares such rings with the cheapest placement by the estimate of whole plans.
+share a sequence evenly with few neighbours and so move fewer keys. The cheapest placement gets the
+lead that hides most of its exchange of heads (`lead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,10 +23,12 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
+from megatron_balance.ir.intervals import union
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
-from megatron_balance.patterns.waves import ALIGN
+from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
+from megatron_balance.planners.zeppelin.lead import with_lead
 from megatron_balance.planners.zeppelin.shares import (
     Kept,
     Shares,
@@ -73,9 +73,6 @@ _ENOUGH = 1.1
 good enough.
 """
 
-_ALIKE = 1.05
-"""Over the cheapest placement, from where rings of groups are not compared with it once more."""
-
 _EXPOSED = 0.1
 """Share from which on wider groups may."""
 
@@ -91,14 +88,15 @@ way to begin; None: there are no such rings.
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Limits and wishes. `capacity`: tokens that a rank holds at most; `remapped`: a remap may even
-    out tokens; `size`, `num_waves`: of groups of this many ranks, in this many waves.
+    """Limits and wishes. `capacity`: tokens that a rank holds at most; `size`, `num_waves`: of groups of
+    this many ranks, in this many waves; `call_s`, `replays`: as in `GroupCosts`.
     """
 
     capacity: int
-    remapped: bool = True
     size: int | None = None
     num_waves: int | None = None
+    call_s: float = 0.0
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +113,28 @@ class Chosen:
 
 def place(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
-) -> list[SharedZone]:
-    """The zones of those placements that keep to the capacity: the cheapest one, and rings of groups
-    where they were tried.
+) -> SharedZone | None:
+    """The zone of the cheapest placement; None: it does not keep to the capacity.
 
     Raises:
         ConfigError: groups of a size that does not tile the cluster.
     """
-    made: list[SharedZone] = []
-    for chosen in choose(lengths, cluster, model, cost, asked, rings):
-        zone = shared_zone(chosen, cluster)
+    chosen = choose(lengths, cluster, model, cost, asked, rings)
+    if chosen is None:
+        return None
+    for lead in dict.fromkeys((chosen.estimate.lead, 0)):  # runs of two parts may be a token longer
+        zone = shared_zone(chosen, cluster, lead)
         rows = as_array(zone.fragments)
         held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
         if held.max() <= asked.capacity:
-            made.append(zone)
-    return made
+            return zone
+    return None
 
 
 def choose(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
-) -> list[Chosen]:
-    """The cheapest placement within the capacity, over groups of the cheapest size, and behind it
-    the rings of groups of that size if they were tried.
-    """
+) -> Chosen | None:
+    """The cheapest placement within the capacity, over groups of the cheapest size."""
     sizes = group_sizes(cluster)
     if asked.size is not None:
         if asked.size not in sizes:
@@ -147,20 +144,23 @@ def choose(
             )
         sizes = [asked.size]
     at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
-    costs = GroupCosts(cost, cluster, model, sizes[at])
+    costs = GroupCosts(cost, cluster, model, sizes[at], asked.call_s, asked.replays)
     found = _cheapest(lengths, costs, asked, rings)
-    step = _direction(found[0].estimate) if found else 0
-    while step and 0 <= at + step < len(sizes):
+    step = _direction(found.estimate) if found else 0
+    while found and step and 0 <= at + step < len(sizes):
         at += step
         if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
             break
-        costs, below_s = costs.of_size(sizes[at]), _BETTER * found[0].estimate.seconds
-        bound_s = costs.bound_s(lengths, [costs.work_s(length) for length in lengths])
-        other = [] if bound_s >= below_s else _cheapest(lengths, costs, asked, rings)
-        if not other or other[0].estimate.seconds >= below_s:
+        costs, below_s = costs.of_size(sizes[at]), _BETTER * found.estimate.seconds
+        bound_s = costs.bound_s(sum(lengths), sum(costs.works_s(lengths)))
+        other = None if bound_s >= below_s else _cheapest(lengths, costs, asked, rings)
+        if other is None or other.estimate.seconds >= below_s:
             break
         found = other
-    return found
+    if found is None or found.size == 1:
+        return found
+    numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
+    return replace(found, estimate=with_lead(found.estimate, lengths, found.of, costs.of_size(found.size), numbers))
 
 
 def _direction(price: Estimate) -> int:
@@ -170,41 +170,37 @@ def _direction(price: Estimate) -> int:
     return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
-def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> list[Chosen]:
-    """As `choose`, over groups of one size."""
+def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> Chosen | None:
+    """As `choose`, over groups of one size, without a lead."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
-    placed = Shares.empty([costs.work_s(length) for length in lengths], lengths, costs.num_groups)
+    placed = Shares.empty(costs.works_s(lengths), lengths, costs.num_groups)
     capacity = asked.capacity * costs.size
 
-    def best(kept: Sequence[Kept], least: float, below_s: float) -> Chosen | None:
-        trimmed = Trimmed.of(placed, kept, [least] * len(kept))
-        found = cheapest(trimmed, costs, numbers, remapped=asked.remapped, capacity=capacity, below_s=below_s)
+    def best(kept: Sequence[Kept], least: float, so_far: Chosen | None) -> Chosen | None:
+        trimmed, below_s = Trimmed.of(placed, kept, [least] * len(kept)), so_far.estimate.seconds if so_far else inf
+        found = cheapest(trimmed, costs, numbers, capacity=capacity, below_s=below_s)
         if found is None:
-            return None
+            return so_far
         at, price = found
         return Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
 
     found: Chosen | None = None
     for kept, least in _tried(placed, costs, search):
-        found = best(kept, least, found.estimate.seconds if found else inf) or found
+        found = best(kept, least, found)
         if costs.num_groups == 1 or (found and _is_good(found.estimate, placed, costs, search)):
-            return [found] if found else []
+            return found
     begun = None if costs.num_groups > _MANY else rings(costs.size)
     if begun is None:
-        return [found] if found else []
+        return found
     kept = [each.kept() for each in placements_from(placed.work, lengths, costs.num_groups, begun)]
-    found = best(kept, _LEAST_OF_FEW, found.estimate.seconds if found else inf) or found
-    if found is None:
-        return []
-    plain = best(kept[:1], _LEAST_OF_FEW, found.estimate.seconds * _ALIKE)
-    return [found] if plain is None or plain.of == found.of else [found, plain]
+    return best(kept, _LEAST_OF_FEW, found)
 
 
 def _is_good(price: Estimate, placed: Shares, costs: GroupCosts, search: _Search) -> bool:
     """Whether a placement is good enough to look no further."""
     hidden = price.exposed_s < search.showing * price.seconds
-    return hidden and price.seconds <= _ENOUGH * costs.bound_s(placed.tokens, placed.work)
+    return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(placed.tokens), sum(placed.work))
 
 
 def _tried(placed: Shares, costs: GroupCosts, search: _Search) -> Iterator[tuple[list[Kept], float]]:
@@ -238,8 +234,10 @@ def group_sizes(cluster: Cluster) -> list[int]:
     return [size for size in sizes if cluster.num_ranks % size == 0]
 
 
-def shared_zone(chosen: Chosen, cluster: Cluster) -> SharedZone:
-    """The zone of a placement: every group's fragments in near-equal runs on its ranks."""
+def shared_zone(chosen: Chosen, cluster: Cluster, lead: int = 0) -> SharedZone:
+    """The zone of a placement: every group's fragments in near-equal runs on its ranks, those of its
+    lead and those of the others.
+    """
     size, node_size = chosen.size, cluster.node_size
     held: list[tuple[int, int, int, int]] = []
     for seq, (length, own) in enumerate(zip(chosen.lengths, chosen.of, strict=True)):
@@ -258,12 +256,18 @@ def shared_zone(chosen: Chosen, cluster: Cluster) -> SharedZone:
     )
     together = size > 1 or any(len(groups) > 1 for groups in chosen.of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
-    return SharedZone(name, as_rows(_on_ranks(held, cluster.num_ranks, size)), size, chosen.estimate.num_waves)
+    rows = np.array(held, dtype=np.int64).reshape(-1, Placed.WIDTH)
+    if not lead:
+        return SharedZone(name, as_rows(_on_ranks(rows, cluster.num_ranks, size)), size, chosen.estimate.num_waves)
+    cuts = lead_cuts(union(rows), cluster.num_ranks // size, lead)[rows[:, Placed.RANK], rows[:, Placed.SEQ]]
+    parts = [_on_ranks(side_of(rows, cuts, ahead=ahead), cluster.num_ranks, size) for ahead in (True, False)]
+    fragments = as_rows(np.concatenate(parts))
+    return SharedZone(name, fragments, size, chosen.estimate.num_waves, lead)
 
 
-def _on_ranks(rows: Sequence[tuple[int, int, int, int]], num_ranks: int, size: int) -> Ints:
+def _on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
     """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
-    by_group = np.array(sorted(rows, key=itemgetter(0)), dtype=np.int64).reshape(-1, Placed.WIDTH)
+    by_group = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
     length = by_group[:, Placed.STOP] - by_group[:, Placed.START]
     begin = np.cumsum(length) - length
     tokens = sums(by_group[:, Placed.RANK], length, num_ranks // size)

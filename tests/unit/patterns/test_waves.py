@@ -24,8 +24,8 @@ UNEVEN = ((0, 0, 0, 100), (0, 0, 1100, 1200), (1, 0, 100, 300), (1, 0, 900, 1100
 """Sequence 0 in shares of 1, 2 and 3 sixths, zigzag; sequence 1 whole."""
 
 
-def zone(*fragments: tuple[int, int, int, int], size: int = 1, waves: int = 1) -> SharedZone:
-    return SharedZone("shared", Rows.of(4, list(fragments)), size, waves)
+def zone(*fragments: tuple[int, int, int, int], size: int = 1, waves: int = 1, lead: int = 0) -> SharedZone:
+    return SharedZone("shared", Rows.of(4, list(fragments)), size, waves, lead)
 
 
 def plan(own: SharedZone, lengths: tuple[int, ...], num_ranks: int, heads: int = 4) -> MicrobatchPlan:
@@ -106,10 +106,11 @@ def test_groups_and_waves_are_at_least_one() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize("lead", [0, 100])
 @pytest.mark.parametrize(("num_ranks", "per_node", "size"), [(4, 4, 1), (4, 2, 2), (8, 4, 4), (8, 2, 2)])
-def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size: int) -> None:
+def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size: int, lead: int) -> None:
     machine = flat_machine(num_ranks, per_node, launch=0.01, pair=1e-6)
-    own = zone(*spread(960, num_ranks, size), size=size, waves=3)
+    own = zone(*spread(960, num_ranks, size), size=size, waves=3, lead=lead)
     made = by_hand.plan((960,), num_ranks, own, ranks_per_node=per_node, heads=(4, 4))
     exact, rounds = (attention_call(made, machine, policy, None, engine) for engine in ("events", "rounds"))
     for a, b in zip(exact, rounds, strict=True):
