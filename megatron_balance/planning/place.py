@@ -91,9 +91,11 @@ def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPla
 
 
 def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
-    """The plan with its layers, under the mask of the model. A remap that is made where it pays saves time in the modules outside
-    attention (`planning.layers`); it is left out where the whole layer, by estimate, is faster
-    without: ranks with more tokens may have less attention.
+    """The plan with its layers, under the mask of the model.
+
+    A remap that is made where it pays saves time in the modules outside attention
+    (`planning.layers`); it is left out where the whole layer, by estimate, is faster without: ranks
+    with more tokens may have less attention.
     """
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
