@@ -168,6 +168,9 @@ def _on_rank(
         "max-position-embeddings": SEQ,
         "global-batch-size": SAMPLES,
     }
+    if ways == (2,):  # else few ranks own a layer (docs/hydraulis.md)
+        layer = (4 + 3 * 3) * options.hidden**2 // 2
+        flags |= {"overlap-grad-reduce": True, "ddp-bucket-size": layer}
     records: list[dict[str, Any]] = []
     made = Run(topology, cluster, steps, options.layers, "keep", folder, None, records.append, flags=flags)
     samples = [sample for step in steps for sample in _samples(step.lengths)]

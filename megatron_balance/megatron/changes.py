@@ -58,8 +58,8 @@ class Changes:
         if layouts.overlap and layout.base.num_shards > 1 and buckets == 1:
             log.warning(
                 "strategies: all weights of the first stage are in one bucket, so that few ranks own a layer, and "
-                "layers are pulled and pushed from few NICs at a time; use --overlap-grad-reduce, with a --ddp-bucket-size of "
-                "about a layer (docs/hydraulis.md)"
+                "layers are pulled and pushed from few NICs at a time; use --overlap-grad-reduce, with a "
+                "--ddp-bucket-size of about a layer (docs/hydraulis.md)"
             )
         config, communication = job.config, job.config.communication
         timeout = timedelta(minutes=job.args.distributed_timeout_minutes)
