@@ -84,6 +84,13 @@ WAYS: Mapping[str, Way] = {
         ZEPPELIN,
         {"untie-embeddings-and-output-weights": False, **SHORTER},
     ),
+    "TP2 x DP4, in buckets": Way(
+        {**SEQUENCE_PARALLEL, "overlap-grad-reduce": True, "ddp-bucket-size": 5000},
+        ("4*tp2-pp1-cp1", "tp1-pp1-cp8"),
+        {"overlap": False},
+        SHORTER,
+        "4*tp2-pp1-cp1",
+    ),
     "DP8": Way({}, ("8*tp1-pp1-cp1", "tp1-pp1-cp8", "tp4-pp1-cp1+4*tp1-pp1-cp1"), {}, SHORTER, "8*tp1-pp1-cp1"),
 }
 

@@ -121,6 +121,7 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
         "imbalance": bench.imbalance(planned),
         "plan_ms": planned.plan_ms,
         "peak_bytes": peak,
+        "changes": found.get("changes"),  # pull and push of steps of another strategy than the base layout
         "fits": peak <= bench.given.cluster.memory_bytes,
         # Plans are made while the step before runs.
         "hides": bench.group * planned.plan_ms <= 1e3 * found["step_s"]["median"],

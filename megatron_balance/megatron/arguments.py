@@ -458,8 +458,8 @@ STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--use-distributed-optimizer is missing: its shards own weights and gradients under every strategy",
     ),
     (
-        lambda args: args.overlap_param_gather or args.overlap_grad_reduce,
-        "--overlap-param-gather and --overlap-grad-reduce work on the command line's layout alone; leave them out",
+        lambda args: args.overlap_param_gather,
+        "--overlap-param-gather works on the command line's layout alone; leave it out",
     ),
     (
         lambda args: args.num_experts is not None,

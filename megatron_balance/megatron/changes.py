@@ -54,6 +54,13 @@ class Changes:
         layouts = job.layouts
         assert layouts is not None, "changes are made where there are other strategies than the layout"
         layout = base_layout(model, optimizer, job.layout.pipelines[0])
+        buckets = len(layout.base.buffers[0].buckets) - 1  # later stages always have one
+        if layouts.overlap and layout.base.num_shards > 1 and buckets == 1:
+            log.warning(
+                "strategies: all weights of the first stage are in one bucket, so that few ranks own a layer, and "
+                "layers are pulled and pushed from few NICs at a time; use --overlap-grad-reduce, with a "
+                "--ddp-bucket-size of about a layer (docs/hydraulis.md)"
+            )
         config, communication = job.config, job.config.communication
         timeout = timedelta(minutes=job.args.distributed_timeout_minutes)
         others = [each for each in job.candidates if each != job.layout]

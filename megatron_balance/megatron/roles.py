@@ -155,6 +155,9 @@ class Roles:
     def __iter__(self) -> Iterator[Role]:
         return iter(self._roles.values())
 
+    def __contains__(self, strategy: object) -> bool:
+        return strategy in self._roles
+
     def __getitem__(self, strategy: Strategy) -> Role:
         """The role of this rank in `strategy`.
 

@@ -94,12 +94,13 @@ def test_in_bf16_the_own_models_weights_give_their_memory_back_until_it_trains_o
     train: Train, mixed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory."""
+    buckets = {"overlap-grad-reduce": True, "ddp-bucket-size": 20_000}
     bf16 = {"bf16": True, "split": "80,20,0", "eval-interval": HALF, "eval-iters": 1, "train-iters": HALF}
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed, **bf16})
     one = train(1, "te_ring", at_once(flags))
     own = "2*tp2-pp1-cp1"
     planner = {"name": "hydraulis", "tokens_per_rank": 256, "strategies": ["tp1-pp1-cp4", own], "overlap": False}
-    base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+    base = {"tensor-model-parallel-size": 2, "sequence-parallel": True, **buckets}
     run = train(4, planner, {**flags, **OWNED, **base}, config=CONFIG, entry="gradients")
     assert_same_training(run, one, 1e-2)
     assert set(run.column("strategy")) == {"tp1-pp1-cp4", own}
@@ -129,7 +130,7 @@ def test_a_rank_killed_in_a_pull_or_a_push_ends_the_job_and_is_named(
     ("flags", "message"),
     [
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce work on the command line's layout alone"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather works on the command line's layout alone"),
         ({"num_experts": 8}, "experts are not cut by strategies"),
         ({"multi_latent_attention": True}, "--multi-latent-attention: its down-projections"),
         ({"mtp_num_layers": 1}, "no place in a strategy's stages"),

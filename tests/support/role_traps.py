@@ -1,4 +1,4 @@
-"""What may not happen while roles train: traps that make it an error, in one rank's process."""
+"""Traps for what may not happen while roles train, in one rank's process."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ and 50 MB, once per strategy. The shards of the base layout (`owned`) are made o
 not in it.
 
     python -m tools.bench.link [--ranks 1024] [--json]
+    python -m tools.bench.link --slots      # seconds of a pull on 64 A800s, at once and slot by slot
 """
 
 from __future__ import annotations
@@ -12,10 +13,27 @@ import json
 import statistics
 import time
 import tracemalloc
+from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters, link, traffic
+from megatron_balance.analysis.link import (
+    Base,
+    Buffer,
+    Parameter,
+    Parameters,
+    Piece,
+    Twins,
+    link,
+    links_s,
+    num_slots,
+    slots_of_pieces,
+    through_nodes,
+    traffic,
+    volume,
+)
+from megatron_balance.config import load_cluster
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
 
 LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 30592
@@ -40,7 +58,7 @@ def parameters() -> Parameters:
     return Parameters.of(listed, LAYERS)
 
 
-def base(model: Parameters, scheme: Scheme, replicas: int) -> Base:
+def base(model: Parameters, scheme: Scheme, replicas: int, bucket: int = BUCKET) -> Base:
     """A base layout whose buffers are filled backwards in buckets, as Megatron fills them."""
     shards = scheme.context * replicas
     numbers, stages, _ = model.stages(np.arange(len(model)), scheme.pipeline)
@@ -53,11 +71,34 @@ def base(model: Parameters, scheme: Scheme, replicas: int) -> Base:
             at = -(-at // 64) * 64
             starts.append(at)
             at += int(model.shape[number].prod()) // (scheme.tensor if model.cut[number] >= 0 else 1)
-            if at - buckets[-1] >= BUCKET or number == mine[-1]:
+            if at - buckets[-1] >= bucket or number == mine[-1]:
                 at = -(-at // (128 * shards)) * 128 * shards
                 buckets.append(at)
         buffers.append(Buffer(stage, mine, np.array(starts), np.array(buckets)))
     return Base(scheme, replicas, tuple(buffers))
+
+
+def slots() -> None:
+    """Print what links alone take for a pull, from weights that <16,1,1> x 4 owns."""
+    model, cluster = parameters(), load_cluster("a800-ib").build()
+    ranks, per_node = cluster.num_ranks, cluster.node_size
+    for text in ("tp16-pp1-cp1+6*tp8-pp1-cp1", "tp8-pp1-cp1+14*tp4-pp1-cp1"):
+        strategy = Strategy.parse(text)
+        twins = Twins.of(strategy, ranks, per_node)
+        for name, bucket in (("buckets of 40M", BUCKET), ("one bucket", 1 << 60)):
+            layout = base(model, Scheme(16), ranks // 16, bucket)
+            whole = link(layout, layout.owned(model), strategy, model)
+            parts = [part.pull for part in through_nodes(whole, model, twins, None)]
+            at = [slots_of_pieces(pieces, Piece.DST, strategy, model) for pieces in parts]
+
+            def seconds(chosen: Sequence[Ints], parts: Sequence[Ints] = parts) -> float:
+                ways = [volume(pieces[which], 2, ranks, per_node) for pieces, which in zip(parts, chosen, strict=True)]
+                return links_s(ways[0] + ways[1], cluster, handed_on=True)
+
+            count = num_slots(strategy, model.num_layers) + 2
+            apart = sum(seconds([np.flatnonzero(of == slot) for of in at]) for slot in range(count))
+            at_once = seconds([np.arange(len(of)) for of in at])
+            print(f"{text}, {name}: at once {at_once:.2f} s, in {count} slots {apart:.2f} s")
 
 
 def main() -> None:
@@ -65,7 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--slots", action="store_true")
     args = parser.parse_args()
+    if args.slots:
+        slots()
+        return
     ranks: int = args.ranks
     model = parameters()
     layout = base(model, Scheme(8, 2), ranks // 16)

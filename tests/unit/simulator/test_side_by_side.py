@@ -81,6 +81,10 @@ def test_candidates_of_auto_and_the_baseline_of_full_microbatches_are_simulated(
 
 
 def _simulate(config: str, *more: str) -> int:
+    return _run("simulate", config, *more)
+
+
+def _run(verb: str, config: str, *more: str) -> int:
     import tempfile
     from pathlib import Path
 
@@ -90,7 +94,7 @@ def _simulate(config: str, *more: str) -> int:
         words = (
             "--ranks 8 --ranks-per-node 4 --model llama-3b --cluster h200 --lengths 9000,700,300,4000 --microbatches 1"
         )
-        return main(["simulate", *words.split(), "--config", str(path), *more])
+        return main([verb, *words.split(), "--config", str(path), *more])
 
 
 def test_weights_that_came_from_another_layout_are_pulled_and_gradients_pushed() -> None:
@@ -128,3 +132,7 @@ def test_simulate_says_what_steps_pulled_and_pushed(capsys: pytest.CaptureFixtur
     assert changes["push_bytes"] == 2 * changes["pull_bytes"] > 0
     assert _simulate(config) == 0
     assert "1 step of another strategy than the base layout: pull" in capsys.readouterr().out
+    options = ("-o", "strategies=[2*tp2-pp1-cp1+tp1-pp2-cp2]", "-o", "base=4*tp2-pp1-cp1")
+    assert _run("compare", "{}", "--planner", "hydraulis", *options, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["changes"] == changes
