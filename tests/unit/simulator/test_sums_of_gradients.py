@@ -12,7 +12,7 @@ import pytest
 from megatron_balance.analysis.estimate.times import Machine as EstimateMachine
 from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.phase import phase_of, ring_names
 from megatron_balance.simulator.tables import Tables
@@ -50,7 +50,9 @@ def plans() -> list[MicrobatchPlan]:
 def test_what_a_hop_brought_is_not_added_around_the_launch(plan: MicrobatchPlan) -> None:
     on = machine()
     row = on.payload.row_bytes
-    size = plan.zones[0].group_size or 1
+    zone = plan.zones[0]
+    assert isinstance(zone, Zone)
+    size = zone.group_size or 1
     queries, keys = TOKENS * HEADS * row[Kind.Q_GRAD], TOKENS * HEADS * row[Kind.KV_GRAD]
     seconds = Tables(plan, on).zones[0].backward_s
     # Own keys are added to the caller's; of a block of a hop only the queries' gradients are.

@@ -13,10 +13,22 @@ PRICES = Host(call_s=35e-6, launch_s=30e-6)
 """A group call through torch's NCCL process group, and a kernel launched by torch or Triton.
 Estimates, not measured here: the table of docs/measurements/host-time.md says what is."""
 
-BUDGETS: dict[str, float] = {"distca": 0.5, "head exchange in a node": 0.5, "zeppelin, routed": 1.2}
+BUDGETS: dict[str, float] = {
+    "distca": 0.5,
+    "head exchange in a node": 0.5,
+    "zeppelin, waves": 0.5,
+    "zeppelin, groups": 0.5,
+    "zeppelin, routed": 1.2,
+}
 """Most host time over kernel time, forward and backward of a layer; the others are printed only."""
 
-PYTHON_S: dict[str, float] = {"distca": 3.3e-3, "head exchange in a node": 4.2e-3, "zeppelin, routed": 8.2e-3}
+PYTHON_S: dict[str, float] = {
+    "distca": 1.5e-3,
+    "head exchange in a node": 1.1e-3,
+    "zeppelin, waves": 3.0e-3,
+    "zeppelin, groups": 3.0e-3,
+    "zeppelin, routed": 4.2e-3,
+}
 """CPU seconds of a layer's Python, as docs/measurements/host-time.md has them."""
 
 
