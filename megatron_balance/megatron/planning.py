@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from math import lcm
 
-from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
@@ -33,8 +32,9 @@ def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint:
     # The planning process imports no Megatron: what Megatron's own code plans is planned on the
     # spot.
     # The other tensor-parallel ranks and stages have the plans of these.
-    proves = tensor_parallel().is_source and mpu.get_pipeline_model_parallel_rank() == 0
-    proving = dataclasses.replace(spec, prove_every=job.config.prove_every if proves else 0, prove_as=job.pool.rank)
+    proves = job.pool.stage == 0 and (job.args.tensor_model_parallel_size == 1 or tensor_parallel().is_source)
+    every = job.config.prove_every if proves else 0
+    proving = dataclasses.replace(spec, prove_every=every, prove_as=job.pool.rank)
     process = PlanAhead(proving) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),

@@ -130,8 +130,8 @@ def _of_communication(error: Exception) -> bool:
     """Whether an error is about what another rank did: gloo's are RuntimeErrors without a class of
     their own.
     """
-    by_gloo = type(error) is RuntimeError and ("gloo" in str(error) or "imed out" in str(error))
-    return by_gloo or isinstance(error, dist.DistError)
+    by_gloo = any(words in str(error) for words in ("gloo", "imed out", "pair closure"))
+    return (type(error) is RuntimeError and by_gloo) or isinstance(error, dist.DistError)
 
 
 def _answer(store: Any, rank: int) -> None:

@@ -4,6 +4,7 @@ group."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -111,14 +112,15 @@ def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pyte
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("rank", "every"), [(0, 7), (1, 0)])
-def test_the_rank_that_writes_the_log_proves_plans(monkeypatch: pytest.MonkeyPatch, rank: int, every: int) -> None:
-    work = job(Data(), rank=rank)
+@pytest.mark.parametrize(("stage", "every"), [(0, 7), (1, 0)])
+def test_ranks_of_the_first_stage_prove_plans(monkeypatch: pytest.MonkeyPatch, stage: int, every: int) -> None:
+    work = job(Data())
     work.config.prove_every = 7
-    started: list[int] = []
-    monkeypatch.setattr(planning, "PlanAhead", lambda spec: started.append(spec.prove_every))
+    work.pool = dataclasses.replace(work.pool, stage=stage, num_stages=2)
+    started: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(planning, "PlanAhead", lambda spec: started.append((spec.prove_every, spec.prove_as)))
     planning.step_plans(work, ahead=True)
-    assert started == [every]
+    assert started == [(every, 0)]
 
 
 def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(

@@ -215,7 +215,9 @@ def try_kill(runs: Runs, number: int, whole: dict[tuple[str, int], list[dict[str
     draw = random.Random(f"kills {number}")
     name, options = PLANNERS[number % len(PLANNERS)]
     ranks = draw.choice(RANKS)
-    flags = {"context-parallel-size": draw.choice((1, ranks)), "train-iters": 6}
+    context = draw.choice((1, ranks))
+    # each replica takes a sample at least
+    flags = {"context-parallel-size": context, "train-iters": 6, "global-batch-size": max(2, ranks // context)}
     at = (f"{name} {flags['context-parallel-size']}", ranks)
     planner = {"name": name, **options}
     if at not in whole:

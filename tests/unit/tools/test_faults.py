@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_balance.compile import prove
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
-from tools.faults import cases, digests, files, mutants, nccl, plans
+from tools.faults import cases, digests, files, mutants, nccl, plans, soak
 from tools.faults.cases import Outcome, Suite, within
 from tools.gpu_model.races import Recorded
 
@@ -144,3 +146,30 @@ def test_digests_of_a_case_are_equal_here_and_on_an_old_cpu() -> None:
     assert plans.drawn(13) == drawn, "a case depends on its number alone"
     with pytest.raises(cases.SlowError, match=r"more than 0\.01 CPU seconds"), within(0.01):
         sum(iter(lambda: 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({}, ""),
+        ({"mb": lambda step: 500 + 0.02 * step}, "rank 1: 2.00 MB more in 100 steps"),
+        ({"descriptors": lambda step: 20 + (step > 1500)}, "rank 1: descriptors from 20 to 21"),
+        ({"mb": lambda step: 500 + 50 * (step <= soak.WARM)}, ""),
+    ],
+)
+def test_a_long_run_that_grows_is_a_fault(changed: dict[str, Callable[[int], float]], fault: str) -> None:
+    def samples(of: dict[str, Callable[[int], float]]) -> dict[str, Any]:
+        steps = range(soak.EVERY, soak.STEPS + 1, soak.EVERY)
+        flat: dict[str, Callable[[int], float]] = {name: lambda _: 20.0 for name in ("mb", *soak.COUNTED)}
+        return {"step": np.array(steps), **{name: np.array([f(s) for s in steps]) for name, f in (flat | of).items()}}
+
+    assert soak.judged([samples({}), samples(changed)], soak.STEPS).fault == fault
+    assert soak.judged([samples({})], soak.STEPS + 500).kind == "cut short"
+
+
+def test_a_program_that_no_rank_refuses_though_the_whole_is_refused_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutants.by_ranks() as one:
+        ended = [one(number) for number in range(4)]  # of te_ring
+        assert not [outcome for outcome in ended if outcome.fault]
+        monkeypatch.setattr(mutants, "refused_by_a_rank", lambda _: False)
+        assert any(one(number).fault.startswith("no rank refuses: ") for number in range(4))

@@ -58,6 +58,15 @@ def test_a_rank_that_is_dead_or_frozen_is_named(job: Job, caplog: pytest.LogCapt
     assert again == ["rank 2 of 3 does not answer: ended, or frozen"], "every survivor says so"
 
 
+@pytest.mark.parametrize(
+    "words", ["Application timeout caused pair closure", "exchange 0, piece 1 of 2: it did not leave: pair closure"]
+)
+def test_an_exchange_that_gloo_broke_off_is_about_another_rank(
+    words: str, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said(job.ranks[0], RuntimeError(words), caplog) == ["rank 2 of 3 does not answer: ended, or frozen"]
+
+
 def test_a_rank_that_failed_is_named_with_its_reason_though_it_answered(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
