@@ -88,8 +88,8 @@ way to begin; None: there are no such rings.
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Limits and wishes. `capacity`: tokens that a rank holds at most; `size`, `num_waves`: of groups of
-    this many ranks, in this many waves; `call_s`, `replays`: as in `GroupCosts`.
+    """Limits and wishes. `capacity`: tokens that a rank holds at most; `size`, `num_waves`: of groups
+    of this many ranks, in this many waves; `call_s`, `replays`: as in `GroupCosts`.
     """
 
     capacity: int
