@@ -39,6 +39,7 @@ class Prices:
         self.attention_s = np.array([known[n] for n in lengths], dtype=np.float64)
         self.token_s = cost.linear_s(1.0)
         self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
+        self._exchanges: dict[tuple[int, int], float] = {}
 
     def seconds(self, topology: Topology, group_of: Ints) -> float:
         """Seconds of the slowest group; `group_of`: of each sequence."""
@@ -50,16 +51,24 @@ class Prices:
         tokens = np.bincount(group_of, weights=self.tokens, minlength=len(sizes)) / sizes
         attention = np.bincount(group_of, weights=self.attention_s, minlength=len(sizes)) / sizes
         heads = np.ceil(self.model.num_heads / sizes) / (self.model.num_heads / sizes)
-        exchange = np.array([self._exchange_s(ranks) for ranks in topology.groups()])
+        stops = np.cumsum(topology.sizes)
+        room = self.cluster.node_size - (stops - topology.sizes) % self.cluster.node_size  # on the first rank's node
+        here = np.minimum(room, topology.sizes).tolist()
+        exchange = np.array([self._exchange_s(*each) for each in zip(topology.sizes, here, strict=True)])
         return LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
 
-    def _exchange_s(self, ranks: tuple[int, ...]) -> float:
-        """Seconds of all-to-alls, both ways and both passes, for each token that a rank holds."""
-        size = len(ranks)
+    def _exchange_s(self, size: int, inside: int) -> float:
+        """Seconds of all-to-alls of a group, both ways and both passes, for each token that a rank
+        holds; `inside`: ranks on the first one's node.
+        """
+        if (size, inside) not in self._exchanges:
+            self._exchanges[size, inside] = self._all_to_alls_s(size, inside)
+        return self._exchanges[size, inside]
+
+    def _all_to_alls_s(self, size: int, inside: int) -> float:
         if size == 1:
             return 0.0
         both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
-        inside = sum(self.cluster.node(rank) == self.cluster.node(ranks[0]) for rank in ranks)
         packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
         inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)
         if inside == size:

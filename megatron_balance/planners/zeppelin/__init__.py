@@ -151,9 +151,7 @@ def _in_waves(
     def rings(size: int) -> Placement | None:
         if cluster.node_size % size:
             return None
-        wide, own = wide_ranks(cluster, size), pricing(replace(options, remapped=False))
-        prices = Prices(lengths, wide, WideCost(cost, cluster, model, size), own, model.mask)
-        return costed.tightest(costed.Search(prices), capacity * size, own)
+        return _on_groups(lengths, cluster, (model, cost), capacity, options, size)
 
     return waves.place(lengths, cluster, model, cost, asked, rings)
 

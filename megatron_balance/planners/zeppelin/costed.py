@@ -90,14 +90,6 @@ def place(search: Search, capacity: int, pricing: Pricing) -> Placed:
     return best.placed
 
 
-def tightest(search: Search, capacity: int, pricing: Pricing) -> Placement | None:
-    """The first placement that `place` finds, before it makes tokens more even; None: only the trivial
-    one is legal.
-    """
-    filling = search.tightest(capacity, _Best(search, pricing).time_s)
-    return None if filling is None else filling.placement
-
-
 class _Best:
     """The placement of the lowest price so far, at first the trivial one."""
 
