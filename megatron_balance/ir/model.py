@@ -38,10 +38,15 @@ class Model:
     attention: str = "causal"
     """Name of the mask of every sequence (`ir.mask.MASKS`): "causal", or "full" as in diffusion
     transformers, whose text and image tokens of one sample are one sequence."""
+    value_dim: int | None = None
+    """Width of a head's values and outputs, where it is not that of queries and keys, `head_dim`
+    (multi-latent attention)."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
+        if self.value_dim is not None:
+            object.__setattr__(self, "value_dim", at_least(1, f"model {self.name}: value_dim", self.value_dim))
         if self.attention not in MASKS:
             raise ConfigError(
                 f"model {self.name}: attention {self.attention!r} is not a known mask; choose {' or '.join(MASKS)}"
@@ -66,16 +71,26 @@ class Model:
         return mask_named(self.attention)
 
     @property
+    def value_width(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kernel_dim(self) -> int:
+        """Width of a head in the attention kernel, which pads the narrower of keys and values."""
+        return max(self.head_dim, self.value_width)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token, one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return self.num_kv_heads * (self.head_dim + self.value_width) * self.bytes_per_element
 
     @property
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
-        hidden, width = self.hidden_size, self.num_heads * self.head_dim
-        attention = hidden * (2 * width + 2 * self.num_kv_heads * self.head_dim)
-        mlp = (3 if self.gated_ffn else 2) * hidden * self.ffn_size * max(1, self.experts_per_token)
+        both = self.head_dim + self.value_width
+        attention = self.hidden_size * both * (self.num_heads + self.num_kv_heads)
+        mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size * max(1, self.experts_per_token)
         return 2.0 * (attention + mlp)
 
     @property
@@ -83,4 +98,4 @@ class Model:
         """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all
         heads.
         """
-        return 4.0 * self.num_heads * self.head_dim
+        return 2.0 * self.num_heads * (self.head_dim + self.value_width)

@@ -95,8 +95,7 @@ def attend(
     """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
 
     Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
-    attention squeezes the second dimension away, and its V is another width than D: the narrower one
-    gets zeros, which change no score and no output, and travels so.
+    attention squeezes the second dimension away.
 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
@@ -104,11 +103,9 @@ def attend(
     if params.alone:
         return _attend_alone(query, key, value, params.alone, softmax_scale)
     bound = params.bound_now(number)
-    width = value.shape[-1]
-    query, key, value = (_widened(x, bound.shape.head_dim) for x in (query, key, value))
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
-    return padded(out[..., :width], query.shape[0])
+    return padded(out, query.shape[0])
 
 
 def _attend_alone(
@@ -126,20 +123,15 @@ def _attend_alone(
     return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
 
 
-def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, 1, heads, width] of [rows, 1, heads, D] or [rows, heads, D], zeros behind D."""
-    x = x[:, None] if x.dim() == 3 else x
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
 def rows_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows [T, heads, D] that sequences own, of Megatron's [rows, 1, heads, D].
 
-    The last rows may be padding.
+    The last rows may be padding. Multi-latent attention squeezes the second dimension away.
     """
-    q, k, v = (x[: bound.num_tokens, 0].contiguous() for x in (query, key, value))
+    own = (x[: bound.num_tokens] for x in (query, key, value))
+    q, k, v = ((x[:, 0] if x.dim() == 4 else x).contiguous() for x in own)
     return q, k, v
 
 

@@ -157,8 +157,8 @@ class Session:
         """Heads of one of `size` tensor-parallel ranks."""
         args = self.args
         if args.multi_latent_attention:
-            widest = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
-            return AttentionShape(args.num_attention_heads // size, args.num_attention_heads // size, widest)
+            heads, keys = args.num_attention_heads // size, args.qk_head_dim + args.qk_pos_emb_head_dim
+            return AttentionShape(heads, heads, keys, None if args.v_head_dim == keys else args.v_head_dim)
         kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         return AttentionShape(args.num_attention_heads // size, max(1, kv_heads // size), args.kv_channels)
 
@@ -211,7 +211,8 @@ class Session:
         `groups`: ranks that attend together; `shape`: heads of this rank, if not of the layout.
         Before the first of them, whatever a step would otherwise have to compile is built.
         """
-        build_variants(job_device(), self.dtype, self.shape.head_dim)
+        for width in dict.fromkeys(self.shape.widths):
+            build_variants(job_device(), self.dtype, width)
         return Binder(
             groups,
             shape or self.shape,
@@ -274,7 +275,7 @@ class Session:
             ConfigError: none can.
         """
         if self._kernel is None:
-            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
+            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, max(self.shape.widths)).name
         return self._kernel
 
     def model(self, tensor: int | None = None) -> Model:
@@ -288,6 +289,7 @@ class Session:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
             ffn_size=max(1, args.ffn_hidden_size // size),

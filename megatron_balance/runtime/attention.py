@@ -62,7 +62,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     Args:
         q: [T, H, D] in the order of `bound.owned`.
         k: [T, G, D].
-        v: [T, G, D].
+        v: [T, G, V]; V as `AttentionShape.value_width`.
         bound: the plan.
         softmax_scale: default 1 / sqrt(D).
         backward: where the backward finds its plan, if that is not `bound`; then both are bound
@@ -72,7 +72,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
             the backward lets it go piece by piece.
 
     Returns:
-        The output [T, H, D].
+        The output [T, H, V].
 
     Raises:
         ConfigError: the tensors do not have the plan's rows and heads.
@@ -114,7 +114,7 @@ class AttentionCall:
         self._link = _Attend.apply(self._link, self._runs)
 
     def end(self) -> Tensor:
-        """Wait for results of owned rows: the output [T, H, D]."""
+        """Wait for results of owned rows: the output [T, H, V]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
         out = _End.apply(self._link, *self._inputs, self._runs)
@@ -124,11 +124,11 @@ class AttentionCall:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
     shape = bound.shape
-    for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-        if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
-            raise ConfigError(
-                f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}"
-            )
+    keys, values = shape.widths
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    for name, x, wanted in (("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values))):
+        if tuple(x.shape) != (bound.num_tokens, *wanted):
+            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
 
 
 def _scale(softmax_scale: float | None, bound: Bound) -> float:

@@ -25,7 +25,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
 from megatron_balance.runtime.lower.moves import Handling, moves_of
@@ -231,8 +231,8 @@ def prepare(  # noqa: PLR0913  as `bind`
         raise ConfigError(f"the executor runs plans of masks {', '.join(MASKS)}, got {plan.mask.name!r}")
     compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
     program = compiled.program
-    place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire)
-    chosen, moves = choose_kernel(kernel, place, dtype, shape.head_dim), choose_mover(mover, place)
+    place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire, shape.value_dim)
+    chosen, moves = kernel_of_widths(kernel, place, dtype, shape.widths), choose_mover(mover, place)
     setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
     lowering = Lowering(program, shape, _HOST, policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])

@@ -17,13 +17,13 @@ from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
 from megatron_balance.runtime.lower.sums import is_whole
 from megatron_balance.runtime.movers.base import Place, Space, heads_view
-from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
+from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received, halves
 
 
 def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
-    """Output [T, H, D] in q's dtype, LSE [T, H], and what the backward needs.
+    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs.
 
-    q [T, H, D], k and v [T, G, D].
+    q [T, H, D], k [T, G, D] and v [T, G, V]; the output is [T, H, V].
     """
     run = ForwardRun(bound, q, k, v, scale)
     run.start()
@@ -55,10 +55,10 @@ class ForwardRun(PhaseRun):
         sizes, blank = bound.query_rows, bound.forward.blank_outputs
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
-        self.partials = bound.mover.partials(Space(sizes, blank, self.dim, self.dtype, self.wide, empty))
+        self.partials = bound.mover.partials(Space(sizes, blank, self.form.value_width, self.dtype, self.wide, empty))
 
     def outputs(self) -> tuple[Tensor, Tensor, Received]:
-        """End the forward: output [T, H, D], LSE [T, H], and what the backward needs."""
+        """End the forward: output [T, H, V], LSE [T, H], and what the backward needs."""
         self.end()
         received = Received()
         if self.bound.policy == "keep":
@@ -98,7 +98,8 @@ class BackwardRun(PhaseRun):
         super().__init__(bound, bound.backward, q, k, v, received)
         self.scale = scale
         self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
-        self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
+        self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
+        self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,6 +111,8 @@ class BackwardRun(PhaseRun):
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
         self.totals.pop((kind, buffer), None)
+        if kind == Kind.KV_GRAD:
+            self.joined.pop(buffer, None)
         self.held.pop((kind, buffer), None)
 
     def size(self, value: Value) -> tuple[int, int]:
@@ -120,26 +123,36 @@ class BackwardRun(PhaseRun):
     def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
         held = self.held.get((kind, buffer))
-        return self.total((kind, buffer)).unbind(0) if held is None else held
+        return self.total((kind, buffer)) if held is None else held
 
-    def total(self, value: Value) -> Tensor:
-        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to."""
+    def total(self, value: Value) -> tuple[Tensor, ...]:
+        """Memory [T, heads, D or V] in the wide type that gradients of a buffer are added to."""
         before = self.totals.get(value)
-        if before is not None and before.dtype == self.wide:
+        if before is not None and before[0].dtype == self.wide:
             return before
-        shape = (1 if value[0] == Kind.Q_GRAD else 2, *self.size(value), self.dim)
-        if not value[1] and self.dtype == self.wide:  # handed to the caller as it is
-            total = torch.empty(shape, dtype=self.wide, device=self.device)
-        else:
-            total = self.empty(*shape, dtype=self.wide)
-        parts = self.held.pop(value, None) if before is None else before.unbind(0)
-        if parts is None:
-            total.zero_()
-        else:
-            for target, part in zip(total.unbind(0), parts, strict=True):
-                target.copy_(part)
+        total = self.new_total(value)
+        parts = self.held.pop(value, None) if before is None else before
+        for at, target in enumerate(total):
+            if parts is None:
+                target.zero_()
+            else:
+                target.copy_(parts[at])
         self.totals[value] = total
         return total
+
+    def new_total(self, value: Value) -> tuple[Tensor, ...]:
+        """Memory for a total, not filled."""
+        kind, buffer = value
+        owned = not buffer and self.dtype == self.wide  # handed to the caller as it is
+        empty = partial(torch.empty, device=self.device) if owned else self.groups_empty
+        if kind == Kind.KV_GRAD and self.form.value_dim is None:
+            both = self.joined[buffer] = empty((2, *self.size(value), self.form.dim), dtype=self.wide)
+            return tuple(both.unbind(0))
+        widths = self.form.pair if kind == Kind.KV_GRAD else (self.form.dim,)
+        return tuple(empty((*self.size(value), width), dtype=self.wide) for width in widths)
+
+    def groups_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.empty(*shape, dtype=dtype)
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
@@ -166,18 +179,21 @@ class BackwardRun(PhaseRun):
         totals = [self.total((kind, run.buffer)) for run in sums.added.runs]
         return [Place(sums.added, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
 
-    def received_places(self, message: Message, grads: Tensor) -> list[Place]:
-        """Where gradients [1 or 2, N, heads, D] that came in a message are added.
+    def received_places(self, message: Message, tensors: Sequence[Tensor]) -> list[Place]:
+        """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
         a ring's rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        if self.adopts(packed, value, grads.dtype):
+        grads: tuple[Tensor, ...] = tuple(tensors) if message.kind == Kind.Q_GRAD else halves(tensors)
+        if self.adopts(packed, value, grads[0].dtype):
             held = self.held.pop(value, ())
             self.totals[value] = grads
-            return [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
-        places = self.places(message.kind, message.sums, grads.unbind(0))
+            if message.kind == Kind.KV_GRAD and len(tensors) == 1:
+                self.joined[value[1]] = tensors[0]
+            return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
+        places = self.places(message.kind, message.sums, grads)
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
@@ -206,18 +222,16 @@ class BackwardRun(PhaseRun):
             case Kind.Q_GRAD:
                 return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient, into[0])]
             case _:
-                totals = {run.buffer: self.totals.get((Kind.KV_GRAD, run.buffer)) for run in packed.runs}
-                stacked = {b: x for b, x in totals.items() if x is not None and x.dtype == self.form.gradient}
+                joined = {b: x for b, x in self.joined.items() if x.dtype == self.form.gradient}
                 of = partial(self.summed, Kind.KV_GRAD)
-                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient, into[0])]
+                return self.both(packed, joined, lambda b, i: of(b)[i], self.form.gradient, into)
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         match arrived[0][0].kind:
             case Kind.OUT_GRAD:
                 self.place_final(arrived)
-            case kind:
-                grads = [(message, x[None] if kind == Kind.Q_GRAD else x) for message, (x,) in arrived]
-                places = [place for each in grads for place in self.received_places(*each)]
+            case _:
+                places = [place for each in arrived for place in self.received_places(*each)]
                 if places:
                     self.bound.mover.add(places)
 
@@ -228,8 +242,8 @@ class BackwardRun(PhaseRun):
             runs = message.packed.runs
             for buffer in {run.buffer for run in runs} - self.dout.keys():
                 rows, heads = self.bound.query_rows[buffer]
-                self.dout[buffer] = self.empty(rows, heads, self.dim)
-                self.out[buffer] = self.empty(rows, heads, self.dim)
+                self.dout[buffer] = self.empty(rows, heads, self.form.value_width)
+                self.out[buffer] = self.empty(rows, heads, self.form.value_width)
                 self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
             held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))
             places += [Place(message.packed, x, tuple(of[run.buffer] for run in runs)) for x, of in held]

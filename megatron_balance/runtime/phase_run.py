@@ -2,8 +2,9 @@
 
 It has three segments, `start`, `attend` and `end`; those of another call may lie between them.
 
-Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of
-a buffer are [2, T, G, D] or, for the caller's own, two tensors. Partial outputs, their LSE and all
+Shape legend: T rows of this rank, H query heads, G key-value heads, D width of queries and keys, V
+of values and outputs; keys and values of a buffer are [2, T, G, D] or, for the caller's own and where
+V is not D, two tensors. Partial outputs, their LSE and all
 gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type or in bf16
 (`gradient_wire`), everything else in the input's.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TypeAlias
@@ -70,6 +72,16 @@ def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Te
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
+def halves(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The two of a message of keys and values, or of their gradients (`wire.tensor_shapes`)."""
+    first, second = tensors[0] if len(tensors) == 1 else tensors
+    return first, second
+
+
+def _of(of: Callable[[int, int], Tensor], which: int, buffer: int) -> Tensor:
+    return of(buffer, which)
+
+
 class PhaseRun:
     """Base of both phases: buffers, gathering rows, and exchanges."""
 
@@ -82,8 +94,7 @@ class PhaseRun:
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
-        self.dim = q.shape[2]
-        self.form = Form.of(self.dim, self.dtype, bound.gradient_wire)
+        self.form = Form.of(q.shape[2], self.dtype, bound.gradient_wire, v.shape[2])
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
         self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: tensors of each message
         self.at = 0  # the step that is next
@@ -340,9 +351,22 @@ class PhaseRun:
             case Kind.Q:
                 return [self.carried(packed, self.q.__getitem__, self.dtype, into[0])]
             case Kind.KV:
-                return [self.pair(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype, into[0])]
+                return self.both(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype, into)
             case _:
                 return self.other_parcel(message, into)
+
+    def both(
+        self,
+        packed: Packed,
+        stacked: Mapping[int, Tensor],
+        of: Callable[[int, int], Tensor],
+        dtype: torch.dtype,
+        into: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """Rows of keys and values, or of their gradients: as `pair`, or two where widths differ."""
+        if self.form.value_dim is None:
+            return [self.pair(packed, stacked, of, dtype, into[0])]
+        return [self.carried(packed, partial(_of, of, i), dtype, into[i]) for i in (0, 1)]
 
     def pair(
         self,
@@ -352,7 +376,7 @@ class PhaseRun:
         dtype: torch.dtype,
         into: Tensor | None,
     ) -> Tensor:
-        """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D].
+        """Rows of two tensors of one width, `of(buffer, 0 or 1)`, as one [2, N, heads, V].
 
         `stacked`: buffers that hold both already.
         """
@@ -361,7 +385,8 @@ class PhaseRun:
             held = pair_view(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
             if held.is_contiguous():
                 return held
-        both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype) if into is None else into
+        width = self.form.value_width
+        both = self.empty(2, packed.num_rows, packed.num_heads, width, dtype=dtype) if into is None else into
         for i in (0, 1):
             self.gather(packed, lambda b, i=i: of(b, i), dtype, both[i])
         return both
@@ -398,9 +423,10 @@ class PhaseRun:
                 for message, tensors in arrived:
                     self.q[message.buffer] = tensors[0]
             case Kind.KV:
-                for message, (both,) in arrived:
-                    self.stacked[message.buffer] = both
-                    self.kv[message.buffer] = (both[0], both[1])
+                for message, tensors in arrived:
+                    self.kv[message.buffer] = halves(tensors)
+                    if len(tensors) == 1:
+                        self.stacked[message.buffer] = tensors[0]
             case _:
                 self.other_arrive(arrived)
 

@@ -9,9 +9,21 @@ from dataclasses import dataclass
 class AttentionShape:
     """Heads of the tensors that this rank's attention sees.
 
-    Under tensor parallelism: of this rank's share.
+    Under tensor parallelism: of this rank's share. `value_dim`: width of values and outputs, where it
+    is not that of queries and keys, `head_dim`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values and outputs."""
+        return self.head_dim, self.value_width

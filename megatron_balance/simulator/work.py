@@ -58,7 +58,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
         )
     keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
-    sizes = machine.payload.row_bytes
+    sizes = machine.payload.whole()
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
 

@@ -61,6 +61,7 @@ class Offer:
         mend: how to get it.
         capabilities: that it serves.
         check: further needs; the reason why it cannot be used here, "" if it can.
+        two_widths: values may have another width than keys; else the narrower are padded.
     """
 
     make: Callable[[int], Kernel]
@@ -71,6 +72,7 @@ class Offer:
     mend: str = ""
     capabilities: Capabilities = Capabilities((0, 0))
     check: Callable[[], str] = str
+    two_widths: bool = False
 
     def fault(self) -> str:
         """The reason why it cannot be used on this machine: `NOT_INSTALLED`, an error at import, or

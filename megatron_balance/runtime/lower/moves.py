@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.parcels import Form, shapes
 from megatron_balance.runtime.lower.steps import (
@@ -110,20 +110,21 @@ class _Walk:
     def __init__(self, queries: Sizes, keys: Sizes, form: Form) -> None:
         self.queries, self.keys, self.form = queries, keys, form
         self.rows: Hashable = (form.dtype, form.dtype, form.dim)
+        self.values: Hashable = (form.dtype, form.dtype, form.value_width)
         self.lse: Hashable = (form.wide, form.wide, 1)
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
         return tuple(
-            Moved(operand.packed, self.rows)
-            for operand, tensors in ((step.q, 1), (step.k, 2))
-            for _ in range(tensors if _gathered(operand) else 0)
+            Moved(operand.packed, kind)
+            for operand, kinds in ((step.q, (self.rows,)), (step.k, (self.rows, self.values)))
+            for kind in (kinds if _gathered(operand) else ())
         )
 
     def final(self, packed: Packed, *, gathered: bool = True) -> tuple[Moved, ...]:
         """The gradient, output and LSE of queries."""
-        kinds = (self.rows, self.rows, self.lse) if gathered else ()
+        kinds = (self.values, self.values, self.lse) if gathered else ()
         return tuple(Moved(packed, kind) for kind in kinds)
 
     # What is sent
@@ -145,6 +146,9 @@ class _Walk:
         packed = message.packed
         own = packed.direct and packed.runs[0].buffer == 0
         rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
+        if self.form.value_dim is not None and message.kind in KEY_SIDE:
+            yield from self.of_two_widths(message.kind, packed, rows=rows, own=own)
+            return
         match message.kind:
             case Kind.OUT:
                 pass  # merged
@@ -158,17 +162,30 @@ class _Walk:
                     yield _Filled(lse, maybe=rows)
             case Kind.KV:  # the caller's are two tensors
                 if not (rows and not own and self.has_all_rows(packed, self.keys)):
-                    yield from (_Filled(Moved(packed, self.rows)),) * 2
+                    yield from (_Filled(Moved(packed, self.rows)), _Filled(Moved(packed, self.values)))
             case Kind.Q_GRAD:
                 dtype = self.summed(Kind.Q_GRAD, packed)
                 held = (Kind.Q_GRAD, packed.runs[0].buffer) in self.held
                 as_it_lies = rows and dtype == self.form.gradient
                 if not as_it_lies or held:
-                    yield _Filled(self.sum_of(packed, dtype), maybe=as_it_lies)
+                    yield _Filled(self.sum_of(packed, dtype, self.form.dim), maybe=as_it_lies)
             case Kind.KV_GRAD:
                 stacked = self.totals.get((Kind.KV_GRAD, packed.runs[0].buffer)) == self.form.gradient
                 if not (rows and stacked and self.has_all_rows(packed, self.keys)):
-                    yield from (_Filled(self.sum_of(packed, self.summed(Kind.KV_GRAD, packed))),) * 2
+                    dtype = self.summed(Kind.KV_GRAD, packed)
+                    yield from (_Filled(self.sum_of(packed, dtype, width)) for width in self.form.pair)
+
+    def of_two_widths(self, kind: Kind, packed: Packed, *, rows: bool, own: bool) -> Iterator[_Filled]:
+        """Keys and values, or their gradients, as two tensors; each is sent as it lies if it can."""
+        if kind == Kind.KV:
+            filled, maybe, kinds = not rows or own, rows, (self.rows, self.values)
+        else:
+            dtype = self.summed(kind, packed)
+            maybe = rows and dtype == self.form.gradient
+            filled = not maybe or (kind, packed.runs[0].buffer) in self.held
+            kinds = tuple(self.sum_of(packed, dtype, width).kind for width in self.form.pair)
+        if filled:
+            yield from (_Filled(Moved(packed, each), maybe=maybe) for each in kinds)
 
     def heads(self, message: Message) -> int:
         of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
@@ -179,8 +196,8 @@ class _Walk:
         run = packed.runs[0]
         return run.stop - run.start == of[run.buffer][0]
 
-    def sum_of(self, packed: Packed, dtype: torch.dtype) -> Moved:
-        return Moved(packed, (dtype, self.form.gradient, self.form.dim))
+    def sum_of(self, packed: Packed, dtype: torch.dtype, width: int) -> Moved:
+        return Moved(packed, (dtype, self.form.gradient, width))
 
     # Gradients, as `executor.BackwardRun` sums them
 
@@ -210,9 +227,9 @@ class _Walk:
             self.total((kind, run.buffer))
         return self.each(kind, sums.added) if sums.added.runs else ()
 
-    @staticmethod
-    def each(kind: Kind, packed: Packed) -> tuple[Moved, ...]:
-        return (Moved(packed),) * (1 if kind == Kind.Q_GRAD else 2)
+    def each(self, kind: Kind, packed: Packed) -> tuple[Moved, ...]:
+        widths = self.form.pair
+        return tuple(Moved(packed, width) for width in (widths[:1] if kind == Kind.Q_GRAD else widths))
 
     def received(self, messages: Sequence[Message]) -> Iterator[Move]:
         """The calls for messages of one kind that arrive together."""

@@ -23,26 +23,40 @@ Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Element types and head dim of one attention call.
+    """Element types of one attention call, and widths of its heads.
 
-    `wide`: of partials and of summed gradients; `gradient`: in which gradients travel.
+    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same. `wide`: of
+    partials and of summed gradients; `gradient`: in which gradients travel.
     """
 
     dim: int
     dtype: torch.dtype
     wide: torch.dtype
     gradient: torch.dtype
+    value_dim: int | None = None
 
     @classmethod
-    def of(cls, dim: int, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
+    def of(cls, dim: int, dtype: torch.dtype, gradient_wire: GradientWire, value_dim: int | None = None) -> Form:
         """The form of tensors of head dim `dim` in `dtype`."""
         wide = wide_dtype(dtype)
-        return cls(dim, dtype, wide, torch.bfloat16 if gradient_wire == "bf16" else wide)
+        value_dim = None if value_dim == dim else value_dim
+        return cls(dim, dtype, wide, torch.bfloat16 if gradient_wire == "bf16" else wide, value_dim)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Widths of keys and of values."""
+        return self.dim, self.value_width
 
     @property
     def sizes(self) -> wire.Sizes:
-        """Head dim and bytes of the elements."""
-        return wire.Sizes(self.dim, self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
+        """Widths of a head and bytes of the elements."""
+        elements = (self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
+        return wire.Sizes(self.dim, *elements, self.value_dim)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +67,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
     types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
-    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim)])
+    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim, form.value_dim)])
 
 
 class Place(NamedTuple):
