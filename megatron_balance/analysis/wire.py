@@ -47,7 +47,8 @@ class TensorShape(NamedTuple):
 
 class Sizes(NamedTuple):
     """Width of a head's queries and keys in an attention call, and bytes of an element of each type
-    (`TensorShape`). `value_dim`: width of its values and outputs; None: the same.
+    (`TensorShape`). `value_dim`: width of its values and outputs; None: the same. `latent_dim`: of
+    what travels in place of keys and values; None: they do.
     """
 
     dim: int
@@ -55,6 +56,14 @@ class Sizes(NamedTuple):
     wide_bytes: int
     gradient_bytes: int
     value_dim: int | None = None
+    latent_dim: int | None = None
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Widths of the tensors of keys and values, or of what travels in their place."""
+        if self.latent_dim is not None:
+            return (self.latent_dim,)
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
 
     def of(self, element: Element) -> int:
         """Bytes of an element."""
@@ -67,17 +76,17 @@ class Sizes(NamedTuple):
                 return self.gradient_bytes
 
 
-def tensor_shapes(message: Carried, dim: int, value_dim: int | None = None) -> tuple[TensorShape, ...]:
+def tensor_shapes(message: Carried, sizes: Sizes) -> tuple[TensorShape, ...]:
     """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with
-    both. Keys and values of one width are one tensor, of two they are two. Widths as in `Sizes`.
+    both. Keys and values of one width are one tensor, of two they are two.
     """
     kind, rows, heads = message
-    values = dim if value_dim is None else value_dim
+    dim, values = sizes.dim, sizes.dim if sizes.value_dim is None else sizes.value_dim
     match kind:
         case Kind.Q:
             return (TensorShape((rows, heads, dim), "narrow"),)
         case Kind.KV:
-            return _pair(rows, heads, (dim, values), "narrow")
+            return _pair(rows, heads, sizes.kv_widths, "narrow")
         case Kind.OUT:
             return TensorShape((rows, heads, values), "narrow"), TensorShape((rows, heads), "wide")
         case Kind.OUT_GRAD:
@@ -85,19 +94,19 @@ def tensor_shapes(message: Carried, dim: int, value_dim: int | None = None) -> t
         case Kind.Q_GRAD:
             return (TensorShape((rows, heads, dim), "gradient"),)
         case Kind.KV_GRAD:
-            return _pair(rows, heads, (dim, values), "gradient")
+            return _pair(rows, heads, sizes.kv_widths, "gradient")
 
 
-def _pair(rows: int, heads: int, widths: tuple[int, int], element: Element) -> tuple[TensorShape, ...]:
-    if widths[0] == widths[1]:
+def _pair(rows: int, heads: int, widths: tuple[int, ...], element: Element) -> tuple[TensorShape, ...]:
+    if len(widths) == 2 and widths[0] == widths[1]:
         return (TensorShape((2, rows, heads, widths[0]), element),)
-    return TensorShape((rows, heads, widths[0]), element), TensorShape((rows, heads, widths[1]), element)
+    return tuple(TensorShape((rows, heads, width), element) for width in widths)
 
 
 def tensor_bytes(messages: Iterable[Carried], sizes: Sizes) -> Iterator[int]:
     """Bytes of every tensor of the messages, in order."""
     for message in messages:
-        for shape, element in tensor_shapes(message, sizes.dim, sizes.value_dim):
+        for shape, element in tensor_shapes(message, sizes):
             yield prod(shape) * sizes.of(element)
 
 
@@ -169,7 +178,7 @@ class Payload:
         """
         wide = max(4, model.bytes_per_element)
         gradient = 2 if model.gradient_wire == "bf16" else wide
-        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, gradient, model.value_dim)
+        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, gradient, model.value_dim, model.latent_dim)
         each = [tuple(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind]
         return cls(tuple(first for first, *_ in each), tuple(sum(more) for _, *more in each))
 

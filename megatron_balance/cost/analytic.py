@@ -145,7 +145,19 @@ class AnalyticCost:
                 pairs, launch, num_launches, widths, backward=backward, mask=self.model.mask
             )
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
+        if self.model.latent_rank:
+            seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
+
+    def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
+        """Seconds of making the keys and values of a launch of their latents [num_launches].
+
+        Backward also of the two products of their gradients.
+        """
+        products = 1.0 + BACKWARD_PRODUCTS * backward
+        return (
+            products * num_keys * self.model.latent_flops / (self.cluster.flops_per_s * self.cluster.linear_efficiency)
+        )
 
     @property
     def _tile_s(self) -> float:

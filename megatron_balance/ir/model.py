@@ -41,6 +41,11 @@ class Model:
     value_dim: int | None = None
     """Width of a head's values and outputs, where it is not that of queries and keys, `head_dim`
     (multi-latent attention)."""
+    latent_rank: int = 0
+    """Where the latent of multi-latent attention travels in place of keys and values: its rank. Then
+    all heads share it (`num_kv_heads` 1), and ranks make keys and values of what they received."""
+    latent_rope: int = 0
+    """Then also: the width of the rotary key that all heads share."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
@@ -81,8 +86,20 @@ class Model:
         return max(self.head_dim, self.value_width)
 
     @property
+    def latent_dim(self) -> int | None:
+        """Width of what travels in place of keys and values; None: they do."""
+        return self.latent_rank + self.latent_rope if self.latent_rank else None
+
+    @property
+    def latent_flops(self) -> float:
+        """FLOPs of making a token's keys and values, all heads, of its latent; 0: they travel."""
+        return 2.0 * self.latent_rank * self.num_heads * (self.head_dim - self.latent_rope + self.value_width)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, one layer."""
+        """Bytes of the keys and values of one token, one layer, as they travel."""
+        if self.latent_dim is not None:
+            return self.latent_dim * self.bytes_per_element
         return self.num_kv_heads * (self.head_dim + self.value_width) * self.bytes_per_element
 
     @property

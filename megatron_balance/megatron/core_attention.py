@@ -18,9 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import latent
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
-from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.attention import balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
 
 
@@ -57,6 +58,8 @@ class BalancedCoreAttention(MegatronModule):
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
         self.layer_number = layer_number
+        self.latent: latent.Latent | None = None
+        """Handed over by the attention for the call that comes (`megatron.latent`)."""
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(
@@ -81,7 +84,11 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        return attend(query, key, value, packed_seq_params, self.softmax_scale, held_number(self))
+        scale, number = self.softmax_scale, held_number(self)
+        given = latent.taken(self)
+        if given is not None:
+            return _attend_latent(query, key, given, packed_seq_params, scale, number)
+        return attend(query, key, value, packed_seq_params, scale, number)
 
 
 def attend(
@@ -105,6 +112,28 @@ def attend(
     bound = params.bound_now(number)
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
+    return padded(out, query.shape[0])
+
+
+def _attend_latent(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    given: latent.Latent,
+    params: BalancedSeqParams,
+    softmax_scale: float,
+    number: int,
+) -> torch.Tensor:
+    """`attend` over latents, query [T, (1,) H, D]. Of the key only the rotary part counts, which all
+    heads share.
+    """
+    bound = params.bound_now(number)
+    assert bound.shape.latent is not None, "the plan was bound for latents"
+    rank, rope = bound.shape.latent
+    rows = torch.cat([given.rows.flatten(0, -2), key.flatten(0, -3)[:, 0, -rope:]], dim=-1)
+    own = query.flatten(0, -3)[: bound.num_tokens].contiguous()
+    assert rows.shape[1] == rank + rope, "a latent of another width than the plan's"
+    latents = rows[: bound.num_tokens, None].contiguous()
+    out = latent_attention(own, latents, given.weight, bound, softmax_scale, params.backward)
     return padded(out, query.shape[0])
 
 

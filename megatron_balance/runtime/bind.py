@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
 from megatron_balance.runtime.lower.moves import Handling, moves_of
 from megatron_balance.runtime.lower.parcels import Form
@@ -231,8 +233,12 @@ def prepare(  # noqa: PLR0913  as `bind`
         raise ConfigError(f"the executor runs plans of masks {', '.join(MASKS)}, got {plan.mask.name!r}")
     compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
     program = compiled.program
-    place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire, shape.value_dim)
+    place, form = torch.device(device), Form.of(shape, dtype, gradient_wire)
+    chosen: Any
     chosen, moves = kernel_of_widths(kernel, place, dtype, shape.widths), choose_mover(mover, place)
+    if shape.latent is not None:
+        check_latent(plan)
+        chosen = LatentKernel(chosen, shape)
     setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
     lowering = Lowering(program, shape, _HOST, policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])

@@ -17,15 +17,15 @@ from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
 from megatron_balance.runtime.lower.sums import is_whole
 from megatron_balance.runtime.movers.base import Place, Space, heads_view
-from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received, halves
+from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
 
-def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
+def run_forward(bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Received]:
     """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs.
 
-    q [T, H, D], k [T, G, D] and v [T, G, V]; the output is [T, H, V].
+    q [T, H, D], kv: k [T, G, D] and v [T, G, V]; the output is [T, H, V].
     """
-    run = ForwardRun(bound, q, k, v, scale)
+    run = ForwardRun(bound, q, kv, scale)
     run.start()
     run.attend()
     return run.outputs()
@@ -34,11 +34,11 @@ def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 def run_backward(
     bound: Bound,
     dout: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     final: tuple[Tensor, Tensor],
     received: Received,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of `inputs` (q, k, v) in their dtypes. `final`: output and LSE of the forward."""
     run = BackwardRun(bound, dout, inputs, final, received, scale)
     run.start()
@@ -49,8 +49,8 @@ def run_backward(
 class ForwardRun(PhaseRun):
     """The forward of one call: `start`, `attend`, then `outputs`."""
 
-    def __init__(self, bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        super().__init__(bound, bound.forward, q, k, v, Received())
+    def __init__(self, bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> None:
+        super().__init__(bound, bound.forward, q, kv, Received())
         self.scale = scale
         sizes, blank = bound.query_rows, bound.forward.blank_outputs
         # Not a method of this object, which would then end with a garbage collection only.
@@ -67,9 +67,9 @@ class ForwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, Launch), "a backward launch in the forward"
-        q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
+        q, kv = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
-        out, lse = self.bound.kernel.forward(step.entries, q, k, v, self.scale)
+        out, lse = self.bound.kernel.forward(step.entries, q, *kv, self.scale)
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
@@ -89,24 +89,23 @@ class BackwardRun(PhaseRun):
         self,
         bound: Bound,
         dout: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, ...],
         final: tuple[Tensor, Tensor],
         received: Received,
         scale: float,
     ) -> None:
-        q, k, v = inputs
-        super().__init__(bound, bound.backward, q, k, v, received)
+        super().__init__(bound, bound.backward, inputs[0], inputs[1:], received)
         self.scale = scale
         self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
         self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
         self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, ...]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        dq, dk, dv = (*self.summed(Kind.Q_GRAD, 0), *self.summed(Kind.KV_GRAD, 0))
-        return dq.to(self.dtype).contiguous(), dk.to(self.dtype).contiguous(), dv.to(self.dtype).contiguous()
+        grads = (*self.summed(Kind.Q_GRAD, 0), *self.summed(Kind.KV_GRAD, 0))
+        return tuple(x.to(self.dtype).contiguous() for x in grads)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
@@ -145,10 +144,10 @@ class BackwardRun(PhaseRun):
         kind, buffer = value
         owned = not buffer and self.dtype == self.wide  # handed to the caller as it is
         empty = partial(torch.empty, device=self.device) if owned else self.groups_empty
-        if kind == Kind.KV_GRAD and self.form.value_dim is None:
+        if kind == Kind.KV_GRAD and self.form.joined:
             both = self.joined[buffer] = empty((2, *self.size(value), self.form.dim), dtype=self.wide)
             return tuple(both.unbind(0))
-        widths = self.form.pair if kind == Kind.KV_GRAD else (self.form.dim,)
+        widths = self.form.kv_widths if kind == Kind.KV_GRAD else (self.form.dim,)
         return tuple(empty((*self.size(value), width), dtype=self.wide) for width in widths)
 
     def groups_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -156,17 +155,17 @@ class BackwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
-        q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
+        q, kv = self.query_operand(step.q), self.key_operand(step.k)
         final = (
             self.final_operand(step.dout, self.dout, self.dtype),
             self.final_operand(step.dout, self.out, self.dtype),
             self.final_operand(step.dout, self.lse, self.wide),
         )
         self.fill()
-        dq, dk, dv = self.bound.kernel.backward(step.entries, final, q, k, v, self.scale)
+        dq, *dkv = self.bound.kernel.backward(step.entries, final, q, *kv, self.scale)
         self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
-        places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
+        places += self.places(Kind.KV_GRAD, step.dk_sums, dkv)
         if places:
             self.bound.mover.add(places)
 
@@ -186,11 +185,11 @@ class BackwardRun(PhaseRun):
         a ring's rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        grads: tuple[Tensor, ...] = tuple(tensors) if message.kind == Kind.Q_GRAD else halves(tensors)
+        grads: tuple[Tensor, ...] = tuple(tensors) if message.kind == Kind.Q_GRAD else self.parts(tensors)
         if self.adopts(packed, value, grads[0].dtype):
             held = self.held.pop(value, ())
             self.totals[value] = grads
-            if message.kind == Kind.KV_GRAD and len(tensors) == 1:
+            if message.kind == Kind.KV_GRAD and self.form.joined:
                 self.joined[value[1]] = tensors[0]
             return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
         places = self.places(message.kind, message.sums, grads)

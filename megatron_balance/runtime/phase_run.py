@@ -59,7 +59,7 @@ class Received:
     """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
 
     q: dict[int, Tensor] = field(default_factory=dict)
-    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kv: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 Arrived: TypeAlias = tuple[Message, list[Tensor]]
@@ -72,12 +72,6 @@ def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Te
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
-def halves(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The two of a message of keys and values, or of their gradients (`wire.tensor_shapes`)."""
-    first, second = tensors[0] if len(tensors) == 1 else tensors
-    return first, second
-
-
 def _of(of: Callable[[int, int], Tensor], which: int, buffer: int) -> Tensor:
     return of(buffer, which)
 
@@ -85,16 +79,16 @@ def _of(of: Callable[[int, int], Tensor], which: int, buffer: int) -> Tensor:
 class PhaseRun:
     """Base of both phases: buffers, gathering rows, and exchanges."""
 
-    def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
+    def __init__(self, bound: Bound, phase: Phase, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
         self.bound = bound
         self.phase = phase
         self.q = {0: q, **received.q}
-        self.kv = {0: (k, v), **received.kv}
+        self.kv = {0: kv, **received.kv}
         self.stacked: dict[int, Tensor] = {}  # received keys and values as they came, [2, T, G, D]
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
-        self.form = Form.of(q.shape[2], self.dtype, bound.gradient_wire, v.shape[2])
+        self.form = Form.of(bound.shape, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
         self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: tensors of each message
         self.at = 0  # the step that is next
@@ -253,14 +247,15 @@ class PhaseRun:
             return heads_view(self.q[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, self.q.__getitem__, self.dtype)
 
-    def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
+    def key_operand(self, operand: Operand) -> tuple[Tensor, ...]:
         if operand.buffer >= 0:
-            k, v = self.kv[operand.buffer]
-            return heads_view(k, operand.head, operand.num_heads), heads_view(v, operand.head, operand.num_heads)
-        return (
-            self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
-            self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
-        )
+            return tuple(heads_view(x, operand.head, operand.num_heads) for x in self.kv[operand.buffer])
+        which = range(len(self.form.kv_widths))
+        return tuple(self.gather(operand.packed, partial(_of, self.kv_of, i), self.dtype) for i in which)
+
+    def kv_of(self, buffer: int, which: int) -> Tensor:
+        """Keys (0) or values (1) of a buffer, or what travels in their place (0)."""
+        return self.kv[buffer][which]
 
     def free(self, index: int) -> None:
         for kind, buffer in self.phase.last_uses[index]:
@@ -351,7 +346,7 @@ class PhaseRun:
             case Kind.Q:
                 return [self.carried(packed, self.q.__getitem__, self.dtype, into[0])]
             case Kind.KV:
-                return self.both(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype, into)
+                return self.both(packed, self.stacked, self.kv_of, self.dtype, into)
             case _:
                 return self.other_parcel(message, into)
 
@@ -364,9 +359,10 @@ class PhaseRun:
         into: Sequence[Tensor | None],
     ) -> list[Tensor]:
         """Rows of keys and values, or of their gradients: as `pair`, or two where widths differ."""
-        if self.form.value_dim is None:
+        if self.form.joined:
             return [self.pair(packed, stacked, of, dtype, into[0])]
-        return [self.carried(packed, partial(_of, of, i), dtype, into[i]) for i in (0, 1)]
+        which = range(len(self.form.kv_widths))
+        return [self.carried(packed, partial(_of, of, i), dtype, into[i]) for i in which]
 
     def pair(
         self,
@@ -424,11 +420,15 @@ class PhaseRun:
                     self.q[message.buffer] = tensors[0]
             case Kind.KV:
                 for message, tensors in arrived:
-                    self.kv[message.buffer] = halves(tensors)
-                    if len(tensors) == 1:
+                    self.kv[message.buffer] = self.parts(tensors)
+                    if self.form.joined:
                         self.stacked[message.buffer] = tensors[0]
             case _:
                 self.other_arrive(arrived)
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Keys and values, or their gradients, of a message that is carried by these."""
+        return tuple(tensors[0].unbind(0)) if self.form.joined else tuple(tensors)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError

@@ -111,6 +111,7 @@ class _Walk:
         self.queries, self.keys, self.form = queries, keys, form
         self.rows: Hashable = (form.dtype, form.dtype, form.dim)
         self.values: Hashable = (form.dtype, form.dtype, form.value_width)
+        self.keyed: tuple[Hashable, ...] = tuple((form.dtype, form.dtype, width) for width in form.kv_widths)
         self.lse: Hashable = (form.wide, form.wide, 1)
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
@@ -118,7 +119,7 @@ class _Walk:
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
         return tuple(
             Moved(operand.packed, kind)
-            for operand, kinds in ((step.q, (self.rows,)), (step.k, (self.rows, self.values)))
+            for operand, kinds in ((step.q, (self.rows,)), (step.k, self.keyed))
             for kind in (kinds if _gathered(operand) else ())
         )
 
@@ -146,8 +147,8 @@ class _Walk:
         packed = message.packed
         own = packed.direct and packed.runs[0].buffer == 0
         rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
-        if self.form.value_dim is not None and message.kind in KEY_SIDE:
-            yield from self.of_two_widths(message.kind, packed, rows=rows, own=own)
+        if not self.form.joined and message.kind in KEY_SIDE:
+            yield from self.apart(message.kind, packed, rows=rows, own=own)
             return
         match message.kind:
             case Kind.OUT:
@@ -173,17 +174,17 @@ class _Walk:
                 stacked = self.totals.get((Kind.KV_GRAD, packed.runs[0].buffer)) == self.form.gradient
                 if not (rows and stacked and self.has_all_rows(packed, self.keys)):
                     dtype = self.summed(Kind.KV_GRAD, packed)
-                    yield from (_Filled(self.sum_of(packed, dtype, width)) for width in self.form.pair)
+                    yield from (_Filled(self.sum_of(packed, dtype, width)) for width in self.form.kv_widths)
 
-    def of_two_widths(self, kind: Kind, packed: Packed, *, rows: bool, own: bool) -> Iterator[_Filled]:
-        """Keys and values, or their gradients, as two tensors; each is sent as it lies if it can."""
+    def apart(self, kind: Kind, packed: Packed, *, rows: bool, own: bool) -> Iterator[_Filled]:
+        """Keys and values, or their gradients, as a tensor each, sent as it lies if it can be."""
         if kind == Kind.KV:
-            filled, maybe, kinds = not rows or own, rows, (self.rows, self.values)
+            filled, maybe, kinds = not rows or own, rows, self.keyed
         else:
             dtype = self.summed(kind, packed)
             maybe = rows and dtype == self.form.gradient
             filled = not maybe or (kind, packed.runs[0].buffer) in self.held
-            kinds = tuple(self.sum_of(packed, dtype, width).kind for width in self.form.pair)
+            kinds = tuple(self.sum_of(packed, dtype, width).kind for width in self.form.kv_widths)
         if filled:
             yield from (_Filled(Moved(packed, each), maybe=maybe) for each in kinds)
 
@@ -228,8 +229,8 @@ class _Walk:
         return self.each(kind, sums.added) if sums.added.runs else ()
 
     def each(self, kind: Kind, packed: Packed) -> tuple[Moved, ...]:
-        widths = self.form.pair
-        return tuple(Moved(packed, width) for width in (widths[:1] if kind == Kind.Q_GRAD else widths))
+        widths = (self.form.dim,) if kind == Kind.Q_GRAD else self.form.kv_widths
+        return tuple(Moved(packed, width) for width in widths)
 
     def received(self, messages: Sequence[Message]) -> Iterator[Move]:
         """The calls for messages of one kind that arrive together."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_balance.analysis import wire
 from megatron_balance.analysis.wire import ALIGN, Carried, padded
 from megatron_balance.ir.model import GradientWire
+from megatron_balance.runtime.shape import AttentionShape
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
@@ -25,8 +26,9 @@ Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 class Form:
     """Element types of one attention call, and widths of its heads.
 
-    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same. `wide`: of
-    partials and of summed gradients; `gradient`: in which gradients travel.
+    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same; `latent_dim`: of
+    what travels in place of keys and values, None: they do. `wide`: of partials and of summed
+    gradients; `gradient`: in which gradients travel.
     """
 
     dim: int
@@ -34,13 +36,15 @@ class Form:
     wide: torch.dtype
     gradient: torch.dtype
     value_dim: int | None = None
+    latent_dim: int | None = None
 
     @classmethod
-    def of(cls, dim: int, dtype: torch.dtype, gradient_wire: GradientWire, value_dim: int | None = None) -> Form:
-        """The form of tensors of head dim `dim` in `dtype`."""
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
+        """The form of tensors of these heads in `dtype`."""
         wide = wide_dtype(dtype)
-        value_dim = None if value_dim == dim else value_dim
-        return cls(dim, dtype, wide, torch.bfloat16 if gradient_wire == "bf16" else wide, value_dim)
+        gradient = torch.bfloat16 if gradient_wire == "bf16" else wide
+        value_dim = None if shape.value_dim == shape.head_dim else shape.value_dim
+        return cls(shape.head_dim, dtype, wide, gradient, value_dim, shape.latent_dim)
 
     @property
     def value_width(self) -> int:
@@ -48,15 +52,20 @@ class Form:
         return self.dim if self.value_dim is None else self.value_dim
 
     @property
-    def pair(self) -> tuple[int, int]:
-        """Widths of keys and of values."""
-        return self.dim, self.value_width
+    def kv_widths(self) -> tuple[int, ...]:
+        """Widths of keys and of values, or of what travels in their place."""
+        return self.sizes.kv_widths
+
+    @property
+    def joined(self) -> bool:
+        """Whether keys and values are of one width, so that one tensor carries both."""
+        return self.value_dim is None and self.latent_dim is None
 
     @property
     def sizes(self) -> wire.Sizes:
         """Widths of a head and bytes of the elements."""
         elements = (self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
-        return wire.Sizes(self.dim, *elements, self.value_dim)
+        return wire.Sizes(self.dim, *elements, self.value_dim, self.latent_dim)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,7 +76,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
     types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
-    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim, form.value_dim)])
+    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.sizes)])
 
 
 class Place(NamedTuple):

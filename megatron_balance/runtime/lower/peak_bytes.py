@@ -69,7 +69,9 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int
         if buffer
     )
     grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
-    grads |= {(Kind.KV_GRAD, buffer): rows * heads * sum(form.pair) * wide for buffer, (rows, heads) in keys.items()}
+    grads |= {
+        (Kind.KV_GRAD, buffer): rows * heads * sum(form.kv_widths) * wide for buffer, (rows, heads) in keys.items()
+    }
     owned = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
     return owned + finals + _peak(phase, form, grads)
 
@@ -141,7 +143,7 @@ def _gathered(step: Launch | GradLaunch, form: Form) -> int:
             return 0
         return operand.packed.num_rows * operand.num_heads * width * form.dtype.itemsize
 
-    num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.pair))
+    num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.kv_widths))
     if isinstance(step, GradLaunch):
         num_bytes += (
             rows(step.dout, 2 * form.value_width)

@@ -37,6 +37,12 @@ def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
     )
 
 
+def test_a_latent_travels_in_place_of_keys_and_values() -> None:
+    sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
+    found = {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in (Kind.KV, Kind.OUT, Kind.KV_GRAD)}
+    assert found == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
+
+
 def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
     sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
     expected = {
