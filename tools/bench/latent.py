@@ -1,5 +1,5 @@
-"""What travels of multi-latent attention's keys and values: of every head, both as wide as the wider
-of them; of every head, each as wide as it is; or the latent, of which receivers make them again.
+"""Ways in which multi-latent attention's keys and values travel: of every head, both as wide as the
+wider; of every head, each as wide as it is; or the latent, of which receivers make them again.
 Layers of DeepSeek-V3's shape in one ring, simulated.
 
 python -m tools.bench.latent [--cluster h100] [--json]
