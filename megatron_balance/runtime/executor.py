@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ class ForwardRun(PhaseRun):
         assert isinstance(step, Launch), "a backward launch in the forward"
         q, kv = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
-        out, lse = self.bound.kernel.forward(step.entries, q, *kv, self.scale)
+        kernel: Any = self.bound.kernel  # of keys and values, or of what travels in their place
+        out, lse = kernel.forward(step.entries, q, *kv, self.scale)
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
@@ -162,7 +164,8 @@ class BackwardRun(PhaseRun):
             self.final_operand(step.dout, self.lse, self.wide),
         )
         self.fill()
-        dq, *dkv = self.bound.kernel.backward(step.entries, final, q, *kv, self.scale)
+        kernel: Any = self.bound.kernel
+        dq, *dkv = kernel.backward(step.entries, final, q, *kv, self.scale)
         self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
         places += self.places(Kind.KV_GRAD, step.dk_sums, dkv)

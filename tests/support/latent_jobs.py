@@ -48,7 +48,7 @@ def both(
         bound = bind(planned, world.rank, shape, groups=world.groups, dtype=DTYPE, policy=policy)
         leaves = [x.clone().requires_grad_() for x in (q, c, torch.from_numpy(weight).to(DTYPE))]
         if latent:
-            out = latent_attention(*leaves, bound)  # pyright: ignore[reportArgumentType]
+            out = latent_attention(leaves[0], leaves[1], leaves[2], bound)
         else:
             k, v = keys_and_values(leaves[1], leaves[2], SHAPE)
             out = balanced_attention(leaves[0], k, v.contiguous(), bound)
