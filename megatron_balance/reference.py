@@ -7,7 +7,7 @@ not there is an error. Partials are kept apart until a Merge joins them. Clear r
 meant for some thousand tokens.
 
 Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value
-heads, D head_dim.
+heads, D width of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ Slices: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
 class Result:
     """Outputs and gradients of all ranks, put together: one array per sequence.
 
-    `out` and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of scaled
-    scores), `k_grad` and `v_grad` [L, G, D]. Gradients are None after a forward alone.
+    `out` [L, H, V] and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of
+    scaled scores), `k_grad` [L, G, D] and `v_grad` [L, G, V]. Gradients are None after a forward
+    alone.
     """
 
     out: tuple[Floats, ...]
@@ -68,8 +69,8 @@ def run(
 ) -> Result:
     """Outputs of the program and, given `dout`, its gradients.
 
-    q and dout: one [L, H, D] per sequence; k and v: one [L, G, D] per sequence; scale multiplies
-    the scores.
+    One per sequence: q [L, H, D], dout [L, H, V], k [L, G, D], v [L, G, V]; scale multiplies the
+    scores.
 
     Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not
     complete at its owner.
@@ -77,7 +78,7 @@ def run(
     if not program.lengths:
         gradients = () if dout is not None else None
         return Result((), (), gradients, gradients, gradients)
-    machine = _Machine(program, q[0].shape[2], scale)
+    machine = _Machine(program, (q[0].shape[2], v[0].shape[2]), scale)
     machine.place(Kind.Q, _concat(q))
     machine.place(Kind.KV, np.concatenate([_concat(k), _concat(v)], axis=2))
     machine.execute("forward", program.forward)
@@ -92,7 +93,7 @@ def run(
     machine.place(Kind.OUT_GRAD, np.concatenate([_concat(dout), final], axis=2))
     machine.execute("backward", program.backward)
     q_grad, kv_grad = machine.collect(Kind.Q_GRAD), machine.collect(Kind.KV_GRAD)
-    k_grad, v_grad = np.split(kv_grad, 2, axis=2)
+    k_grad, v_grad = np.split(kv_grad, [machine.head_dim], axis=2)
     return Result(*(machine.by_sequence(table) for table in (out, lse, q_grad, k_grad, v_grad)))
 
 
@@ -125,9 +126,9 @@ class _Machine:
     list of them, oldest first.
     """
 
-    def __init__(self, program: Program, head_dim: int, scale: float) -> None:
+    def __init__(self, program: Program, widths: tuple[int, int], scale: float) -> None:
         self.program = program
-        self.head_dim = head_dim
+        self.head_dim, self.value_dim = widths
         self.scale = scale
         self.ratio = program.num_heads // program.num_kv_heads
         self.base = np.concatenate([[0], np.cumsum(program.lengths)]).astype(int).tolist()
@@ -154,14 +155,14 @@ class _Machine:
         """Numbers of one token and head: keys with values, outputs with LSE, output gradients with
         the output and its LSE.
         """
-        dim = self.head_dim
+        dim, value_dim = self.head_dim, self.value_dim
         return {
             Kind.Q: dim,
-            Kind.KV: 2 * dim,
-            Kind.OUT: dim + 1,
-            Kind.OUT_GRAD: 2 * dim + 1,
+            Kind.KV: dim + value_dim,
+            Kind.OUT: value_dim + 1,
+            Kind.OUT_GRAD: 2 * value_dim + 1,
             Kind.Q_GRAD: dim,
-            Kind.KV_GRAD: 2 * dim,
+            Kind.KV_GRAD: dim + value_dim,
         }[kind]
 
     def table(self, kind: Kind) -> _Table:
@@ -292,7 +293,7 @@ class _Machine:
         for block in self.blocks(op):
             scores, (k, v), q = self.scores(block, op.rank), self.keys(block, op.rank), self.queries(block, op.rank)
             final = self.gather(Kind.OUT_GRAD, op.rank, block.queries, block.heads, block.seeing)
-            dout, out, lse = np.split(final, [self.head_dim, 2 * self.head_dim], axis=2)
+            dout, out, lse = np.split(final, [self.value_dim, 2 * self.value_dim], axis=2)
             weights = np.exp(scores - lse)
             grad = weights * (dout @ v.swapaxes(1, 2) - (dout * out).sum(axis=2, keepdims=True)) * self.scale
             _scatter(q_partial, block.queries, block.heads, grad @ k, block.seeing)
@@ -345,7 +346,8 @@ class _Machine:
 
     def keys(self, block: _Block, rank: int) -> tuple[Floats, Floats]:
         """Keys and values [query heads, keys, D], each key-value head repeated for its query heads."""
-        k, v = np.split(self.gather(Kind.KV, rank, block.keys, block.heads // self.ratio, block.seen), 2, axis=2)
+        both = self.gather(Kind.KV, rank, block.keys, block.heads // self.ratio, block.seen)
+        k, v = np.split(both, [self.head_dim], axis=2)
         return k, v
 
     def scores(self, block: _Block, rank: int) -> Floats:

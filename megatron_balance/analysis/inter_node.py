@@ -99,7 +99,7 @@ class InterNodeTraffic:
         [num_ranks] each.
         """
         kv_tokens, num_bytes = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
-        row_bytes = payload.with_lse()
+        row_bytes = payload.whole()
         attention = np.concatenate(self._attention)
         keys = attention[attention[:, Message.KIND] == Kind.KV]
         kv_tokens += sums(keys[:, Message.DST], keys[:, Message.TOKENS], self.plan.num_ranks)

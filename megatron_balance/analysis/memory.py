@@ -32,14 +32,14 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
     """Bytes that one token keeps in one layer for backward.
 
     In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output
-    (2 H D), key and value (2 G D), and the MLP's inner values (3 ffn when gated, else 2; once per
-    expert a token visits). `full` recomputation keeps the layer's input.
+    (H (D + V)), key and value (G (D + V)), and the MLP's inner values (3 ffn when gated, else 2; once
+    per expert a token visits). `full` recomputation keeps the layer's input.
     """
     if recompute == "full":
         return float(model.bytes_per_element * model.hidden_size)
-    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attended = (model.num_heads + model.num_kv_heads) * (model.head_dim + model.value_width)
     inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
-    return float(model.bytes_per_element * (4 * model.hidden_size + 2 * width + 2 * kv_width + inner))
+    return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def rank_memory(
     parameters = _parameters_of_rank(model, sharding)
     in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight
     layers = model.num_layers / sharding.pipeline * in_flight
-    one_layer = PARTIAL_BYTES * model.num_heads * (model.head_dim + 1)
+    one_layer = PARTIAL_BYTES * model.num_heads * (model.value_width + 1)
     if holding.recompute == "full":
         one_layer += layer_activation_bytes(model)
     if sharding.stage == sharding.pipeline - 1:

@@ -56,7 +56,7 @@ def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
     and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
     that was received.
     """
-    load, row_bytes = received_load(plan), Payload.of(model).with_lse()
+    load, row_bytes = received_load(plan), Payload.of(model).whole()
     moves = as_array(plan.moves)
     given = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
     taken = sums(moves[:, Move.DST], moves[:, Move.TOKENS], plan.num_ranks)

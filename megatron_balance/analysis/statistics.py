@@ -47,7 +47,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
     payload = Payload.of(model)
     load, tokens = received_load(plan), tokens_per_rank(plan)
-    row_bytes = payload.with_lse()
+    row_bytes = payload.whole()
     num_bytes = sum(
         (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
     )

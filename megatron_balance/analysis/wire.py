@@ -24,8 +24,6 @@ ALIGN = 16
 element type is larger.
 """
 
-_WITH_LSE = (Kind.OUT, Kind.OUT_GRAD)
-
 Carried: TypeAlias = tuple[Kind, int, int]
 """(kind, rows, heads) of one message."""
 
@@ -48,12 +46,24 @@ class TensorShape(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Head dim of an attention call, and bytes of an element of each type (`TensorShape`)."""
+    """Width of a head's queries and keys in an attention call, and bytes of an element of each type
+    (`TensorShape`). `value_dim`: width of its values and outputs; None: the same. `latent_dim`: of
+    what travels in place of keys and values; None: they do.
+    """
 
     dim: int
     narrow_bytes: int
     wide_bytes: int
     gradient_bytes: int
+    value_dim: int | None = None
+    latent_dim: int | None = None
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Widths of the tensors of keys and values, or of what travels in their place."""
+        if self.latent_dim is not None:
+            return (self.latent_dim,)
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
 
     def of(self, element: Element) -> int:
         """Bytes of an element."""
@@ -66,30 +76,37 @@ class Sizes(NamedTuple):
                 return self.gradient_bytes
 
 
-def tensor_shapes(message: Carried, dim: int) -> tuple[TensorShape, ...]:
+def tensor_shapes(message: Carried, sizes: Sizes) -> tuple[TensorShape, ...]:
     """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with
-    both.
+    both. Keys and values of one width are one tensor, of two they are two.
     """
     kind, rows, heads = message
+    dim, values = sizes.dim, sizes.dim if sizes.value_dim is None else sizes.value_dim
     match kind:
         case Kind.Q:
             return (TensorShape((rows, heads, dim), "narrow"),)
         case Kind.KV:
-            return (TensorShape((2, rows, heads, dim), "narrow"),)
+            return _pair(rows, heads, sizes.kv_widths, "narrow")
         case Kind.OUT:
-            return TensorShape((rows, heads, dim), "narrow"), TensorShape((rows, heads), "wide")
+            return TensorShape((rows, heads, values), "narrow"), TensorShape((rows, heads), "wide")
         case Kind.OUT_GRAD:
-            return TensorShape((2, rows, heads, dim), "narrow"), TensorShape((rows, heads), "wide")
+            return TensorShape((2, rows, heads, values), "narrow"), TensorShape((rows, heads), "wide")
         case Kind.Q_GRAD:
             return (TensorShape((rows, heads, dim), "gradient"),)
         case Kind.KV_GRAD:
-            return (TensorShape((2, rows, heads, dim), "gradient"),)
+            return _pair(rows, heads, sizes.kv_widths, "gradient")
+
+
+def _pair(rows: int, heads: int, widths: tuple[int, ...], element: Element) -> tuple[TensorShape, ...]:
+    if len(widths) == 2 and widths[0] == widths[1]:
+        return (TensorShape((2, rows, heads, widths[0]), element),)
+    return tuple(TensorShape((rows, heads, width), element) for width in widths)
 
 
 def tensor_bytes(messages: Iterable[Carried], sizes: Sizes) -> Iterator[int]:
     """Bytes of every tensor of the messages, in order."""
     for message in messages:
-        for shape, element in tensor_shapes(message, sizes.dim):
+        for shape, element in tensor_shapes(message, sizes):
             yield prod(shape) * sizes.of(element)
 
 
@@ -146,12 +163,13 @@ class Parcels:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Bytes of values. `row_bytes`, by kind: of one token and head, without its LSE; `lse_bytes`:
-    of that.
+    """Bytes of one token and head, by kind: `row_bytes` of the first tensor that carries it,
+    `more_bytes` of the second (its LSE, or values of another width than the keys), 0 where there is
+    none.
     """
 
     row_bytes: tuple[int, ...]
-    lse_bytes: int
+    more_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, model: Model) -> Payload:
@@ -159,35 +177,35 @@ class Payload:
         gradients, which are summed, in the same or in bf16.
         """
         wide = max(4, model.bytes_per_element)
-        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, 2 if model.gradient_wire == "bf16" else wide)
-        return cls(tuple(next(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind), sizes.wide_bytes)
+        gradient = 2 if model.gradient_wire == "bf16" else wide
+        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, gradient, model.value_dim, model.latent_dim)
+        each = [tuple(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind]
+        return cls(tuple(first for first, *_ in each), tuple(sum(more) for _, *more in each))
 
-    def with_lse(self) -> Ints:
-        """Bytes of one token and head by kind, with its LSE where the kind has one: int64 [kinds]."""
-        num_bytes = np.array(self.row_bytes)
-        num_bytes[list(_WITH_LSE)] += self.lse_bytes
-        return num_bytes
+    def whole(self) -> Ints:
+        """Bytes of one token and head by kind, all tensors together: int64 [kinds]."""
+        return np.array(self.row_bytes) + np.array(self.more_bytes)
 
     def tensors(self, messages: Ints) -> tuple[Ints, Ints]:
-        """Bytes of the values of each message, and of their LSE (0 where the kind has none)."""
+        """Bytes of the first tensor of each message, and of the second."""
         kinds = messages[:, Message.KIND]
         rows = messages[:, Message.TOKENS] * (messages[:, Message.HEAD_STOP] - messages[:, Message.HEAD_START])
-        return rows * np.array(self.row_bytes)[kinds], rows * self.lse_bytes * np.isin(kinds, _WITH_LSE)
+        return rows * np.array(self.row_bytes)[kinds], rows * np.array(self.more_bytes)[kinds]
 
     def parcels(self, rows: Ints) -> Parcels:
         """Parcels by exchange, source and target. `rows`: of messages, in any order; those of one
         message are added up.
         """
         messages = _summed(rows)
-        values, lse = self.tensors(messages)
-        last = np.where(lse > 0, lse, values)
+        values, more = self.tensors(messages)
+        last = np.where(more > 0, more, values)
         begin = _begins(messages[:, Message.PARCEL])
         end = np.append(begin[1:], len(messages))[: len(begin)] - 1
 
         def total(each: Ints) -> Ints:
             return np.add.reduceat(each, begin) if len(begin) else each
 
-        padded = total(padded_bytes(values) + padded_bytes(lse))
+        padded = total(padded_bytes(values) + padded_bytes(more))
         unpadded = last[end]
         first = messages[begin]
         return Parcels(
@@ -195,7 +213,7 @@ class Payload:
             src=first[:, Message.SRC],
             dst=first[:, Message.DST],
             tokens=total(messages[:, Message.TOKENS]),
-            direct=total(values + lse),
+            direct=total(values + more),
             padded=padded,
             packed=padded - padded_bytes(unpadded) + unpadded,
         )

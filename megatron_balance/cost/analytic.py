@@ -63,7 +63,7 @@ class AnalyticCost:
 
     def __post_init__(self) -> None:
         cluster, model = self.cluster, self.model
-        flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
+        flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.kernel_dim)
         object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_share))
         modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(model))
         parallel_s = self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0)
@@ -119,8 +119,9 @@ class AnalyticCost:
         return num_tokens * self.model.kv_bytes_per_token
 
     def query_bytes(self, num_tokens: float) -> float:
-        """Bytes of the queries of tokens, or of their outputs, which are as many."""
-        return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
+        """Bytes of the queries of tokens, or of their outputs; the mean, where widths differ."""
+        width = (self.model.head_dim + self.model.value_width) / 2
+        return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
@@ -139,17 +140,29 @@ class AnalyticCost:
         seconds = np.maximum(work * self._tile_s, widest * self.block_s(1.0) if self.cluster.num_sms else 0.0)
         seconds *= kernel.backward_factor() if backward else 1.0
         if self.pads:
-            head_dim, num_bytes = self.model.head_dim, self.model.bytes_per_element
+            widths, num_bytes = (self.model.head_dim, self.model.value_width), self.model.bytes_per_element
             elements = kernel.padding_elements(
-                pairs, launch, num_launches, head_dim, backward=backward, mask=self.model.mask
+                pairs, launch, num_launches, widths, backward=backward, mask=self.model.mask
             )
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
+        if self.model.latent_rank:
+            seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
+
+    def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
+        """Seconds of making the keys and values of a launch of their latents [num_launches].
+
+        Backward also of the two products of their gradients.
+        """
+        products = 1.0 + BACKWARD_PRODUCTS * backward
+        return (
+            products * num_keys * self.model.latent_flops / (self.cluster.flops_per_s * self.cluster.linear_efficiency)
+        )
 
     @property
     def _tile_s(self) -> float:
         """Seconds of one tile of one head on the whole rank."""
-        return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
+        return kernel.tile_flops(self.model.kernel_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
 
     def block_s(self, num_tiles: float) -> float:
         """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""
@@ -159,7 +172,7 @@ class AnalyticCost:
         """Seconds to merge the partial outputs of tokens, all heads: two are read and one is
         written, each with its LSE.
         """
-        elements = 3.0 * num_tokens * self.model.num_heads * (self.model.head_dim + 1)
+        elements = 3.0 * num_tokens * self.model.num_heads * (self.model.value_width + 1)
         return elements * PARTIAL_BYTES / self.cluster.memory_bytes_per_s
 
     def pack_s(self, num_bytes: float) -> float:

@@ -110,21 +110,26 @@ def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
 
 
 def padding_elements(
-    pairs: Ints, launch: Ints, num_launches: int, head_dim: int, *, backward: bool, mask: Mask = CAUSAL
+    pairs: Ints, launch: Ints, num_launches: int, widths: tuple[int, int], *, backward: bool, mask: Mask = CAUSAL
 ) -> Floats:
-    """Elements that each launch [num_launches] reads and writes to pad its operands' head dim and to
-    cut its results'; 0 where the libraries take `head_dim`.
+    """Elements that each launch [num_launches] reads and writes to pad its operands' heads and to cut
+    its results'; 0 where the libraries take them as they are.
 
-    Forward: q, k, v and the output. Backward: these, their gradients and the output's.
+    `widths`: of queries and keys, and of values and outputs; both are padded to the wider one, and
+    that to a multiple. Forward: q, k, v and the output. Backward: these, their gradients and the
+    output's.
     """
-    if head_dim % HEAD_DIM_MULTIPLE == 0 or not len(pairs):
+    wide = -(-max(widths) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    moved = sum(width + wide for width in widths if width != wide)
+    if not moved or not len(pairs):
         return np.zeros(num_launches)
     seen = sees(pairs, mask)
     pairs, launch = pairs[seen], launch[seen]
     rows = distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
     rows = rows + distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
-    tensors = 4 if backward else 2  # of queries' rows: q, out, dout, dq; of keys': k, v, dk, dv
-    return tensors * (head_dim + -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE) * rows
+    # Of each width a tensor of queries' rows (q; out) and one of keys' (k; v); backward two (their
+    # gradients).
+    return (2 if backward else 1) * moved * rows
 
 
 def tile_flops(head_dim: int) -> float:

@@ -118,11 +118,11 @@ class MeasuredCost:
 
     def __post_init__(self) -> None:
         attention = self.table.attention
-        if attention.head_dim != self.model.head_dim:
+        if attention.head_dim != self.model.kernel_dim:
             raise ConfigError(
                 f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, "
                 f"{self.model.name} has "
-                f"{self.model.head_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
+                f"{self.model.kernel_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
             )
         axes = {False: attention.k_tokens, True: attention.before_tokens}
         times = {
@@ -233,8 +233,9 @@ class MeasuredCost:
         return num_tokens * self.model.kv_bytes_per_token
 
     def query_bytes(self, num_tokens: float) -> float:
-        """Bytes of the queries of tokens, or of their outputs, which are as many."""
-        return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
+        """Bytes of the queries of tokens, or of their outputs; the mean, where widths differ."""
+        width = (self.model.head_dim + self.model.value_width) / 2
+        return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch

@@ -40,10 +40,11 @@ class Module:
 def layer_modules(model: Model) -> tuple[Module, ...]:
     """The modules of one layer, without attention, in order."""
     hidden, width, kv_width = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    out_width, both = model.num_heads * model.value_width, kv_width + model.num_kv_heads * model.value_width
     visits = max(1, model.experts_per_token)
     products = 3 if model.gated_ffn else 2
     inner = products - 1  # values that enter the activation: gate and up, or one
-    qkv, out, ffn = hidden * (width + 2 * kv_width), width * hidden, products * hidden * model.ffn_size
+    qkv, out, ffn = hidden * (width + both), out_width * hidden, products * hidden * model.ffn_size
     rope = 2 * (width + kv_width)  # q and k, read and written
     modules = (
         # A norm reads and writes; its backward reads input and gradient and writes the input's. A
@@ -91,7 +92,7 @@ def model_flops(model: Model, lengths: Iterable[int]) -> float:
     lengths = list(lengths)
     tokens, pairs = sum(lengths), sum(int(model.mask.num_pairs(length)) for length in lengths)
     products = model.num_layers * layer_flops(model) + head_module(model).flops
-    attention = model.num_layers * 4.0 * model.num_heads * model.head_dim
+    attention = model.num_layers * model.attention_flops_per_pair
     return (1 + BACKWARD_PRODUCTS) * (tokens * products + pairs * attention)
 
 

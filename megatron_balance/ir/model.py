@@ -39,10 +39,20 @@ class Model:
     """Name of the mask of every sequence (`ir.mask.mask_named`): "causal", or "full" as in diffusion
     transformers, whose text and image tokens of one sample are one sequence, or "window_4096" where
     a query sees the 4,096 keys up to its own."""
+    value_dim: int | None = None
+    """Width of a head's values and outputs, where it is not that of queries and keys, `head_dim`
+    (multi-latent attention)."""
+    latent_rank: int = 0
+    """Where the latent of multi-latent attention travels in place of keys and values: its rank. Then
+    all heads share it (`num_kv_heads` 1), and ranks make keys and values of what they received."""
+    latent_rope: int = 0
+    """Then also: the width of the rotary key that all heads share."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
+        if self.value_dim is not None:
+            object.__setattr__(self, "value_dim", at_least(1, f"model {self.name}: value_dim", self.value_dim))
         try:
             mask_named(self.attention)
         except ConfigError:
@@ -69,16 +79,38 @@ class Model:
         return mask_named(self.attention)
 
     @property
+    def value_width(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kernel_dim(self) -> int:
+        """Width of a head in the attention kernel, which pads the narrower of keys and values."""
+        return max(self.head_dim, self.value_width)
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Width of what travels in place of keys and values; None: they do."""
+        return self.latent_rank + self.latent_rope if self.latent_rank else None
+
+    @property
+    def latent_flops(self) -> float:
+        """FLOPs of making a token's keys and values, all heads, of its latent; 0: they travel."""
+        return 2.0 * self.latent_rank * self.num_heads * (self.head_dim - self.latent_rope + self.value_width)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        """Bytes of the keys and values of one token, one layer, as they travel."""
+        if self.latent_dim is not None:
+            return self.latent_dim * self.bytes_per_element
+        return self.num_kv_heads * (self.head_dim + self.value_width) * self.bytes_per_element
 
     @property
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
-        hidden, width = self.hidden_size, self.num_heads * self.head_dim
-        attention = hidden * (2 * width + 2 * self.num_kv_heads * self.head_dim)
-        mlp = (3 if self.gated_ffn else 2) * hidden * self.ffn_size * max(1, self.experts_per_token)
+        both = self.head_dim + self.value_width
+        attention = self.hidden_size * both * (self.num_heads + self.num_kv_heads)
+        mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size * max(1, self.experts_per_token)
         return 2.0 * (attention + mlp)
 
     @property
@@ -86,4 +118,4 @@ class Model:
         """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all
         heads.
         """
-        return 4.0 * self.num_heads * self.head_dim
+        return 2.0 * self.num_heads * (self.head_dim + self.value_width)

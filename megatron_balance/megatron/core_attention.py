@@ -18,9 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import latent
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
-from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.attention import balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
 
 
@@ -57,6 +58,8 @@ class BalancedCoreAttention(MegatronModule):
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
         self.layer_number = layer_number
+        self.latent: latent.Latent | None = None
+        """Handed over by the attention for the call that comes (`megatron.latent`)."""
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(
@@ -81,7 +84,11 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        return attend(query, key, value, packed_seq_params, self.softmax_scale, held_number(self))
+        scale, number = self.softmax_scale, held_number(self)
+        given = latent.taken(self)
+        if given is not None:
+            return _attend_latent(query, key, given, packed_seq_params, scale, number)
+        return attend(query, key, value, packed_seq_params, scale, number)
 
 
 def attend(
@@ -95,8 +102,7 @@ def attend(
     """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
 
     Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
-    attention squeezes the second dimension away, and its V is another width than D: the narrower one
-    gets zeros, which change no score and no output, and travels so.
+    attention squeezes the second dimension away.
 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
@@ -104,11 +110,31 @@ def attend(
     if params.alone:
         return _attend_alone(query, key, value, params.alone, softmax_scale)
     bound = params.bound_now(number)
-    width = value.shape[-1]
-    query, key, value = (_widened(x, bound.shape.head_dim) for x in (query, key, value))
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
-    return padded(out[..., :width], query.shape[0])
+    return padded(out, query.shape[0])
+
+
+def _attend_latent(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    given: latent.Latent,
+    params: BalancedSeqParams,
+    softmax_scale: float,
+    number: int,
+) -> torch.Tensor:
+    """`attend` over latents, query [T, (1,) H, D]. Of the key only the rotary part counts, which all
+    heads share.
+    """
+    bound = params.bound_now(number)
+    assert bound.shape.latent is not None, "the plan was bound for latents"
+    rank, rope = bound.shape.latent
+    rows = torch.cat([given.rows.flatten(0, -2), key.flatten(0, -3)[:, 0, -rope:]], dim=-1)
+    own = query.flatten(0, -3)[: bound.num_tokens].contiguous()
+    assert rows.shape[1] == rank + rope, "a latent of another width than the plan's"
+    latents = rows[: bound.num_tokens, None].contiguous()
+    out = latent_attention(own, latents, given.weight, bound, softmax_scale, params.backward)
+    return padded(out, query.shape[0])
 
 
 def _attend_alone(
@@ -126,20 +152,15 @@ def _attend_alone(
     return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
 
 
-def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, 1, heads, width] of [rows, 1, heads, D] or [rows, heads, D], zeros behind D."""
-    x = x[:, None] if x.dim() == 3 else x
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
 def rows_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows [T, heads, D] that sequences own, of Megatron's [rows, 1, heads, D].
 
-    The last rows may be padding.
+    The last rows may be padding. Multi-latent attention squeezes the second dimension away.
     """
-    q, k, v = (x[: bound.num_tokens, 0].contiguous() for x in (query, key, value))
+    own = (x[: bound.num_tokens] for x in (query, key, value))
+    q, k, v = ((x[:, 0] if x.dim() == 4 else x).contiguous() for x in own)
     return q, k, v
 
 

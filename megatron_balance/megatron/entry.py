@@ -61,6 +61,7 @@ def training(cfg_container: Any) -> Iterator[None]:
     from megatron_balance.megatron.corpora import data_reasons
     from megatron_balance.megatron.documents import names_corpus
     from megatron_balance.megatron.gpt import give_layer_spec
+    from megatron_balance.megatron.latent import latent_reasons
     from megatron_balance.megatron.log import log_reasons
     from megatron_balance.megatron.session import Session, opened
     from megatron_balance.patches import applied
@@ -78,7 +79,7 @@ def training(cfg_container: Any) -> Iterator[None]:
         )
     ours = config.data == "documents" and names_corpus(args)
     reasons = data_reasons(args) if ours else ()
-    check_arguments(args, [*reasons, *log_reasons(args, config)])
+    check_arguments(args, [*reasons, *log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv)])
     _say_what_was_set(args, cfg_container)
     give_layer_spec(cfg_container)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):

@@ -24,6 +24,7 @@ from megatron_balance.megatron.arguments import REFUSALS, leave_out, reasons_in
 from megatron_balance.megatron.core_attention import give_core_attention
 from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule
+from megatron_balance.megatron.latent import latent_reasons
 from megatron_balance.megatron.log import log_reasons
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
@@ -110,7 +111,7 @@ def balance(
         )
     model_config = get_model_config(chunks[0])
     args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
-    reasons = [*reasons_in(REFUSALS, args), *log_reasons(args, run)]
+    reasons = [*reasons_in(REFUSALS, args), *log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv)]
     if reasons:
         raise ConfigError("; ".join(reasons))
     for sentence in leave_out(args, [model_config]):

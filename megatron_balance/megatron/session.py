@@ -25,7 +25,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope, router
+from megatron_balance.megatron import carry, core_attention, latent, machine, memory, ping_pong, rope, router
 from megatron_balance.megatron.arguments import (
     balances_by_sample,
     check_joint_arguments,
@@ -84,6 +84,8 @@ class Session:
         """The way to other strategies than the layout; made when the model and the optimizer are."""
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
+        if config.latent_kv:
+            latent.check_latent_run(joint=self.joint, nano_batches=self.ping_pong, candidates=bool(self.candidates))
         self.steps = StepLog(log_target(args, config))
         self.bind_ahead = BindAhead()
         """Where the plans of coming microbatches are looked up."""
@@ -160,8 +162,11 @@ class Session:
         """Heads of one of `size` tensor-parallel ranks."""
         args = self.args
         if args.multi_latent_attention:
-            widest = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
-            return AttentionShape(args.num_attention_heads // size, args.num_attention_heads // size, widest)
+            heads, keys = args.num_attention_heads // size, args.qk_head_dim + args.qk_pos_emb_head_dim
+            values = None if args.v_head_dim == keys else args.v_head_dim
+            if self.config.latent_kv:
+                return AttentionShape(heads, 1, keys, values, (args.kv_lora_rank, args.qk_pos_emb_head_dim))
+            return AttentionShape(heads, heads, keys, values)
         kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         return AttentionShape(args.num_attention_heads // size, max(1, kv_heads // size), args.kv_channels)
 
@@ -214,7 +219,9 @@ class Session:
         `groups`: ranks that attend together; `shape`: heads of this rank, if not of the layout.
         Before the first of them, whatever a step would otherwise have to compile is built.
         """
-        build_variants(job_device(), self.dtype, self.shape.head_dim)
+        carried = () if self.shape.latent_dim is None else (self.shape.latent_dim,)
+        for width in dict.fromkeys((*self.shape.widths, *carried)):
+            build_variants(job_device(), self.dtype, width)
         return Binder(
             groups,
             shape or self.shape,
@@ -277,7 +284,7 @@ class Session:
             ConfigError: none can.
         """
         if self._kernel is None:
-            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
+            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, max(self.shape.widths)).name
         return self._kernel
 
     def model(self, tensor: int | None = None) -> Model:
@@ -291,6 +298,9 @@ class Session:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            latent_rank=shape.latent[0] if shape.latent else 0,
+            latent_rope=shape.latent[1] if shape.latent else 0,
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
             ffn_size=max(1, args.ffn_hidden_size // size),
@@ -351,6 +361,8 @@ class Session:
     def adapt(self, chunk: Any) -> None:
         """Check a model chunk, number its attention layers, give it rotary embeddings by position."""
         core_attention.check_model(chunk, self.te_patched)
+        if self.config.latent_kv:
+            latent.install(chunk)
         core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
         rope.install(chunk, self.args.max_position_embeddings)
 

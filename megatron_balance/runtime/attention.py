@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
+from megatron_balance.runtime.kernels.latent import LatentKernel
 from megatron_balance.runtime.phase_run import Received
 
 
@@ -62,7 +63,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     Args:
         q: [T, H, D] in the order of `bound.owned`.
         k: [T, G, D].
-        v: [T, G, D].
+        v: [T, G, V]; V as `AttentionShape.value_width`.
         bound: the plan.
         softmax_scale: default 1 / sqrt(D).
         backward: where the backward finds its plan, if that is not `bound`; then both are bound
@@ -72,14 +73,65 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
             the backward lets it go piece by piece.
 
     Returns:
-        The output [T, H, D].
+        The output [T, H, V].
 
     Raises:
         ConfigError: the tensors do not have the plan's rows and heads.
         InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
     """
     _check(q, k, v, bound)
-    return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked))
+    call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
+    return _Attention.apply(call, None, q, k, v)
+
+
+def latent_attention(  # noqa: PLR0913  as `balanced_attention`
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    bound: Bound,
+    softmax_scale: float | None = None,
+    backward: BackwardSlot | None = None,
+    *,
+    hooked: bool = False,
+) -> Tensor:
+    """`balanced_attention` of multi-latent attention whose latents travel in place of keys and values.
+
+    Args:
+        q: [T, H, D] in the order of `bound.owned`.
+        latent: [T, 1, L], the normalised latent and behind it the rotary key that all heads share.
+        weight: [H * (D - R + V), C], which makes keys (without rotary part) and values of it. Its
+            gradient is of this rank's queries over all keys that they see: the sum over the pool is
+            the whole one.
+        bound: the plan; its shape has `latent`.
+        softmax_scale: default 1 / sqrt(D).
+        backward: as for `balanced_attention`.
+        hooked: as for `balanced_attention`.
+
+    Returns:
+        The output [T, H, V].
+
+    Raises:
+        ConfigError: the tensors do not have the plan's rows and heads.
+    """
+    shape = bound.shape
+    if not isinstance(bound.kernel, LatentKernel):
+        raise ConfigError("the plan was bound for keys and values, not for latents; give AttentionShape(latent=...)")
+    for name, x, wanted in (
+        ("q", q, (bound.num_tokens, shape.num_heads, shape.head_dim)),
+        ("latent", latent, (bound.num_tokens, 1, shape.latent_dim)),
+    ):
+        if tuple(x.shape) != wanted:
+            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {wanted}")
+    call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
+    return _Attention.apply(call, weight, q, latent)
+
+
+def _of_layer(bound: Bound, weight: Tensor | None) -> Bound:
+    """The plan as a layer with this weight runs it; None: all layers run it alike."""
+    if weight is None:
+        return bound
+    kernel: Any = bound.kernel
+    return replace(bound, kernel=kernel.with_weight(weight))
 
 
 class AttentionCall:
@@ -114,7 +166,7 @@ class AttentionCall:
         self._link = _Attend.apply(self._link, self._runs)
 
     def end(self) -> Tensor:
-        """Wait for results of owned rows: the output [T, H, D]."""
+        """Wait for results of owned rows: the output [T, H, V]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
         out = _End.apply(self._link, *self._inputs, self._runs)
@@ -124,11 +176,11 @@ class AttentionCall:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
     shape = bound.shape
-    for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-        if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
-            raise ConfigError(
-                f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}"
-            )
+    keys, values = shape.widths
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    for name, x, wanted in (("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values))):
+        if tuple(x.shape) != (bound.num_tokens, *wanted):
+            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
 
 
 def _scale(softmax_scale: float | None, bound: Bound) -> float:
@@ -137,27 +189,37 @@ def _scale(softmax_scale: float | None, bound: Bound) -> float:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Bound, BackwardSlot, float, bool]) -> Tensor:
+    def forward(
+        ctx: Any, call: tuple[Bound, BackwardSlot, float, bool], weight: Tensor | None, q: Tensor, *kv: Tensor
+    ) -> Tensor:
+        """`weight`: makes keys and values of what `kv` is then, the latent."""
         bound, ctx.slot, ctx.scale, hooked = call
-        out, lse, received = run_forward(bound, q, k, v, ctx.scale)
+        out, lse, received = run_forward(_of_layer(bound, weight), q, kv, ctx.scale)
         ctx.received = Received() if hooked else received
         queries, keys = (received.q.all(), received.kv.all()) if hooked else ({}, {})
         ctx.saved = tuple(queries), tuple(keys)
-        ctx.save_for_backward(q, k, v, out, lse, *queries.values(), *chain.from_iterable(keys.values()))
+        ctx.width = len(kv)
+        own = (weight, q, *kv, out, lse)
+        ctx.save_for_backward(*own, *queries.values(), *chain.from_iterable(keys.values()))
         ctx.num_tokens = bound.num_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        weight, *inputs = ctx.saved_tensors[: 2 + ctx.width]
+        out, lse, *rest = ctx.saved_tensors[2 + ctx.width :]
         queries, keys = ctx.saved
         ctx.received.q.update(zip(queries, rest, strict=False))
-        pairs = rest[len(queries) :]
-        ctx.received.kv.update(zip(keys, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-        bound = ctx.slot.bound_for(ctx.num_tokens)
-        grads = run_backward(bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
+        parts = rest[len(queries) :]
+        each = (tuple(parts[at : at + ctx.width]) for at in range(0, len(parts), ctx.width))
+        ctx.received.kv.update(zip(keys, each, strict=True))
+        bound = _of_layer(ctx.slot.bound_for(ctx.num_tokens), weight)
+        grads = run_backward(bound, dout, tuple(inputs), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
-        return (*grads, None)
+        if not isinstance(bound.kernel, LatentKernel):
+            return (None, None, *grads)
+        found = bound.kernel.weight_grad
+        return (None, torch.zeros_like(weight) if found is None else found.to(weight.dtype), *grads)
 
 
 @dataclass(slots=True)
@@ -180,7 +242,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: Bound, runs: _Runs) -> Tensor:
         ctx.runs = runs
-        runs.forward = ForwardRun(bound, q, k, v, runs.scale)
+        runs.forward = ForwardRun(bound, q, (k, v), runs.scale)
         runs.forward.start()
         bound.groups.issues.flush()  # other work follows, that this call knows nothing of
         return q.new_empty(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
 from megatron_balance.runtime.lower.moves import Sites, moves_of
 from megatron_balance.runtime.lower.parcels import Form
@@ -232,11 +234,13 @@ def prepare(  # noqa: PLR0913  as `bind`
         raise ConfigError(
             "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
         )
-    place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire)
-    chosen, moves = (
-        choose_kernel(kernel, place, dtype, shape.head_dim, windows=isinstance(plan.mask, SlidingWindow)),
-        choose_mover(mover, place),
-    )
+    place, form = torch.device(device), Form.of(shape, dtype, gradient_wire)
+    windows = isinstance(plan.mask, SlidingWindow)
+    chosen: Any = kernel_of_widths(kernel, place, dtype, shape.widths, windows=windows)
+    moves = choose_mover(mover, place)
+    if shape.latent is not None:
+        check_latent(plan)
+        chosen = LatentKernel(chosen, shape)
     bounds: list[Bound] = []
     tables: list[Tensor] = []
     like: Lowering | None = None

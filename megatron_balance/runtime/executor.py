@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads
 from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
 
-def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
-    """Output [T, H, D] in q's dtype, LSE [T, H], and what the backward needs.
+def run_forward(bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Received]:
+    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs.
 
-    q [T, H, D], k and v [T, G, D].
+    q [T, H, D], kv: k [T, G, D] and v [T, G, V]; the output is [T, H, V].
     """
-    run = ForwardRun(bound, q, k, v, scale)
+    run = ForwardRun(bound, q, kv, scale)
     run.start()
     run.attend()
     return run.outputs()
@@ -35,11 +36,11 @@ def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 def run_backward(
     bound: Bound,
     dout: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     final: tuple[Tensor, Tensor],
     received: Received,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of `inputs` (q, k, v) in their dtypes. `final`: output and LSE of the forward."""
     run = BackwardRun(bound, dout, inputs, final, received, scale)
     run.start()
@@ -50,17 +51,17 @@ def run_backward(
 class ForwardRun(PhaseRun):
     """The forward of one call: `start`, `attend`, then `outputs`."""
 
-    def __init__(self, bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        super().__init__(bound, bound.forward, q, k, v, Received())
+    def __init__(self, bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> None:
+        super().__init__(bound, bound.forward, q, kv, Received())
         self.scale = scale
         sizes, blank = bound.query_rows, bound.forward.blank_outputs
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
-        self.partials = bound.mover.partials(Space(sizes, blank, self.dim, self.dtype, self.wide, empty))
+        self.partials = bound.mover.partials(Space(sizes, blank, self.form.value_width, self.dtype, self.wide, empty))
         self.sending: list[Sent] = []  # for the next `fill`
 
     def outputs(self) -> tuple[Tensor, Tensor, Received]:
-        """End the forward: output [T, H, D], LSE [T, H], and what the backward needs."""
+        """End the forward: output [T, H, V], LSE [T, H], and what the backward needs."""
         self.end()
         received = Received()
         if self.bound.policy == "keep":
@@ -69,9 +70,10 @@ class ForwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, Launch), "a backward launch in the forward"
-        q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
+        q, kv = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
-        out, lse = self.bound.kernel.forward(step.entries, q, k, v, self.scale)
+        kernel: Any = self.bound.kernel  # of keys and values, or of what travels in their place
+        out, lse = kernel.forward(step.entries, q, *kv, self.scale)
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
@@ -80,7 +82,7 @@ class ForwardRun(PhaseRun):
         both = self.partials.as_they_lie(packed)
         if both is not None:
             return list(both)
-        out = self.empty(packed.num_rows, packed.num_heads, self.dim)
+        out = self.empty(packed.num_rows, packed.num_heads, self.form.value_width)
         lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
         self.sending.append(Sent(packed, out, lse))
         return [out, lse]
@@ -106,25 +108,26 @@ class BackwardRun(PhaseRun):
         self,
         bound: Bound,
         dout: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, ...],
         final: tuple[Tensor, Tensor],
         received: Received,
         scale: float,
     ) -> None:
-        q, k, v = inputs
-        super().__init__(bound, bound.backward, q, k, v, received)
+        super().__init__(bound, bound.backward, inputs[0], inputs[1:], received)
         self.scale = scale
         self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
-        self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
+        self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
+        self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
         self.begun: list[Place] = []  # to be copied by the next `begin_sums`
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, ...]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        dq, dk, dv = (self.final(kind, part) for kind, part in ((Kind.Q_GRAD, 0), (Kind.KV_GRAD, 0), (Kind.KV_GRAD, 1)))
+        parts = range(len(self.form.kv_widths))
+        grads = (self.final(Kind.Q_GRAD, 0), *[self.final(Kind.KV_GRAD, part) for part in parts])
         self.fill()
-        return dq, dk, dv
+        return grads
 
     def final(self, kind: Kind, part: int) -> Tensor:
         """A gradient of the caller's rows in its type, without gaps; filled by the next `fill`."""
@@ -142,6 +145,8 @@ class BackwardRun(PhaseRun):
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
         self.totals.pop((kind, buffer), None)
+        if kind == Kind.KV_GRAD:
+            self.joined.pop(buffer, None)
         self.held.pop((kind, buffer), None)
 
     def size(self, value: Value) -> tuple[int, int]:
@@ -153,31 +158,43 @@ class BackwardRun(PhaseRun):
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
         held = self.held.get((kind, buffer))
         if held is None:
-            held = self.total((kind, buffer)).unbind(0)
+            held = self.total((kind, buffer))
             self.begin_sums()
         return held
 
-    def total(self, value: Value) -> Tensor:
-        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to.
+    def total(self, value: Value) -> tuple[Tensor, ...]:
+        """Memory [T, heads, D or V] in the wide type that gradients of a buffer are added to.
 
         The first of them is there behind the next `begin_sums`.
         """
         before = self.totals.get(value)
-        if before is not None and before.dtype == self.wide:
+        if before is not None and before[0].dtype == self.wide:
             return before
-        shape = (1 if value[0] == Kind.Q_GRAD else 2, *self.size(value), self.dim)
-        if not value[1] and self.dtype == self.wide:  # handed to the caller as it is
-            total = torch.empty(shape, dtype=self.wide, device=self.device)
-        else:
-            total = self.empty(*shape, dtype=self.wide)
-        parts = self.held.pop(value, None) if before is None else before.unbind(0)
+        total = self.new_total(value)
+        parts = self.held.pop(value, None) if before is None else before
         if parts is None:
-            total.zero_()
+            together = value[0] == Kind.KV_GRAD and self.form.joined
+            for x in (self.joined[value[1]],) if together else total:
+                x.zero_()
         else:
             whole = self.whole(value)
-            self.begun += [Place(whole, part, (x,)) for x, part in zip(total.unbind(0), parts, strict=True)]
+            self.begun += [Place(whole, part, (x,)) for x, part in zip(total, parts, strict=True)]
         self.totals[value] = total
         return total
+
+    def new_total(self, value: Value) -> tuple[Tensor, ...]:
+        """Memory for a total, not filled."""
+        kind, buffer = value
+        owned = not buffer and self.dtype == self.wide  # handed to the caller as it is
+        empty = partial(torch.empty, device=self.device) if owned else self.groups_empty
+        if kind == Kind.KV_GRAD and self.form.joined:
+            both = self.joined[buffer] = empty((2, *self.size(value), self.form.dim), dtype=self.wide)
+            return tuple(both.unbind(0))
+        widths = self.form.kv_widths if kind == Kind.KV_GRAD else (self.form.dim,)
+        return tuple([empty((*self.size(value), width), dtype=self.wide) for width in widths])
+
+    def groups_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.empty(*shape, dtype=dtype)
 
     def begin_sums(self) -> None:
         """Copy the gradients that others are added to, all of them at once."""
@@ -193,17 +210,18 @@ class BackwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
-        q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
+        q, kv = self.query_operand(step.q), self.key_operand(step.k)
         final = (
             self.final_operand(step.dout, self.dout, self.dtype),
             self.final_operand(step.dout, self.out, self.dtype),
             self.final_operand(step.dout, self.lse, self.wide),
         )
         self.fill()
-        dq, dk, dv = self.bound.kernel.backward(step.entries, final, q, k, v, self.scale)
+        kernel: Any = self.bound.kernel
+        dq, *dkv = kernel.backward(step.entries, final, q, *kv, self.scale)
         self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
-        places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
+        places += self.places(Kind.KV_GRAD, step.dk_sums, dkv)
         self.add(places)
 
     def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[Place]:
@@ -220,7 +238,7 @@ class BackwardRun(PhaseRun):
         return [Place(packed, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
 
     def received_places(self, message: Message, slots: Views, at: int) -> list[Place]:
-        """Where gradients [1 or 2, N, heads, D] that came in a message are added.
+        """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
         a ring's rounds zero nothing and copy nothing.
@@ -230,19 +248,25 @@ class BackwardRun(PhaseRun):
             grads = self.gradients_of(message.kind, slots, at)
             held = self.held.pop(value, ())
             self.totals[value] = grads
-            return [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
+            if message.kind == Kind.KV_GRAD and self.form.joined:
+                self.joined[value[1]] = slots[at][0]
+            return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
         if not message.sums.kept:
-            halves = (-1,) if message.kind == Kind.Q_GRAD else (0, 1)
-            return self.added(message.kind, message.sums.added, [slots.later(at, 0, half) for half in halves])
-        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at).unbind(0))
+            return self.added(message.kind, message.sums.added, self.gradients_later(message.kind, slots, at))
+        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at))
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
 
-    @staticmethod
-    def gradients_of(kind: Kind, slots: Views, at: int) -> Tensor:
-        """Gradients [1 or 2, N, heads, D] of a message."""
-        return slots[at][0][None] if kind == Kind.Q_GRAD else slots[at][0]
+    def gradients_of(self, kind: Kind, slots: Views, at: int) -> tuple[Tensor, ...]:
+        """Gradients [N, heads, D or V] of a message."""
+        return tuple(slots[at]) if kind == Kind.Q_GRAD else self.parts(slots[at])
+
+    def gradients_later(self, kind: Kind, slots: Views, at: int) -> list[Later]:
+        """`gradients_of`, each made when it is asked for."""
+        if kind == Kind.KV_GRAD and self.form.joined:
+            return [slots.later(at, 0, half) for half in (0, 1)]
+        return [slots.later(at, part) for part in range(len(slots.places[at]))]
 
     def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
         """Whether received gradients of type `dtype` can be what others are added to.
@@ -268,10 +292,9 @@ class BackwardRun(PhaseRun):
             case Kind.Q_GRAD:
                 return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient)]
             case _:
-                totals = {run.buffer: self.totals.get((Kind.KV_GRAD, run.buffer)) for run in packed.runs}
-                stacked = {b: x for b, x in totals.items() if x is not None and x.dtype == self.form.gradient}
+                joined = {b: x for b, x in self.joined.items() if x.dtype == self.form.gradient}
                 of = partial(self.summed, Kind.KV_GRAD)
-                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient)]
+                return self.both(packed, joined, lambda b, i: of(b)[i], self.form.gradient)
 
     def other_pack(self, message: Message, into: Sequence[Later]) -> None:
         packed = message.packed
@@ -282,7 +305,7 @@ class BackwardRun(PhaseRun):
             case Kind.Q_GRAD:
                 self.write(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], into[0])
             case _:
-                self.write_pair(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into[0])
+                self.write_both(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into)
 
     def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         if arrived[0][0].kind == Kind.OUT_GRAD:
@@ -305,8 +328,8 @@ class BackwardRun(PhaseRun):
                 continue
             for buffer in {run.buffer for run in runs if run.buffer not in self.dout}:
                 rows, heads = self.bound.query_rows[buffer]
-                self.dout[buffer] = self.empty(rows, heads, self.dim)
-                self.out[buffer] = self.empty(rows, heads, self.dim)
+                self.dout[buffer] = self.empty(rows, heads, self.form.value_width)
+                self.out[buffer] = self.empty(rows, heads, self.form.value_width)
                 self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
             both, lse = slots[at]
             held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))

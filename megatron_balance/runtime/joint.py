@@ -59,8 +59,9 @@ class Server:
     def _run(self, bound: Bound, *, backward: bool) -> PhaseRun:
         shape = bound.shape
         q = torch.empty(0, shape.num_heads, shape.head_dim, dtype=self.dtype, device=self.device)
-        kv = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=self.dtype, device=self.device)
+        kv = tuple(q.new_empty(0, shape.num_kv_heads, width) for width in shape.widths)
         if not backward:
-            return ForwardRun(bound, q, kv, kv, self.scale)
+            return ForwardRun(bound, q, kv, self.scale)
         lse = torch.empty(0, shape.num_heads, dtype=wide_dtype(self.dtype), device=self.device)
-        return BackwardRun(bound, torch.empty_like(q), (q, kv, kv), (q, lse), Received(), self.scale)
+        out = q.new_empty(0, shape.num_heads, shape.value_width)
+        return BackwardRun(bound, torch.empty_like(out), (q, *kv), (out, lse), Received(), self.scale)

@@ -2,8 +2,9 @@
 
 It has three segments, `start`, `attend` and `end`; those of another call may lie between them.
 
-Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of
-a buffer are [2, T, G, D] or, for the caller's own, two tensors. Partial outputs, their LSE and all
+Shape legend: T rows of this rank, H query heads, G key-value heads, D width of queries and keys, V
+of values and outputs; keys and values of a buffer are [2, T, G, D] or, for the caller's own and where
+V is not D, two tensors. Partial outputs, their LSE and all
 gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type or in bf16
 (`gradient_wire`), everything else in the input's.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
@@ -56,7 +58,7 @@ class Received:
     """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
 
     q: Buffers[Tensor] = field(default_factory=Buffers[Tensor])
-    kv: Buffers[tuple[Tensor, Tensor]] = field(default_factory=Buffers[tuple[Tensor, Tensor]])
+    kv: Buffers[tuple[Tensor, ...]] = field(default_factory=Buffers[tuple[Tensor, ...]])
 
 
 Arrived: TypeAlias = tuple[Message, Views, int]
@@ -71,28 +73,33 @@ def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
     return halves
 
 
+def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
+    return tuple(slots[at])
+
+
 def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
     """Rows [start, stop) and heads [head, head + num_heads) of a pair [2, T, heads, D]: a view."""
     rows = x if stop - start == x.shape[1] else x[:, start:stop]
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
+def _of(of: Callable[[int, int], Tensor], which: int, buffer: int) -> Tensor:
+    return of(buffer, which)
+
+
 class PhaseRun:
     """Base of both phases: buffers, gathering rows, and exchanges."""
 
-    def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
+    def __init__(self, bound: Bound, phase: Phase, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
         self.bound = bound
         self.phase = phase
-        self.q, self.kv = (
-            Buffers({0: q, **received.q}, received.q.later),
-            Buffers({0: (k, v), **received.kv}, received.kv.later),
-        )
+        self.q = Buffers({0: q, **received.q}, received.q.later)
+        self.kv = Buffers({0: kv, **received.kv}, received.kv.later)
         self.stacked: Buffers[Tensor] = Buffers()  # received keys and values as they came, [2, T, G, D]
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
-        self.dim = q.shape[2]
-        self.form = Form.of(self.dim, self.dtype, bound.gradient_wire)
+        self.form = Form.of(bound.shape, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
         self.forms = bound.exchange_forms[id(phase)]
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
@@ -252,14 +259,15 @@ class PhaseRun:
             return heads_view(self.q[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, self.q.__getitem__, self.dtype)
 
-    def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
+    def key_operand(self, operand: Operand) -> tuple[Tensor, ...]:
         if operand.buffer >= 0:
-            k, v = self.kv[operand.buffer]
-            return heads_view(k, operand.head, operand.num_heads), heads_view(v, operand.head, operand.num_heads)
-        return (
-            self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
-            self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
-        )
+            return tuple(heads_view(x, operand.head, operand.num_heads) for x in self.kv[operand.buffer])
+        which = range(len(self.form.kv_widths))
+        return tuple(self.gather(operand.packed, partial(_of, self.kv_of, i), self.dtype) for i in which)
+
+    def kv_of(self, buffer: int, which: int) -> Tensor:
+        """Keys (0) or values (1) of a buffer, or what travels in their place (0)."""
+        return self.kv[buffer][which]
 
     def free(self, index: int) -> None:
         for kind, buffer in self.phase.last_uses[index]:
@@ -349,9 +357,17 @@ class PhaseRun:
             case Kind.Q:
                 self.write(packed, self.q.__getitem__, into[0])
             case Kind.KV:
-                self.write_pair(packed, lambda b, i: self.kv[b][i], into[0])
+                self.write_both(packed, self.kv_of, into)
             case _:
                 self.other_pack(message, into)
+
+    def write_both(self, packed: Packed, of: Callable[[int, int], Tensor], into: Sequence[Later]) -> None:
+        """Rows of keys and values, or of their gradients: as `write_pair`, or to a tensor each."""
+        if self.form.joined:
+            self.write_pair(packed, of, into[0])
+            return
+        for i, target in enumerate(into):
+            self.write(packed, partial(_of, of, i), target)
 
     def write_pair(self, packed: Packed, of: Callable[[int, int], Tensor], into: Later) -> None:
         """Rows of two tensors `of(buffer, 0 or 1)` to one [2, N, heads, D]."""
@@ -368,14 +384,26 @@ class PhaseRun:
             case Kind.Q:
                 return [self.carried(packed, self.q.__getitem__, self.dtype)]
             case Kind.KV:
-                return [self.pair(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype)]
+                return self.both(packed, self.stacked, self.kv_of, self.dtype)
             case _:
                 return self.other_parcel(message)
+
+    def both(
+        self,
+        packed: Packed,
+        stacked: Mapping[int, Tensor],
+        of: Callable[[int, int], Tensor],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Rows of keys and values, or of their gradients: as `pair`, or two where widths differ."""
+        if self.form.joined:
+            return [self.pair(packed, stacked, of, dtype)]
+        return [self.carried(packed, partial(_of, of, i), dtype) for i in range(len(self.form.kv_widths))]
 
     def pair(
         self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D].
+        """Rows of two tensors of one width, `of(buffer, 0 or 1)`, as one [2, N, heads, V].
 
         `stacked`: buffers that hold both already.
         """
@@ -384,7 +412,7 @@ class PhaseRun:
             held = pair_view(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
             if held.is_contiguous():
                 return held
-        both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype)
+        both = self.empty(2, packed.num_rows, packed.num_heads, self.form.value_width, dtype=dtype)
         for i in (0, 1):
             self.write(packed, lambda b, i=i: of(b, i), both[i])
         return both
@@ -397,10 +425,17 @@ class PhaseRun:
                     self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
                 for message, slots, at in arrived:
+                    if not self.form.joined:
+                        self.kv.later[message.buffer] = partial(_tensors, slots, at)
+                        continue
                     self.stacked.later[message.buffer] = both = slots.later(at, 0)
                     self.kv.later[message.buffer] = _halves(both)
             case _:
                 self.other_arrive(arrived)
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Keys and values, or their gradients, of a message that is carried by these."""
+        return tuple(tensors[0].unbind(0)) if self.form.joined else tuple(tensors)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError

@@ -162,9 +162,8 @@ class Clocks:
 
     def row_bytes(self, kind: Kind) -> int:
         """Bytes of a token, all heads."""
-        payload = self.machine.payload
         heads = self.plan.num_kv_heads if kind in KEY_SIDE else self.plan.num_heads
-        return heads * (payload.row_bytes[kind] + (payload.lse_bytes if kind in (Kind.OUT, Kind.OUT_GRAD) else 0))
+        return heads * int(self.machine.payload.whole()[kind])
 
     def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
         """One exchange of `messages`: when each rank began, when it has what it receives, and how
@@ -185,12 +184,12 @@ class Clocks:
         # Results are sent when they are there; who sends none, and who sends inputs, began before.
         posted = np.where(out > 0, self.done, self.entered) if traffic_class == MOVED else self.ready + packed
         arrived = self.carry(sent, posted, traffic_class)
-        values, lse = self.machine.payload.tensors(messages)
+        values, more = self.machine.payload.tensors(messages)
         stored, added = (
             self.pack_s(
                 np.bincount(
                     messages[:, Message.DST],
-                    weights=(values + lse) * np.isin(messages[:, Message.KIND], kinds),
+                    weights=(values + more) * np.isin(messages[:, Message.KIND], kinds),
                     minlength=len(ranks),
                 )
             )

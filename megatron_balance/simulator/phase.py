@@ -261,8 +261,8 @@ def _handling(
 def _values(rows: Ints, machine: Machine) -> tuple[Ints, Ints]:
     """Bytes of each transfer with its LSE, and its kind."""
     messages = messages_of(0, rows)
-    values, lse = machine.payload.tensors(messages)
-    return values + lse, messages[:, Message.KIND]
+    values, more = machine.payload.tensors(messages)
+    return values + more, messages[:, Message.KIND]
 
 
 def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:

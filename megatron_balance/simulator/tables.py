@@ -101,7 +101,7 @@ def _walks(traffic: ZoneTraffic | None) -> bool:
 
 
 def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
-    row_bytes = payload.with_lse()
+    row_bytes = payload.whole()
     terms = [sizes * float(row_bytes[kind]) for kind, sizes in token_heads.items()]
     return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
 

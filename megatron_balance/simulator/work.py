@@ -64,7 +64,7 @@ def launches(
     keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
     if walked is not None:
         keys = np.where(walked, 0.0, keys)
-    sizes = machine.payload.row_bytes
+    sizes = machine.payload.whole()
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
 

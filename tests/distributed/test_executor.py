@@ -23,7 +23,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand, dense, jobs
-from tests.support.jobs import Ran, Run
+from tests.support.jobs import Ran, Run, Widths
 from tests.support.masks import NAMES
 from tests.support.pool import WORLDS, Pool
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -50,9 +50,9 @@ EACH = [pytest.param(name, marks=() if name in ON_THE_LARGEST else (pytest.mark.
 @settings(
     max_examples=2, phases=(Phase.explicit, Phase.generate)
 )  # a failure costs new ranks: shrinking would take minutes
-@given(data=st.data(), head_dim=st.sampled_from([4, 8]))
+@given(data=st.data(), head_dim=st.sampled_from([8, (8, 4), (4, 12)]))
 def test_the_executor_equals_the_reference(
-    pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int
+    pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: Widths
 ) -> None:
     case: Case = data.draw(cases([num_ranks], max_sequences=5, masks=NAMES))
     planned = plan(planner, case)
@@ -62,7 +62,7 @@ def test_the_executor_equals_the_reference(
     forward_figures_are_what_ran(planned, head_dim, [results[0].counters for results in per_rank])
 
 
-def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ranks: list[Ran]) -> None:
+def assert_equals_reference(planned: MicrobatchPlan, head_dim: Widths, run: Run, ranks: list[Ran]) -> None:
     truth, owned = truth_of(planned, head_dim, run.policy)
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         values = getattr(truth, name)
@@ -72,17 +72,18 @@ def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ra
 
 
 @functools.lru_cache(maxsize=2)  # the runs of a test differ also in their types
-def truth_of(planned: MicrobatchPlan, head_dim: int, policy: Policy) -> tuple[reference.Result, list[Rows]]:
+def truth_of(planned: MicrobatchPlan, head_dim: Widths, policy: Policy) -> tuple[reference.Result, list[Rows]]:
     """Results of the reference for the plan, and the rows that each rank owns."""
     x = jobs.inputs(planned, head_dim)
     truth = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout)
     return truth, [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
 
 
-def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counters: list[dict[str, int]]) -> None:
+def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: Widths, counters: list[dict[str, int]]) -> None:
     """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the
     ops of its projection."""
-    model = Model(planned.num_heads, planned.num_kv_heads, head_dim, bytes_per_element=4)
+    keys, values = jobs.split(head_dim)
+    model = Model(planned.num_heads, planned.num_kv_heads, keys, bytes_per_element=4, value_dim=values)
     predicted = plan_statistics(planned, model)
     assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
     assert [c["kv_tokens_received"] for c in counters] == predicted["kv_tokens_received_per_rank"]

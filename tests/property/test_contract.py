@@ -127,7 +127,7 @@ def assert_equals_dense(program: Program) -> None:
     """The reference's outputs and gradients within 1e-9 of attention written out, sequence by
     sequence.
     """
-    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
+    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads, value_dim=3)
     ours, theirs = reference.run(program, x.q, x.k, x.v, x.scale, x.dout), dense.attention(x, visible(program.mask))
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-9, name

@@ -100,7 +100,7 @@ def _stand_ins(copies: Copies) -> Iterator[None]:
         return to(self, *args, **kwargs)
 
     replaced: dict[tuple[Any, str], Any] = {(triton_mover, name): _Kernel(name, copies) for name in names}
-    replaced[binding, "choose_kernel"] = lambda *_, **__: VarlenKernel("counted", calls)
+    replaced[binding, "kernel_of_widths"] = lambda *_, **__: VarlenKernel("counted", calls)
     replaced[binding, "choose_mover"] = lambda _, device: triton_mover.TritonMover(device)
     replaced[Tensor, "to"] = counted
     held = {(owner, name): getattr(owner, name) for owner, name in replaced}
@@ -128,7 +128,7 @@ def _layer(bound: Bound, *, strided: bool) -> None:
     heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
     gaps = 2 if strided else 1
     q, k, v = (torch.empty((bound.num_tokens, gaps * n, HEAD_DIM), dtype=torch.bfloat16)[:, :n] for n in heads)
-    out, lse, received = run_forward(bound, q, k, v, 1.0)
+    out, lse, received = run_forward(bound, q, (k, v), 1.0)
     run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)
 
 

@@ -14,7 +14,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs of attention: one array per sequence. q and dout [L, H, D], k and v [L, G, D]."""
+    """Inputs of attention, one array per sequence: q [L, H, D], k [L, G, D], v [L, G, V] and dout
+    [L, H, V].
+    """
 
     q: list[Floats]
     k: list[Floats]
@@ -23,14 +25,26 @@ class Tensors:
     scale: float
 
 
-def draw(lengths: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int = 4, seed: int = 0) -> Tensors:
-    """Standard normal inputs, the same for the same arguments on every rank."""
+def draw(
+    lengths: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int = 4,
+    seed: int = 0,
+    value_dim: int | None = None,
+) -> Tensors:
+    """Standard normal inputs, the same for the same arguments on every rank.
+
+    `value_dim`: of values and outputs, if not `head_dim`.
+    """
     rng = np.random.default_rng(seed)
+    values = head_dim if value_dim is None else value_dim
 
-    def of(heads: int) -> list[Floats]:
-        return [rng.standard_normal((length, heads, head_dim)) for length in lengths]
+    def of(heads: int, width: int) -> list[Floats]:
+        return [rng.standard_normal((length, heads, width)) for length in lengths]
 
-    return Tensors(of(num_heads), of(num_kv_heads), of(num_kv_heads), of(num_heads), head_dim**-0.5)
+    q, k, v = of(num_heads, head_dim), of(num_kv_heads, head_dim), of(num_kv_heads, values)
+    return Tensors(q, k, v, of(num_heads, values), head_dim**-0.5)
 
 
 @dataclass(frozen=True)

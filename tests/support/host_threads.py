@@ -210,7 +210,7 @@ def _run_rank(rank: int, plans: Sequence[MicrobatchPlan], policy: Policy, hosts:
 def _call(bound: Bound) -> None:
     heads, kv_heads, dim = bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.head_dim
     q, k, v = (torch.empty(bound.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads))
-    forward = ForwardRun(bound, q, k, v, 1.0)
+    forward = ForwardRun(bound, q, (k, v), 1.0)
     forward.start()
     forward.attend()
     out, lse, received = forward.outputs()

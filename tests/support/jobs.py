@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -84,12 +84,21 @@ class Ran:
     counters: dict[str, int]
 
 
-def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run]) -> list[Ran]:
+Widths: TypeAlias = int | tuple[int, int]
+"""Head dim; or that of queries and keys, and that of values and outputs."""
+
+
+def split(widths: Widths) -> tuple[int, int | None]:
+    """Head dim, and the width of values and outputs where it is another."""
+    return widths if isinstance(widths, tuple) else (widths, None)
+
+
+def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[Run]) -> list[Ran]:
     """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
     values of the first call.
     """
     owned = Rows.of(3, layout(plan, world.rank).tolist())
-    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, *split(head_dim))
     results = []
     for run in runs:
         dtype = getattr(torch, run.dtype)
@@ -115,11 +124,12 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
     return results
 
 
-def inputs(plan: MicrobatchPlan, head_dim: int, seed: int = 0) -> dense.Tensors:
+def inputs(plan: MicrobatchPlan, head_dim: Widths, seed: int = 0) -> dense.Tensors:
     """Values drawn alike on every rank and in the judging process; exact in fp32, so that both
     types start from the same numbers.
     """
-    x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, head_dim, seed)
+    keys, values = split(head_dim)
+    x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, keys, seed, values)
     rounded = ([t.astype(np.float32).astype(np.float64) for t in values] for values in (x.q, x.k, x.v, x.dout))
     return dense.Tensors(*rounded, scale=x.scale)
 
@@ -156,13 +166,16 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
 
 def _tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
-    heads, dim = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.head_dim
+    heads, (keys, values) = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.widths
     rows = [
-        owned_rows(owned, values) if values else np.empty((0, h, dim))
-        for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)
+        owned_rows(owned, of) if of else np.empty((0, h, width))
+        for of, h, width in zip((x.q, x.k, x.v, x.dout), heads, (keys, keys, values, values), strict=True)
     ]
     q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:
         return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]
+    if keys != values:  # heads lie apart
+        apart = [torch.cat([x, x], dim=2)[..., : x.shape[2]].detach().requires_grad_() for x in (q, k, v)]
+        return [*apart, dout.permute(2, 1, 0).contiguous().permute(2, 1, 0)]
     fused = torch.cat([q, k, v], dim=1).requires_grad_()
     return [*fused.split(heads[:3], dim=1), dout.permute(2, 1, 0).contiguous().permute(2, 1, 0)]

@@ -107,7 +107,7 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> Step:
     counted = replace(bound, kernel=NotCounted(bound.kernel, counter))
     pool = bound.groups.buffers
     with counter:
-        forwards = [run_forward(counted, tensors[0], tensors[1], tensors[2], 0.25) for _ in range(layers)]
+        forwards = [run_forward(counted, tensors[0], (tensors[1], tensors[2]), 0.25) for _ in range(layers)]
         for out, lse, received in reversed(forwards):
             run_backward(counted, tensors[3], (tensors[0], tensors[1], tensors[2]), (out, lse), received, 0.25)
         del forwards, out, lse, received

@@ -23,6 +23,7 @@ from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.shape import AttentionShape
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import copy_bytes_per_s, gpu_s
 
@@ -125,7 +126,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     yield Case(MOVES[0], num_bytes, lambda mover: lambda: mover.fill(fills), lambda: targets)
     places = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, targets, strict=True)]
     yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
-    form = Form.of(shape.head_dim, torch.bfloat16, "fp32")
+    form = Form.of(AttentionShape(*heads[:2], shape.head_dim), torch.bfloat16, "fp32")
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
     (q,), (kv,) = unpack(raw, carried, form)

@@ -121,7 +121,7 @@ class _Run:
     def begun(self, number: int, layer: int, bound: Bound, *, backward: bool) -> PhaseRun:
         if not backward:
             self.kept[number, layer] = _Layer(self.inputs[number], self.inputs[number][0], torch.empty(0), Received())
-            return ForwardRun(bound, *self.inputs[number], 1.0)
+            return ForwardRun(bound, self.inputs[number][0], self.inputs[number][1:], 1.0)
         layer_of = self.kept.pop((number, layer))
         return BackwardRun(bound, self.outs[number], layer_of.qkv, (layer_of.out, layer_of.lse), layer_of.received, 1.0)
 

@@ -39,7 +39,7 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, model: Model, cost: MachineCost) -> Machine:
-        row_bytes = tuple(Payload.of(model).with_lse().tolist())
+        row_bytes = tuple(Payload.of(model).whole().tolist())
         nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
         return cls(cluster, model, cost, row_bytes, cost.link(inter_node=False), cost.link(inter_node=True), nics)
 

@@ -30,7 +30,7 @@ from megatron_balance.runtime.kernels.offer import (
     capability_of,
     first_line,
 )
-from megatron_balance.runtime.kernels.padding import PaddedCalls
+from megatron_balance.runtime.kernels.padding import OneWidth, PaddedCalls
 from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 
@@ -59,7 +59,7 @@ def _up_to_256_on_hopper(capability: Capability | None) -> int:
 
 
 KERNELS: dict[str, Offer] = {
-    "plain": Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16)),
+    "plain": Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
     "cpu_flash": Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
     "torch_varlen": Offer(
         _varlen("torch_varlen", TorchCalls),
@@ -152,6 +152,14 @@ def choose_kernel(
             raise ConfigError(f"kernel {name} {why}; {offer.mend or 'another torch'}, or use kernel: auto")
     _tell(logging.INFO, f"attention kernel {kernel.name} {shown}")
     return kernel
+
+
+def kernel_of_widths(
+    name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], *, windows: bool = False
+) -> Kernel:
+    """`choose_kernel` for queries and keys of one width, and values and outputs of maybe another."""
+    kernel = choose_kernel(name, device, dtype, max(widths), windows=windows)
+    return kernel if widths[0] == widths[1] or KERNELS[kernel.name].two_widths else OneWidth(kernel, widths)
 
 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:

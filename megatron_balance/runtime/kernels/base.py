@@ -4,7 +4,7 @@ An entry is a run of query rows and a run of key rows: full, causal at the botto
 LSE is natural-log, in fp32 (fp64 for fp64 inputs).
 
 Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows,
-H query heads, G key-value heads, D head dim.
+H query heads, G key-value heads, D width of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Kernel(Protocol):
         ...
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Q [T, H, D], k and v [T, G, D] -> packed out [N, H, D] and LSE [N, H]."""
+        """Q [T, H, D], k [T, G, D] and v [T, G, V] -> packed out [N, H, V] and LSE [N, H]."""
         ...
 
     def backward(
         self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed dq [N, H, D], dk and dv [M, G, D].
+        """Packed dq [N, H, D], dk [M, G, D] and dv [M, G, V].
 
-        `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows.
+        `dout`: gradient, final output [T, H, V] and LSE [T, H] in dout's rows.
         """
         ...
 

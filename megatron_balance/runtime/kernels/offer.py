@@ -62,6 +62,7 @@ class Offer:
         capabilities: that it serves.
         check: further needs; the reason why it cannot be used here, "" if it can.
         windows: whether its calls here take sliding windows.
+        two_widths: values may have another width than keys; else the narrower are padded.
     """
 
     make: Callable[[int], Kernel]
@@ -73,6 +74,7 @@ class Offer:
     capabilities: Capabilities = Capabilities((0, 0))
     check: Callable[[], str] = str
     windows: bool = True
+    two_widths: bool = False
 
     def fault(self) -> str:
         """The reason why it cannot be used on this machine: `NOT_INSTALLED`, an error at import, or

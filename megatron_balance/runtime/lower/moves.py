@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.parcels import Form, Place
 from megatron_balance.runtime.lower.steps import (
@@ -141,6 +141,8 @@ class _Walk:
         self.launches = 0
         self.finals = {0}
         self.rows: Hashable = (form.dtype, form.dtype, form.dim)
+        self.values: Hashable = (form.dtype, form.dtype, form.value_width)
+        self.keyed: tuple[Hashable, ...] = tuple((form.dtype, form.dtype, width) for width in form.kv_widths)
         self.lse: Hashable = (form.wide, form.wide, 1)
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
@@ -168,16 +170,16 @@ class _Walk:
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
         return tuple(
-            Moved(operand.packed, self.rows, self.of(operand.packed, kind, part))
-            for operand, kind, parts in ((step.q, Kind.Q, 1), (step.k, Kind.KV, 2))
-            for part in range(parts if _gathered(operand) else 0)
+            Moved(operand.packed, row, self.of(operand.packed, kind, part))
+            for operand, kind, rows in ((step.q, Kind.Q, (self.rows,)), (step.k, Kind.KV, self.keyed))
+            for part, row in enumerate(rows if _gathered(operand) else ())
         )
 
     def final(
         self, packed: Packed, *, gathered: bool = True, own: Sequence[Site | None] = (None,) * 3
     ) -> tuple[Moved, ...]:
         """The gradient, output and LSE of queries. `own`: where the packed rows lie."""
-        kinds = (self.rows, self.rows, self.lse) if gathered else ()
+        kinds = (self.values, self.values, self.lse) if gathered else ()
         return tuple(
             Moved(packed, kind, self.of(packed, Kind.OUT_GRAD if part < 2 else _LSE, part % 2), own[part])
             for part, kind in enumerate(kinds)
@@ -212,6 +214,9 @@ class _Walk:
         packed = message.packed
         own = packed.direct and packed.runs[0].buffer == 0
         rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
+        if not self.form.joined and message.kind in KEY_SIDE:
+            yield from self.apart(message.kind, packed, at, rows=rows, own=own)
+            return
         match message.kind:
             case Kind.Q:
                 if not rows or own:
@@ -224,7 +229,8 @@ class _Walk:
             case Kind.KV:  # the caller's are two tensors
                 if not (rows and not own and self.has_all_rows(packed, self.keys)):
                     yield from (
-                        _Filled(Moved(packed, self.rows, self.of(packed, Kind.KV, part), at[part])) for part in (0, 1)
+                        _Filled(Moved(packed, row, self.of(packed, Kind.KV, part), at[part]))
+                        for part, row in enumerate(self.keyed)
                     )
             case Kind.Q_GRAD:
                 dtype = self.summed(Kind.Q_GRAD, packed)
@@ -238,6 +244,25 @@ class _Walk:
                     dtype = self.summed(Kind.KV_GRAD, packed)
                     yield from (_Filled(self.sum_of(packed, dtype, Kind.KV_GRAD, part, at)) for part in (0, 1))
 
+    def apart(
+        self, kind: Kind, packed: Packed, at: Sequence[Site | None], *, rows: bool, own: bool
+    ) -> Iterator[_Filled]:
+        """Keys and values, or their gradients, as a tensor each, sent as it lies if it can be."""
+        if kind == Kind.KV:
+            filled, maybe = not rows or own, rows
+            moved = [Moved(packed, row, self.of(packed, kind, part), at[part]) for part, row in enumerate(self.keyed)]
+        else:
+            dtype = self.summed(kind, packed)
+            maybe = rows and dtype == self.form.gradient
+            filled = not maybe or (kind, packed.runs[0].buffer) in self.held
+            moved = [self.sum_of(packed, dtype, kind, part, at) for part in range(len(self.keyed))]
+        if filled:
+            yield from (_Filled(each, maybe=maybe) for each in moved)
+
+    def widths(self, kind: Kind) -> tuple[int, ...]:
+        """Widths of the gradients of queries, or of those of keys and values."""
+        return (self.form.dim,) if kind == Kind.Q_GRAD else self.form.kv_widths
+
     def heads(self, message: Message) -> int:
         of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
         return of[message.packed.runs[0].buffer][1]
@@ -248,7 +273,8 @@ class _Walk:
         return run.stop - run.start == of[run.buffer][0]
 
     def sum_of(self, packed: Packed, dtype: torch.dtype, kind: Kind, part: int, at: Sequence[Site | None]) -> Moved:
-        return Moved(packed, (dtype, self.form.gradient, self.form.dim), self.of(packed, kind, part), at[part])
+        kinds = (dtype, self.form.gradient, self.widths(kind)[part])
+        return Moved(packed, kinds, self.of(packed, kind, part), at[part])
 
     # Gradients, as `executor.BackwardRun` sums them
 
@@ -265,12 +291,13 @@ class _Walk:
             return
         dtype = self.held.pop(value, None) or self.totals.get(value)
         whole = whole_of(value, self.queries if value[0] == Kind.Q_GRAD else self.keys)
-        sites = [self.of(whole, value[0], part)[0] for part in range(1 if value[0] == Kind.Q_GRAD else 2)]
+        widths = self.widths(value[0])
+        sites = [self.of(whole, value[0], part)[0] for part in range(len(widths))]
         self.lie(*value, None)
         self.totals[value] = self.form.wide
         if dtype is not None:
             self.begun += [
-                Moved(whole, (dtype, self.form.wide, self.form.dim), self.of(whole, value[0], part), site)
+                Moved(whole, (dtype, self.form.wide, widths[part]), self.of(whole, value[0], part), site)
                 for part, site in enumerate(sites)
             ]
 
@@ -284,21 +311,23 @@ class _Walk:
     def ended(self) -> Iterator[Move]:
         """The conversion of sums to the caller's type."""
         form, moved = self.form, list[Moved]()
-        for kind, sizes, parts in ((Kind.Q_GRAD, self.queries, 1), (Kind.KV_GRAD, self.keys, 2)):
+        for kind, sizes in ((Kind.Q_GRAD, self.queries), (Kind.KV_GRAD, self.keys)):
             if (kind, 0) not in self.held and form.wide != form.dtype:
                 self.total((kind, 0))
                 whole = whole_of((kind, 0), sizes)
-                kinds = (form.wide, form.dtype, form.dim)
-                moved += [Moved(whole, kinds, self.of(whole, kind, part)) for part in range(parts)]
+                moved += [
+                    Moved(whole, (form.wide, form.dtype, width), self.of(whole, kind, part))
+                    for part, width in enumerate(self.widths(kind))
+                ]
         yield Move("fill", tuple(moved))
 
     def launched(self, step: GradLaunch) -> tuple[Moved, ...]:
         """The additions of a launch's gradients, which kernels leave in the type of the inputs."""
         self.launches += 1
-        dq, dk, dv = (Site((name, self.phase, self.launches)) for name in ("dq", "dk", "dv"))
+        dq, *dkv = (Site((part, self.phase, self.launches)) for part in range(1 + len(self.form.kv_widths)))
         return (
             *self.added(Kind.Q_GRAD, step.dq_sums, self.form.dtype, [dq]),
-            *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype, [dk, dv]),
+            *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype, dkv),
         )
 
     def added(self, kind: Kind, sums: Sums, dtype: torch.dtype, own: Sequence[Site]) -> tuple[Moved, ...]:
@@ -312,8 +341,11 @@ class _Walk:
 
     def each(self, kind: Kind, packed: Packed, own: Sequence[Site], dtype: torch.dtype) -> tuple[Moved, ...]:
         """Additions of packed gradients of type `dtype`."""
-        kinds = (dtype, self.totals[kind, packed.runs[0].buffer], self.form.dim)
-        return tuple(Moved(packed, kinds, self.of(packed, kind, part), site) for part, site in enumerate(own))
+        total = self.totals[kind, packed.runs[0].buffer]
+        return tuple(
+            Moved(packed, (dtype, total, width), self.of(packed, kind, part), site)
+            for part, (width, site) in enumerate(zip(self.widths(kind), own, strict=True))
+        )
 
     def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[Move]:
         """The calls for the messages that an exchange brings."""
@@ -352,7 +384,7 @@ class _Walk:
         value = (kind, packed.runs[0].buffer)
         if self.adopts(packed, value):
             held = self.held.pop(value, None)
-            own = self.of(packed, kind, 0) + (self.of(packed, kind, 1) if kind == Kind.KV_GRAD else ())
+            own = [self.of(packed, kind, part)[0] for part in range(len(self.widths(kind)))]
             self.totals[value] = self.form.gradient
             self.lie(*value, at)
             return self.each(kind, packed, own, held) if held is not None else ()

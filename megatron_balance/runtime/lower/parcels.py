@@ -17,32 +17,55 @@ from torch import Tensor
 from megatron_balance.analysis import wire
 from megatron_balance.analysis.wire import ALIGN, Carried, padded
 from megatron_balance.ir.model import GradientWire
+from megatron_balance.runtime.shape import AttentionShape
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Element types and head dim of one attention call.
+    """Element types of one attention call, and widths of its heads.
 
-    `wide`: of partials and of summed gradients; `gradient`: in which gradients travel.
+    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same; `latent_dim`: of
+    what travels in place of keys and values, None: they do. `wide`: of partials and of summed
+    gradients; `gradient`: in which gradients travel.
     """
 
     dim: int
     dtype: torch.dtype
     wide: torch.dtype
     gradient: torch.dtype
+    value_dim: int | None = None
+    latent_dim: int | None = None
 
     @classmethod
-    def of(cls, dim: int, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
-        """The form of tensors of head dim `dim` in `dtype`."""
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
+        """The form of tensors of these heads in `dtype`."""
         wide = wide_dtype(dtype)
-        return cls(dim, dtype, wide, torch.bfloat16 if gradient_wire == "bf16" else wide)
+        gradient = torch.bfloat16 if gradient_wire == "bf16" else wide
+        value_dim = None if shape.value_dim == shape.head_dim else shape.value_dim
+        return cls(shape.head_dim, dtype, wide, gradient, value_dim, shape.latent_dim)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Widths of keys and of values, or of what travels in their place."""
+        return self.sizes.kv_widths
+
+    @property
+    def joined(self) -> bool:
+        """Whether keys and values are of one width, so that one tensor carries both."""
+        return self.value_dim is None and self.latent_dim is None
 
     @property
     def sizes(self) -> wire.Sizes:
-        """Head dim and bytes of the elements."""
-        return wire.Sizes(self.dim, self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
+        """Widths of a head and bytes of the elements."""
+        elements = (self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
+        return wire.Sizes(self.dim, *elements, self.value_dim, self.latent_dim)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +76,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
     types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
-    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim)])
+    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.sizes)])
 
 
 class Place(NamedTuple):

@@ -56,7 +56,7 @@ def peak_bytes(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], fo
 
 
 def _forward_bytes(phase: Phase, queries: Sizes, form: Form) -> int:
-    partials = sum(rows * heads * (form.dim + 1) * form.wide.itemsize for rows, heads in queries.values())
+    partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in queries.values())
     return partials + _peak(phase, form, {})
 
 
@@ -64,12 +64,14 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int
     queries, keys = sizes
     wide = form.wide.itemsize
     finals = sum(
-        rows * heads * (2 * form.dim * form.dtype.itemsize + wide)
+        rows * heads * (2 * form.value_width * form.dtype.itemsize + wide)
         for buffer, (rows, heads) in queries.items()
         if buffer
     )
     grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
-    grads |= {(Kind.KV_GRAD, buffer): 2 * rows * heads * form.dim * wide for buffer, (rows, heads) in keys.items()}
+    grads |= {
+        (Kind.KV_GRAD, buffer): rows * heads * sum(form.kv_widths) * wide for buffer, (rows, heads) in keys.items()
+    }
     owned = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
     return owned + finals + _peak(phase, form, grads)
 
@@ -136,17 +138,15 @@ def _call(exchange: ExchangeStep, form: Form) -> int:
 def _gathered(step: Launch | GradLaunch, form: Form) -> int:
     """Bytes of a launch's operands that are no views."""
 
-    def rows(operand: Operand, tensors: int) -> int:
-        return (
-            0
-            if operand.buffer >= 0
-            else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
-        )
+    def rows(operand: Operand, width: int) -> int:
+        if operand.buffer >= 0:
+            return 0
+        return operand.packed.num_rows * operand.num_heads * width * form.dtype.itemsize
 
-    num_bytes = rows(step.q, 1) + rows(step.k, 2)
+    num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.kv_widths))
     if isinstance(step, GradLaunch):
         num_bytes += (
-            rows(step.dout, 2)
+            rows(step.dout, 2 * form.value_width)
             + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
         )
     return num_bytes

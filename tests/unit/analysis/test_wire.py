@@ -14,12 +14,13 @@ from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
 from megatron_balance.runtime.lower.parcels import Form, pack, parcel_bytes, shapes, unpack  # noqa: E402
 from megatron_balance.runtime.lower.regions import without  # noqa: E402
+from megatron_balance.runtime.shape import AttentionShape  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 
 FORMS = [
-    Form.of(5, torch.bfloat16, "fp32"),
-    Form.of(8, torch.float32, "fp32"),
-    Form.of(3, torch.float64, "fp32"),
+    Form.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),
+    Form.of(AttentionShape(1, 1, 8, 3), torch.float32, "fp32"),
+    Form.of(AttentionShape(1, 1, 3, latent=(4, 1)), torch.float64, "fp32"),
 ]
 messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4)
 
@@ -56,7 +57,7 @@ def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
     x = torch.arange(7.0)
     assert pack([x]).data_ptr() == x.data_ptr()
     assert (
-        parcel_bytes([(Kind.Q, 1, 7)], Form.of(1, torch.float32, "fp32")) == x.nbytes
+        parcel_bytes([(Kind.Q, 1, 7)], Form.of(AttentionShape(1, 1, 1), torch.float32, "fp32")) == x.nbytes
     )  # not padded: there is nothing behind it
 
 

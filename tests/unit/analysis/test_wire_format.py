@@ -37,6 +37,25 @@ def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
     )
 
 
+def test_a_latent_travels_in_place_of_keys_and_values() -> None:
+    sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
+    found = {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in (Kind.KV, Kind.OUT, Kind.KV_GRAD)}
+    assert found == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
+
+
+def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
+    sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
+    expected = {
+        Kind.Q: [5 * 2],
+        Kind.KV: [5 * 2, 3 * 2],
+        Kind.OUT: [3 * 2, 4],
+        Kind.OUT_GRAD: [2 * 3 * 2, 4],
+        Kind.Q_GRAD: [5 * 4],
+        Kind.KV_GRAD: [5 * 4, 3 * 4],
+    }
+    assert {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind} == expected
+
+
 def test_tensors_begin_aligned_and_the_last_one_is_not_padded() -> None:
     sizes = Sizes(dim=1, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)
     assert wire.parcel_bytes([], sizes) == 0
@@ -54,9 +73,14 @@ def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count
     assert wire.piece_bytes(np.array([num_bytes]), count)[:, 0].tolist() == sizes
 
 
-@given(carried=messages, element=st.sampled_from([2, 4, 8]), dim=st.integers(1, 9))
+@given(
+    carried=messages,
+    element=st.sampled_from([2, 4, 8]),
+    dim=st.integers(1, 9),
+    value_dim=st.none() | st.integers(1, 9),
+)
 def test_arrays_of_messages_have_the_sizes_of_each(
-    carried: list[tuple[Kind, int, int]], element: int, dim: int
+    carried: list[tuple[Kind, int, int]], element: int, dim: int, value_dim: int | None
 ) -> None:
     carried = list({(kind, heads): (kind, rows, heads) for kind, rows, heads in carried}.values())
     carried.sort(key=lambda message: (message[0], message[2]))
@@ -64,8 +88,8 @@ def test_arrays_of_messages_have_the_sizes_of_each(
     table[:, Message.DST] = 1
     for row, (kind, rows, heads) in zip(table, carried, strict=True):
         row[Message.KIND], row[Message.HEAD_STOP], row[Message.TOKENS] = kind, heads, rows
-    parcels = Payload.of(Model(4, 2, dim, bytes_per_element=element)).parcels(table)
-    sizes = Sizes(dim, element, max(4, element), max(4, element))
+    parcels = Payload.of(Model(4, 2, dim, bytes_per_element=element, value_dim=value_dim)).parcels(table)
+    sizes = Sizes(dim, element, max(4, element), max(4, element), value_dim)
     each = list(wire.tensor_bytes(carried, sizes))
     assert parcels.packed.tolist() == [wire.parcel_bytes(carried, sizes)]
     assert parcels.direct.tolist() == [sum(each)]

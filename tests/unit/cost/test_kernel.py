@@ -74,9 +74,10 @@ def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
     pairs = np.array([pair, pair])
     launch = np.zeros(2, dtype=np.int64)
     rows = 2 * 2 + 3 * 1
-    assert padding_elements(pairs, launch, 1, 100, backward=False).tolist() == [2 * (100 + 104) * rows]
-    assert padding_elements(pairs, launch, 1, 100, backward=True).tolist() == [4 * (100 + 104) * rows]
-    assert padding_elements(pairs, launch, 1, 104, backward=True).tolist() == [0]
+    assert padding_elements(pairs, launch, 1, (100, 100), backward=False).tolist() == [2 * (100 + 104) * rows]
+    assert padding_elements(pairs, launch, 1, (100, 100), backward=True).tolist() == [4 * (100 + 104) * rows]
+    assert padding_elements(pairs, launch, 1, (104, 104), backward=True).tolist() == [0]
+    assert padding_elements(pairs, launch, 1, (192, 128), backward=False).tolist() == [(192 + 128) * rows], "v and out"
     cluster, model = Cluster(1, 1, memory_bytes_per_s=1e9), Model(2, 1, 100)
     costs = [AnalyticCost(cluster, model, pads=pads).attend_s(pairs, launch, 1)[0] for pads in (True, False)]
     assert costs[0] - costs[1] == pytest.approx(2 * 204 * rows * 2 / 1e9)

@@ -16,11 +16,12 @@ from megatron_balance.runtime.counters import Traffic  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 from megatron_balance.runtime.lower.parcels import Form  # noqa: E402
 from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
+from megatron_balance.runtime.shape import AttentionShape  # noqa: E402
 from megatron_balance.runtime.trace import Trace  # noqa: E402
 from megatron_balance.runtime.transport import relay  # noqa: E402
 from megatron_balance.runtime.transport.relay import Relay  # noqa: E402
 
-FORM = Form.of(4, torch.float32, "fp32")
+FORM = Form.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
 
 

@@ -84,7 +84,7 @@ def moved_a_round(wire: GradientWire) -> float:
         q, k, v, dout = (
             torch.zeros(bound.num_tokens, h, DIM, dtype=torch.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
         )
-        out, lse, received = run_forward(bound, q, k, v, 1.0)
+        out, lse, received = run_forward(bound, q, (k, v), 1.0)
         with Moved() as moved:
             run_backward(bound, dout, (q, k, v), (out, lse), received, 1.0)
         found.append(moved.num_bytes)

@@ -47,10 +47,9 @@ def transfer_s(*kinds: Kind) -> float:
     """Seconds of what one rank sends another in an exchange: half a document's queries, all its
     keys, or their gradients.
     """
-    payload = machine().payload
+    sizes = machine().payload.whole()
     tokens = {kind: TOKENS if kind in (Kind.KV, Kind.KV_GRAD) else TOKENS // 2 for kind in kinds}
-    lse = payload.lse_bytes * sum(tokens[kind] for kind in kinds if kind in (Kind.OUT, Kind.OUT_GRAD))
-    return CALL + INTER.time_s(MODEL.num_heads * (sum(tokens[kind] * payload.row_bytes[kind] for kind in kinds) + lse))
+    return CALL + INTER.time_s(MODEL.num_heads * sum(tokens[kind] * int(sizes[kind]) for kind in kinds))
 
 
 IN, OUT, GRADS = transfer_s(Kind.Q, Kind.KV), transfer_s(Kind.OUT), transfer_s(Kind.Q_GRAD, Kind.KV_GRAD)

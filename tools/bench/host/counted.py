@@ -141,11 +141,11 @@ def stand_ins(counts: Counter[str]) -> Iterator[None]:
     """Triton's kernels and the choice of kernel and mover, replaced by what counts."""
     names = ("copy_rows", "add_rows", "merge_rows")
     held: dict[tuple[Any, str], Any] = {(triton_mover, name): getattr(triton_mover, name) for name in names}
-    held |= {(binding, name): getattr(binding, name) for name in ("choose_kernel", "choose_mover")}
+    held |= {(binding, name): getattr(binding, name) for name in ("kernel_of_widths", "choose_mover")}
     for name in names:
         setattr(triton_mover, name, _Kernel(counts))
     calls: Any = _Calls(counts)
-    binding.choose_kernel = lambda *_, **__: VarlenKernel("counted", calls)
+    binding.kernel_of_widths = lambda *_, **__: VarlenKernel("counted", calls)
     binding.choose_mover = lambda _, device: triton_mover.TritonMover(device)
     try:
         yield
@@ -178,7 +178,7 @@ def layer(bound: Bound) -> None:
     """One layer's forward and backward."""
     heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
     q, k, v = (torch.empty((bound.num_tokens, n, HEAD_DIM), dtype=torch.bfloat16) for n in heads)
-    out, lse, received = run_forward(bound, q, k, v, 1.0)
+    out, lse, received = run_forward(bound, q, (k, v), 1.0)
     run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)
 
 

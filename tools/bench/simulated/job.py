@@ -120,7 +120,9 @@ class _Call:
         """One repetition; the threads of transfers are preferred to all else."""
         device.prefer_transfers()
         scale, inputs = model_scale(MODEL), (self.q, self.k, self.v)
-        (out, lse, received), forward_s = from_common_start(lambda: run_forward(self.bound, *inputs, scale))
+        (out, lse, received), forward_s = from_common_start(
+            lambda: run_forward(self.bound, inputs[0], inputs[1:], scale)
+        )
         final = (out, lse)
         _, backward_s = from_common_start(lambda: run_backward(self.bound, self.dout, inputs, final, received, scale))
         self.repeats.append(Seconds(forward_s, backward_s))

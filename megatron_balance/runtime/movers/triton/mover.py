@@ -108,7 +108,7 @@ class TritonMover:
         if key in self._sends:
             yield self._sends[key]
             return
-        row_bytes = (form.dim * form.dtype.itemsize, form.wide.itemsize)
+        row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
         table = send_table(moved[::2], moved[1::2], expected.entries, row_bytes)
         if table is not None and len(table.parts) <= PARTS[-1]:
             self._kept += [one.packed for one in moved[::2]]
