@@ -27,6 +27,7 @@ from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.mover import TritonMover
+from megatron_balance.runtime.shape import AttentionShape
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -209,7 +210,7 @@ def shared(packs: list, dim: int, dtype: torch.dtype) -> None:
     """Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
     where rows and heads allow.
     """
-    form = Form.of(dim, dtype, "fp32")
+    form = Form.of(AttentionShape(1, 1, dim), dtype, "fp32")
     carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
     places = layout(tuple(carried), form).places
     own = [Site("block", of[0].begin, of[0].strides[0]) for of in places]
@@ -264,7 +265,7 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
     """Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message to
     each in one memory.
     """
-    form, sizes = Form.of(16, dtype, "fp32"), {b: (n, heads) for b, n in enumerate(rows)}
+    form, sizes = Form.of(AttentionShape(1, 1, 16), dtype, "fp32"), {b: (n, heads) for b, n in enumerate(rows)}
     parts = []
     for _ in range(num_parts):
         named = {b: data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)) for b, n in enumerate(rows)}
