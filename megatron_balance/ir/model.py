@@ -39,16 +39,20 @@ class Model:
     """Name of the mask of every sequence (`ir.mask.mask_named`): "causal", or "full" as in diffusion
     transformers, whose text and image tokens of one sample are one sequence, or "window_4096" where
     a query sees the 4,096 keys up to its own."""
+    other_attention: str = ""
+    """Name of the mask of some of the layers, if not all have the same: plans are made for
+    `attention`, priced by it, and run under this one there (`compile.halo`)."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
-        try:
-            mask_named(self.attention)
-        except ConfigError:
-            raise ConfigError(
-                f"model {self.name}: attention {self.attention!r} is not a known mask; known: {KNOWN}"
-            ) from None
+        for name in filter(None, (self.attention, self.other_attention)):
+            try:
+                mask_named(name)
+            except ConfigError:
+                raise ConfigError(
+                    f"model {self.name}: attention {name!r} is not a known mask; known: {KNOWN}"
+                ) from None
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
@@ -67,6 +71,11 @@ class Model:
     def mask(self) -> Mask:
         """The mask of every sequence."""
         return mask_named(self.attention)
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """Masks of its layers, the one that plans are made for first."""
+        return (self.mask, mask_named(self.other_attention)) if self.other_attention else (self.mask,)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -121,6 +121,12 @@ def _given(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _is_no_window(args: Any) -> bool:
+    """Whether `--window-size` asks for anything but a sliding window up to a query's own key."""
+    window = args.window_size
+    return bool(window) and not (len(window) == 2 and window[0] >= 0 and window[1] == 0)
+
+
 def _balances_by(kind: str) -> Callable[[Any], bool]:
     def asks(args: Any) -> bool:
         given = args.moe_router_load_balancing_type
@@ -179,8 +185,9 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "supported",
     ),
     (
-        _given("window_size"),
-        "--window-size: plans are made for full causal attention; sliding windows are not supported yet",
+        _is_no_window,
+        "--window-size must be KEYS,0: plans attend causally, so a window ends with a query's own key; without a "
+        "window leave it out",
     ),
     (
         lambda args: (
@@ -365,6 +372,10 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _given("mtp_num_layers"),
         "--mtp-num-layers puts more layers onto the last stage, so stages would attend at different times",
+    ),
+    (
+        lambda args: bool(args.window_size) and args.window_attn_skip_freq is not None,
+        "--window-attn-skip-freq gives layers different masks, and stages attend together in different layers",
     ),
     (
         _given("defer_embedding_wgrad_compute"),

@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import Mask
+from megatron_balance.megatron.masks import mask_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
 from megatron_balance.runtime.attention import balanced_attention
@@ -81,7 +83,7 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        return attend(query, key, value, packed_seq_params, self.softmax_scale, held_number(self))
+        return attend(query, key, value, packed_seq_params, self)
 
 
 def attend(
@@ -89,10 +91,9 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     params: BalancedSeqParams,
-    softmax_scale: float,
-    number: int,
+    core_attention: Any,
 ) -> torch.Tensor:
-    """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
+    """Planned attention in Megatron's shapes, as of a core attention, ours or Transformer Engine's.
 
     Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
     attention squeezes the second dimension away, and its V is another width than D: the narrower one
@@ -101,27 +102,35 @@ def attend(
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
     """
+    scale, mask = softmax_scale_of(core_attention), mask_of(core_attention)
     if params.alone:
-        return _attend_alone(query, key, value, params.alone, softmax_scale)
-    bound = params.bound_now(number)
+        return _attend_alone(query, key, value, params.alone, (scale, mask))
+    bound = params.bound_now(held_number(core_attention), mask)
     width = value.shape[-1]
     query, key, value = (_widened(x, bound.shape.head_dim) for x in (query, key, value))
     q, k, v = rows_of(query, key, value, bound)
-    out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
+    out = balanced_attention(q, k, v, bound, scale, params.backward)
     return padded(out[..., :width], query.shape[0])
 
 
 def _attend_alone(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], softmax_scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], how: tuple[float, Mask]
 ) -> torch.Tensor:
-    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`."""
+    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`.
+
+    `how`: the factor of scores, and the mask.
+    """
+    scale, mask = how
     parts: list[torch.Tensor] = []
     start = 0
     for length in lengths:
         q, k, v = (
             x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
         )
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True))
+        queries, keys = torch.arange(length)[:, None], torch.arange(length)
+        first, stop = mask.keys(0, queries)
+        seen = ((keys >= first) & (keys < stop)).to(q.device)
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
         start += length
     return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
 

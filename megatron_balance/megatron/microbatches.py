@@ -58,9 +58,10 @@ class Microbatches:
         self.counters: list[Counters] = []
         if not forward_only:  # of a step that was expected and did not come
             job.bind_ahead.forget_all_but(
-                self._binder.key(planned.plans[at], policy, nano_batch, self._phases)
+                self._binder.key(plan, policy, nano_batch, self._phases)
                 for of in own
                 for nano_batch, at in enumerate(of)
+                for plan in self._binder.plans(planned.plans[at]).values()
                 for policy in policies_of(self.decision)
             )
         for of in own[1:]:
@@ -86,8 +87,9 @@ class Microbatches:
 
     def _expect(self, binder: Binder, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
         for nano_batch, at in enumerate(which):
-            for policy in policies_of(self.decision):
-                binder.expect(plans[at], policy, nano_batch, self._phases)
+            for plan in binder.plans(plans[at]).values():
+                for policy in policies_of(self.decision):
+                    binder.expect(plan, policy, nano_batch, self._phases)
 
     def of_chunk(self) -> Iterator[PlannedMicrobatch]:
         """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""

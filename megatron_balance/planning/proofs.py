@@ -10,13 +10,15 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.prove import prove
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.step import StepPlan
 
 FIRST = 3
@@ -44,15 +46,18 @@ class Proofs:
 NONE = Proofs()
 
 
-def prove_step(step: StepPlan) -> None:
+def prove_step(step: StepPlan, masks: Sequence[Mask] = (CAUSAL,)) -> None:
     """Prove all plans of a step, with either way of the backward.
+
+    `masks`: of the model's layers, the one that the plans were made for first.
 
     Raises:
         InvalidProgramError: one that does not hold.
     """
-    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
-        for policy in ("keep", "replay"):
-            prove(plan, policy)
+    for made in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
+        for plan in dict.fromkeys((made, *(under(made, mask) for mask in masks[1:]))):
+            for policy in ("keep", "replay"):
+                prove(plan, policy)
 
 
 class Prover:

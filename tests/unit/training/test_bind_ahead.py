@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.errors import ConfigError  # noqa: E402
+from megatron_balance.errors import ConfigError, InvalidProgramError  # noqa: E402
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow  # noqa: E402
 from megatron_balance.runtime import bind as binding  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
@@ -111,3 +113,21 @@ def test_new_pairs_are_connected_and_tables_copied_in_the_training_thread(ahead,
     assert not threads
     one.bind(PLAN, "keep")
     assert threads == [main_thread()] * 2
+
+
+def test_layers_of_another_mask_run_another_program_of_the_same_rows():
+    window, wide = SlidingWindow(8), SlidingWindow(40)
+    two = replace(binder(None), masks=(CAUSAL, window))
+    bound = bind_layers(two, PLAN, None)
+    causal, windowed = bound.of_layer(1, CAUSAL), bound.of_layer(1, window)
+    assert (causal.plan.mask, windowed.plan.mask) == (CAUSAL, window)
+    assert causal.owned.tolist() == windowed.owned.tolist()
+    assert bound.bounds == (causal, windowed)
+    with pytest.raises(
+        InvalidProgramError, match="under mask window_40, and the plan was bound for causal and window_8"
+    ):
+        bound.of_layer(1, wide)
+    # No sequence is longer than the window: one program serves all layers.
+    same = bind_layers(replace(two, masks=(CAUSAL, wide)), PLAN, None)
+    assert same.of_layer(1, wide) is same.of_layer(1, CAUSAL)
+    assert len(same.bounds) == 1
