@@ -176,10 +176,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--attention-dropout must be 0: attention dropout cannot be reproduced across placements",
     ),
     (
-        lambda args: args.softmax_type != "vanilla",
-        "--softmax-type must be vanilla: an offset in the softmax is a parameter of a core attention that is not ours",
-    ),
-    (
         lambda args: args.qk_clip or args.log_max_attention_logit,
         "--qk-clip and --log-max-attention-logit read the largest logit from Transformer Engine's attention; not "
         "supported",
@@ -464,6 +460,11 @@ def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
 
 
 STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: args.softmax_type == "learnable",
+        "--softmax-type learnable: Megatron does not say of sinks how tensor-parallel ranks share them, which a "
+        "strategy with another number of those must know",
+    ),
     (
         lambda args: not args.use_distributed_optimizer,
         "--use-distributed-optimizer is missing: its shards own weights and gradients under every strategy",

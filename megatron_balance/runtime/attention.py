@@ -52,8 +52,10 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     backward: BackwardSlot | None = None,
     *,
     hooked: bool = False,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries within their sequences, wherever the keys lie.
+    """Attention of this rank's queries within their sequences under the plan's mask, wherever the
+    keys lie.
 
     Differentiable.
 
@@ -70,6 +72,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
         hooked: save what was received by autograd's means, so that hooks on saved tensors see it:
             activation checkpointing drops it and computes it again, offloading moves it. Otherwise
             the backward lets it go piece by piece.
+        sink: [H], a logit of each head that every query has beside its keys, without a value; its
+            gradient is of this rank's queries alone.
 
     Returns:
         The output [T, H, D].
@@ -78,8 +82,9 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
         ConfigError: the tensors do not have the plan's rows and heads.
         InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
     """
-    _check(q, k, v, bound)
-    return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked))
+    _check(q, k, v, bound, sink)
+    call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
+    return _Attention.apply(q, k, v, sink, call)
 
 
 class AttentionCall:
@@ -91,9 +96,15 @@ class AttentionCall:
     another as those of the forwards did.
     """
 
-    def __init__(self, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        softmax_scale: float | None = None,
+        backward: BackwardSlot | None = None,
+        sink: Tensor | None = None,
+    ) -> None:
         """Arguments as for `balanced_attention`."""
-        self._bound = bound
+        self._bound, self._sink = bound, sink
         self._runs = _Runs(backward or BackwardSlot(bound), bound.num_tokens, _scale(softmax_scale, bound))
         self._link: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
@@ -104,7 +115,7 @@ class AttentionCall:
         Raises:
             ConfigError: the tensors do not have the plan's rows and heads.
         """
-        _check(q, k, v, self._bound)
+        _check(q, k, v, self._bound, self._sink)
         self._inputs = (q.detach(), k.detach(), v.detach())
         self._link = _Start.apply(q, k, v, self._bound, self._runs)
 
@@ -117,18 +128,42 @@ class AttentionCall:
         """Wait for results of owned rows: the output [T, H, D]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
-        out = _End.apply(self._link, *self._inputs, self._runs)
+        out = _End.apply(self._link, *self._inputs, self._sink, self._runs)
         self._link = self._inputs = None
         return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound, sink: Tensor | None) -> None:
     shape = bound.shape
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
             raise ConfigError(
                 f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}"
             )
+    if sink is not None and tuple(sink.shape) != (shape.num_heads,):
+        raise ConfigError(f"the sink is {tuple(sink.shape)}, expected a logit of each head, {(shape.num_heads,)}")
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose value
+    is zero.
+
+    The backward of attention takes them as those of its own keys: its weights are exp(score - LSE),
+    and the rest of the sum is the sink's.
+    """
+    if sink is None:
+        return out, lse
+    whole = torch.logaddexp(lse, sink.detach().to(lse.dtype))
+    return (out * torch.exp(lse - whole)[..., None]).to(out.dtype), whole
+
+
+def _sink_gradient(dout: Tensor, final: tuple[Tensor, Tensor], sink: Tensor | None) -> Tensor | None:
+    """The gradient [H] of the sink. `final`: output and LSE of `_with_sink`."""
+    if sink is None:
+        return None
+    out, lse = final
+    weight = torch.exp(sink.detach().to(lse.dtype) - lse)
+    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
 
 def _scale(softmax_scale: float | None, bound: Bound) -> float:
@@ -137,19 +172,22 @@ def _scale(softmax_scale: float | None, bound: Bound) -> float:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Bound, BackwardSlot, float, bool]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: tuple[Bound, BackwardSlot, float, bool]
+    ) -> Tensor:
         bound, ctx.slot, ctx.scale, hooked = call
         out, lse, received = run_forward(bound, q, k, v, ctx.scale)
+        out, lse = _with_sink(out, lse, sink)
         ctx.received = Received() if hooked else received
         ctx.saved = (tuple(received.q), tuple(received.kv)) if hooked else ((), ())
         pairs = chain.from_iterable(received.kv.values()) if hooked else ()
-        ctx.save_for_backward(q, k, v, out, lse, *(received.q.values() if hooked else ()), *pairs)
+        ctx.save_for_backward(q, k, v, out, lse, sink, *(received.q.values() if hooked else ()), *pairs)
         ctx.num_tokens = bound.num_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        q, k, v, out, lse, sink, *rest = ctx.saved_tensors
         queries, keys = ctx.saved
         ctx.received.q.update(zip(queries, rest, strict=False))
         pairs = rest[len(queries) :]
@@ -157,7 +195,7 @@ class _Attention(torch.autograd.Function):
         bound = ctx.slot.bound_for(ctx.num_tokens)
         grads = run_backward(bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
-        return (*grads, None)
+        return (*grads, _sink_gradient(dout, (out, lse), sink), None)
 
 
 @dataclass(slots=True)
@@ -209,17 +247,18 @@ class _Attend(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _link: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _Runs) -> Tensor:
+    def forward(ctx: Any, _link: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, runs: _Runs) -> Tensor:
         assert runs.forward is not None, "an attention call ends once"
         out, lse, ctx.received = runs.forward.outputs()
+        out, lse = _with_sink(out, lse, sink)
         runs.forward = None
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.runs = runs
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sink = ctx.saved_tensors
         runs: _Runs = ctx.runs
         runs.backward = BackwardRun(
             runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale
@@ -227,4 +266,4 @@ class _End(torch.autograd.Function):
         ctx.received = None
         runs.backward.start()
         runs.backward.bound.groups.issues.flush()
-        return dout.new_empty(0), None, None, None, None
+        return dout.new_empty(0), None, None, None, _sink_gradient(dout, (out, lse), sink), None

@@ -59,7 +59,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--reset-position-ids and": ("--reset-position-ids",),
     "--reset-attention-mask go together": ("--reset-attention-mask",),
     "--attention-dropout": ("--attention-dropout", "0.1"),
-    "--softmax-type": ("--softmax-type", "learnable"),
     "--qk-clip": ("--qk-clip",),
     "--log-max-attention-logit": ("--log-max-attention-logit",),
     "--window-size must be KEYS,0": ("--window-size", "128,128"),
@@ -110,6 +109,8 @@ def test_what_remains_passes() -> None:
     check_arguments(parse("--reset-position-ids", "--reset-attention-mask"))
     check_arguments(parse("--position-embedding-type", "learned_absolute"))
     check_arguments(parse("--window-size", "128,0", "--window-attn-skip-freq", "2"))
+    check_arguments(parse("--softmax-type", "learnable"))
+    check_arguments(parse("--softmax-type", "off-by-one"))
 
 
 @pytest.mark.parametrize("window", ["-1,0", "-1,-1", "128,-1", "128", "128,0,0"])
