@@ -304,7 +304,7 @@ def give_core_attention(model: torch.nn.Module) -> None:
             attention.core_attention = BalancedCoreAttention(
                 *(core.config, core.layer_number, core.attn_mask_type, "self"),
                 softmax_scale=core.softmax_scale,
-                softmax_offset=core.softmax_offset,
+                softmax_offset=getattr(core, "softmax_offset", None),
             )
 
 

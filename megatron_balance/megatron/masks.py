@@ -28,7 +28,8 @@ def mask_of_layer(config: Any, layer_number: int) -> Mask:
 
 def masks_of(args: Any) -> tuple[Mask, ...]:
     """Masks of the model's layers: the one that plans are made for, then any other."""
-    numbers = range(1, args.num_layers + (getattr(args, "mtp_num_layers", None) or 0) + 1)
+    # Layers that predict further tokens are numbered from 1 again.
+    numbers = range(1, max(args.num_layers, getattr(args, "mtp_num_layers", None) or 0) + 1)
     found = {mask_of_layer(args, number) for number in numbers}
     return tuple(sorted(found, key=lambda mask: (mask != CAUSAL, mask.name)))
 

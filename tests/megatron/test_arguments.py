@@ -126,7 +126,7 @@ WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--window-size", "127,0", "--window-attn-skip-freq", "2"), ("causal", "window_128")),
     (("--window-size", "127,0", "--window-attn-skip-freq", "5"), ("window_128",)),
     (("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,0,1]"), ("causal", "window_128")),
-    (("--window-size", "127,0", "--window-attn-skip-freq", "5", "--mtp-num-layers", "1"), ("causal", "window_128")),
+    (("--window-size", "127,0", "--window-attn-skip-freq", "5", "--mtp-num-layers", "1"), ("window_128",)),
 ]
 
 
