@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import SlidingWindow
 
 NAMES: dict[str, tuple[str, ...]] = {
     "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
@@ -28,9 +29,12 @@ EXPERT_SIZES = ("moe_intermediate_size", "moe_ffn_hidden_size")
 GATED = ("silu", "swish", "swiglu", "geglu")
 """Activations of MLPs that have a gate, in the families of models that use them."""
 
+WINDOWED = ("mistral", "mixtral", "phi3")
+"""Families whose window, where they have one, is in all layers, though they do not list them."""
+
 UNLIKE: dict[str, str] = {
     "kv_lora_rank": "multi-latent attention, whose keys and values are not what heads times width says",
-    "sliding_window": "a sliding window; null plans for all keys, which is more than it computes",
+    "sliding_window": "a sliding window in some layers; null plans for all keys, which is more than it computes",
 }
 """Keys that make attention cost something else than `Model` says, and why."""
 
@@ -63,6 +67,7 @@ def facts(config: object) -> dict[str, Any]:
     activation = str(value(config, "hidden_act") or "")
     return {
         **found,
+        **({} if (window := window_of(config)) is None else {"attention": SlidingWindow(window).name}),
         "gated_ffn": activation in GATED,
         "name": str(value(config, "model_type") or ("custom" if isinstance(config, Mapping) else _title(config))),
     }
@@ -76,9 +81,23 @@ def check_attention(config: object) -> None:
     """
     for key, why in UNLIKE.items():
         given = value(config, key)
-        # A window may be there and not be used (Qwen2).
-        if given and not (key == "sliding_window" and value(config, "use_sliding_window") is False):
+        if given and not (key == "sliding_window" and (window_of(config) or not _uses_window(config))):
             raise ConfigError(f"{_title(config)}: {key} {given}: {why}")
+
+
+def window_of(config: object) -> int | None:
+    """Keys of the sliding window that all layers have; None: not all have one."""
+    kinds = value(config, "layer_types")
+    alike = value(config, "model_type") in WINDOWED if kinds is None else set(kinds) == {"sliding_attention"}
+    return value(config, "sliding_window") if alike and _uses_window(config) else None
+
+
+def _uses_window(config: object) -> bool:
+    """Whether any layer has a sliding window, which may be there and not be used (Qwen2)."""
+    kinds = value(config, "layer_types")
+    if kinds is not None and "sliding_attention" not in kinds:
+        return False
+    return bool(value(config, "sliding_window")) and value(config, "use_sliding_window") is not False
 
 
 def value(config: object, name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_balance.megatron.core_attention import attend, held_number, softmax_scale_of
+from megatron_balance.megatron.core_attention import attend
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.patches import Patch
 
@@ -33,7 +33,7 @@ def planned(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         if not isinstance(packed_seq_params, BalancedSeqParams):
             return forward(module, query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
-        return attend(query, key, value, packed_seq_params, softmax_scale_of(module), held_number(module))
+        return attend(query, key, value, packed_seq_params, module)
 
     return attention
 

@@ -11,6 +11,7 @@ W pairs wherever it is, but for the first of its sequence.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,6 +25,7 @@ ZONE = "window"
 """Name of the zone."""
 
 
+@lru_cache(maxsize=64)
 def under(plan: MicrobatchPlan, mask: Mask) -> MicrobatchPlan:
     """The plan of layers under `mask`, of tokens placed as in `plan`.
 

@@ -47,18 +47,22 @@ class Model:
     all heads share it (`num_kv_heads` 1), and ranks make keys and values of what they received."""
     latent_rope: int = 0
     """Then also: the width of the rotary key that all heads share."""
+    other_attention: str = ""
+    """Name of the mask of some of the layers, if not all have the same: plans are made for
+    `attention`, priced by it, and run under this one there (`compile.halo`)."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
         if self.value_dim is not None:
             object.__setattr__(self, "value_dim", at_least(1, f"model {self.name}: value_dim", self.value_dim))
-        try:
-            mask_named(self.attention)
-        except ConfigError:
-            raise ConfigError(
-                f"model {self.name}: attention {self.attention!r} is not a known mask; known: {KNOWN}"
-            ) from None
+        for name in filter(None, (self.attention, self.other_attention)):
+            try:
+                mask_named(name)
+            except ConfigError:
+                raise ConfigError(
+                    f"model {self.name}: attention {name!r} is not a known mask; known: {KNOWN}"
+                ) from None
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
@@ -77,6 +81,11 @@ class Model:
     def mask(self) -> Mask:
         """The mask of every sequence."""
         return mask_named(self.attention)
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """Masks of its layers, the one that plans are made for first."""
+        return (self.mask, mask_named(self.other_attention)) if self.other_attention else (self.mask,)
 
     @property
     def value_width(self) -> int:

@@ -121,6 +121,12 @@ def _given(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _is_no_window(args: Any) -> bool:
+    """Whether `--window-size` asks for anything but a sliding window up to a query's own key."""
+    window = args.window_size
+    return bool(window) and not (len(window) == 2 and window[0] >= 0 and window[1] == 0)
+
+
 def _balances_by(kind: str) -> Callable[[Any], bool]:
     def asks(args: Any) -> bool:
         given = args.moe_router_load_balancing_type
@@ -170,17 +176,14 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--attention-dropout must be 0: attention dropout cannot be reproduced across placements",
     ),
     (
-        lambda args: args.softmax_type != "vanilla",
-        "--softmax-type must be vanilla: an offset in the softmax is a parameter of a core attention that is not ours",
-    ),
-    (
         lambda args: args.qk_clip or args.log_max_attention_logit,
         "--qk-clip and --log-max-attention-logit read the largest logit from Transformer Engine's attention; not "
         "supported",
     ),
     (
-        _given("window_size"),
-        "--window-size: plans are made for full causal attention; sliding windows are not supported yet",
+        _is_no_window,
+        "--window-size must be KEYS,0: plans attend causally, so a window ends with a query's own key; without a "
+        "window leave it out",
     ),
     (
         lambda args: (
@@ -367,6 +370,10 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--mtp-num-layers puts more layers onto the last stage, so stages would attend at different times",
     ),
     (
+        lambda args: bool(args.window_size) and args.window_attn_skip_freq is not None,
+        "--window-attn-skip-freq gives layers different masks, and stages attend together in different layers",
+    ),
+    (
         _given("defer_embedding_wgrad_compute"),
         "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out",
     ),
@@ -453,6 +460,11 @@ def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
 
 
 STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: args.softmax_type == "learnable",
+        "--softmax-type learnable: Megatron does not say of sinks how tensor-parallel ranks share them, which a "
+        "strategy with another number of those must know",
+    ),
     (
         lambda args: not args.use_distributed_optimizer,
         "--use-distributed-optimizer is missing: its shards own weights and gradients under every strategy",

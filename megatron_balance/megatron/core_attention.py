@@ -15,10 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import Mask
 from megatron_balance.megatron import latent
+from megatron_balance.megatron.masks import mask_of, sink_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
 from megatron_balance.runtime.attention import balanced_attention, latent_attention
@@ -28,8 +31,8 @@ from megatron_balance.runtime.bind import Bound
 class BalancedCoreAttention(MegatronModule):
     """Core attention that runs the plan of its microbatch over the pool.
 
-    Without parameters, so checkpoints are the same with and without us. Heads are those of this
-    tensor-parallel rank.
+    With the parameter of Megatron's own alone, the logit of a learnable sink, so checkpoints are the
+    same with and without us. Heads are those of this tensor-parallel rank.
     """
 
     def __init__(
@@ -44,10 +47,12 @@ class BalancedCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
+        softmax_offset: torch.Tensor | None = None,
     ) -> None:
         """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword.
 
         `k_channels`, `v_channels`: of multi-latent attention; tensors say them again at each call.
+        `softmax_offset`: of the core attention that this one replaces.
         """
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
@@ -61,6 +66,34 @@ class BalancedCoreAttention(MegatronModule):
         self.latent: latent.Latent | None = None
         """Handed over by the attention for the call that comes (`megatron.latent`)."""
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
+        self.softmax_offset = softmax_offset
+        if softmax_offset is None and config.softmax_type != "vanilla":
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+            self.softmax_offset = self._offset(config.num_attention_heads // groups.tp.size())
+
+    def _offset(self, num_heads: int) -> torch.Tensor:
+        """The logits [num_heads] of the sinks, as Megatron's core attention makes them."""
+        kind, dtype = self.config.softmax_type, self.config.params_dtype
+        device = torch.cuda.current_device()
+        if kind == "off-by-one":
+            return torch.zeros(num_heads, device=device, dtype=dtype)
+        made = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        if self.config.perform_initialization:
+            assert self.config.init_method is not None
+            self.config.init_method(made)
+        return made
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sinks in a checkpoint, split by head, under Megatron's own name."""
+        if self.config.softmax_type != "learnable":
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        learned = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(learned, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -84,11 +117,10 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        scale, number = self.softmax_scale, held_number(self)
         given = latent.taken(self)
         if given is not None:
-            return _attend_latent(query, key, given, packed_seq_params, scale, number)
-        return attend(query, key, value, packed_seq_params, scale, number)
+            return _attend_latent(query, key, given, packed_seq_params, self)
+        return attend(query, key, value, packed_seq_params, self)
 
 
 def attend(
@@ -96,10 +128,9 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     params: BalancedSeqParams,
-    softmax_scale: float,
-    number: int,
+    core_attention: Any,
 ) -> torch.Tensor:
-    """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
+    """Planned attention in Megatron's shapes, as of a core attention, ours or Transformer Engine's.
 
     Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
     attention squeezes the second dimension away.
@@ -107,47 +138,63 @@ def attend(
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
     """
+    scale, mask, sink = softmax_scale_of(core_attention), mask_of(core_attention), sink_of(core_attention)
     if params.alone:
-        return _attend_alone(query, key, value, params.alone, softmax_scale)
-    bound = params.bound_now(number)
+        return _attend_alone(query, key, value, params.alone, (scale, mask, sink))
+    bound = params.bound_now(held_number(core_attention), mask)
     q, k, v = rows_of(query, key, value, bound)
-    out = balanced_attention(q, k, v, bound, softmax_scale, params.backward)
+    out = balanced_attention(q, k, v, bound, scale, params.backward, sink=sink)
     return padded(out, query.shape[0])
 
 
 def _attend_latent(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    given: latent.Latent,
-    params: BalancedSeqParams,
-    softmax_scale: float,
-    number: int,
+    query: torch.Tensor, key: torch.Tensor, given: latent.Latent, params: BalancedSeqParams, core_attention: Any
 ) -> torch.Tensor:
     """`attend` over latents, query [T, (1,) H, D]. Of the key only the rotary part counts, which all
     heads share.
     """
-    bound = params.bound_now(number)
+    scale, mask, sink = softmax_scale_of(core_attention), mask_of(core_attention), sink_of(core_attention)
+    if params.alone:
+        raise ConfigError("the self-check of a step has no attention over latents; 'self_check: false' or no latent_kv")
+    if sink is not None:
+        raise ConfigError("'latent_kv: true' has no attention sinks; leave out --softmax-type, or latent_kv")
+    bound = params.bound_now(held_number(core_attention), mask)
     assert bound.shape.latent is not None, "the plan was bound for latents"
     rank, rope = bound.shape.latent
     rows = torch.cat([given.rows.flatten(0, -2), key.flatten(0, -3)[:, 0, -rope:]], dim=-1)
     own = query.flatten(0, -3)[: bound.num_tokens].contiguous()
     assert rows.shape[1] == rank + rope, "a latent of another width than the plan's"
     latents = rows[: bound.num_tokens, None].contiguous()
-    out = latent_attention(own, latents, given.weight, bound, softmax_scale, params.backward)
+    out = latent_attention(own, latents, given.weight, bound, scale, params.backward)
     return padded(out, query.shape[0])
 
 
 def _attend_alone(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], softmax_scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    how: tuple[float, Mask, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`."""
+    """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`.
+
+    `how`: the factor of scores, the mask, and a sink.
+    """
+    scale, mask, sink = how
     parts: list[torch.Tensor] = []
     start = 0
     for length in lengths:
         q, k, v = (
             x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
         )
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True))
+        queries, keys = torch.arange(length)[:, None], torch.arange(length)
+        first, stop = mask.keys(0, queries)
+        seen = ((keys >= first) & (keys < stop)).to(q.device)[None]
+        if sink is not None:  # a key of zeros, whose score is the sink, and its value
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+            own = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+            seen = torch.cat([own.expand(len(sink), -1, -1), sink.to(q.dtype)[:, None, None].expand(-1, length, 1)], 2)
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
         start += length
     return padded(torch.cat(parts, dim=1).transpose(0, 1), query.shape[0])
 
@@ -269,13 +316,15 @@ def layer_spec_of(model_config: Any) -> Callable[..., Any]:
 
 def give_core_attention(model: torch.nn.Module) -> None:
     """Put our core attention in place of Megatron's own in a model that was built past the layer
-    spec. Neither has parameters.
+    spec, with its sinks.
     """
     for attention in list(model.modules()):
         core = vars(attention)["_modules"].get("core_attention")
         if type(core) is DotProductAttention:
             attention.core_attention = BalancedCoreAttention(
-                core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
+                *(core.config, core.layer_number, core.attn_mask_type, "self"),
+                softmax_scale=core.softmax_scale,
+                softmax_offset=getattr(core, "softmax_offset", None),
             )
 
 

@@ -19,7 +19,7 @@ from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, co
 from megatron_balance.megatron.packed import Ahead, BalancedSeqParams
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.training.binding import LayerBounds
+from megatron_balance.training.binding import MaskBounds
 from megatron_balance.training.microbatch import LocalMicrobatch
 from megatron_balance.training.sequences import from_bits
 
@@ -53,7 +53,7 @@ class PlannedMicrobatch:
 
 def planned_microbatch(
     local: LocalMicrobatch,
-    bounds: Sequence[LayerBounds | None],
+    bounds: Sequence[MaskBounds | None],
     counts: torch.Tensor | None = None,
     num_samples: int = 0,
 ) -> PlannedMicrobatch:

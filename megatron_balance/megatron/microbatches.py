@@ -58,9 +58,10 @@ class Microbatches:
         self.counters: list[Counters] = []
         if not forward_only:  # of a step that was expected and did not come
             job.bind_ahead.forget_all_but(
-                self._binder.key(planned.plans[at], policies_of(self.decision), nano_batch, self._phases)
+                self._binder.key(plan, policies_of(self.decision), nano_batch, self._phases)
                 for of in own
                 for nano_batch, at in enumerate(of)
+                for plan in self._binder.plans(planned.plans[at]).values()
             )
         for of in own[1:]:
             self._expect(self._binder, planned.plans, of)
@@ -85,7 +86,8 @@ class Microbatches:
 
     def _expect(self, binder: Binder, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
         for nano_batch, at in enumerate(which):
-            binder.expect(plans[at], policies_of(self.decision), nano_batch, self._phases)
+            for plan in binder.plans(plans[at]).values():
+                binder.expect(plan, policies_of(self.decision), nano_batch, self._phases)
 
     def of_chunk(self) -> Iterator[PlannedMicrobatch]:
         """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""

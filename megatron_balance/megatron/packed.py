@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_balance.ir.mask import Mask
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.training.binding import LayerBounds
+from megatron_balance.training.binding import MaskBounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class BalancedSeqParams(PackedSeqParams):
 
     bound: Bound | None = None
     """The plan that `balanced_attention` runs for this rank, in all layers."""
-    layers: LayerBounds | None = None
-    """Or the plan bound for layers that keep and for layers that replay."""
+    layers: MaskBounds | None = None
+    """Or the plan bound for layers of each mask, of those that keep and those that replay."""
     backward: BackwardSlot | None = None
     """The slot for the backward tick's plan, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
@@ -73,14 +74,14 @@ class BalancedSeqParams(PackedSeqParams):
     def __post_init__(self) -> None:
         """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
 
-    def bound_now(self, number: int) -> Bound:
-        """The plan that attention runs now in the layer of this number (`HeldLayers`): its own, or
-        the backward tick's once that has begun.
+    def bound_now(self, number: int, mask: Mask) -> Bound:
+        """The plan that attention runs now in the layer of this number (`HeldLayers`) and mask: its
+        own, or the backward tick's once that has begun.
 
-        The other stages of the backward tick are in the latter.
+        The other stages of the backward tick are in the latter, whose layers all have one mask.
         """
         if self.layers is not None:
-            return self.layers.of_layer(number)
+            return self.layers.of_layer(number, mask)
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
         return bound

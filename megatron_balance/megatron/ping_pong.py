@@ -32,6 +32,7 @@ from megatron_balance.analysis.layer_runs import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import held_number, padded, rows_of, softmax_scale_of
+from megatron_balance.megatron.masks import mask_of, sink_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
@@ -267,8 +268,8 @@ class _PingPongRun:
         assert self.qkv is not None
         params = self.nano_batch.params
         core = self.layers[layer].self_attention.core_attention
-        bound, scale = params.bound_now(held_number(core)), softmax_scale_of(core)
-        self.call = AttentionCall(bound, scale, params.backward)
+        bound, scale = params.bound_now(held_number(core), mask_of(core)), softmax_scale_of(core)
+        self.call = AttentionCall(bound, scale, params.backward, sink_of(core))
         self.call.start(*rows_of(*self.qkv, bound))
         self.qkv = None
 

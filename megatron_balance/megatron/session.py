@@ -37,6 +37,7 @@ from megatron_balance.megatron.changes import Changes
 from megatron_balance.megatron.data import Documents, num_columns
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
+from megatron_balance.megatron.masks import masks_of
 from megatron_balance.megatron.place import Place
 from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
@@ -231,6 +232,7 @@ class Session:
             self.config.gradient_wire,
             self.bind_ahead,
             self.steps.tracer.recorder,
+            masks_of(self.args),
         )
 
     def cluster(self) -> Cluster:
@@ -284,7 +286,13 @@ class Session:
             ConfigError: none can.
         """
         if self._kernel is None:
-            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, max(self.shape.widths)).name
+            self._kernel = choose_kernel(
+                self.config.kernel,
+                job_device(),
+                self.dtype,
+                max(self.shape.widths),
+                windows=bool(self.args.window_size),
+            ).name
         return self._kernel
 
     def model(self, tensor: int | None = None) -> Model:
@@ -294,6 +302,7 @@ class Session:
         """
         args, size = self.args, tensor or self.args.tensor_model_parallel_size
         shape = self.shape_of(size)
+        first, *others = masks_of(args)
         return Model(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -311,6 +320,8 @@ class Session:
             experts_per_token=args.moe_router_topk if args.num_experts else 0,
             vocab_size=args.padded_vocab_size or args.vocab_size or 1,
             gradient_wire=self.config.gradient_wire,
+            attention=first.name,
+            other_attention=others[0].name if others else "",
         )
 
     def planner(self, forward_only: bool) -> StepPlans:

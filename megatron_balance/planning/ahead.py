@@ -20,13 +20,14 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import IO, Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry, StepPlan, from_body, to_json
-from megatron_balance.planning.proofs import Proofs, Prover, end_with
+from megatron_balance.planning.proofs import Proofs, Prover, end_with, prove_step
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
@@ -263,7 +264,8 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     if first is None:
         return
     spec = PlanSpec.from_json(first[1])
-    planner, prover = StepPlanner(spec), Prover(spec.prove_every, rank=spec.prove_as)
+    prover = Prover(spec.prove_every, partial(prove_step, masks=spec.model.masks), rank=spec.prove_as)
+    planner = StepPlanner(spec)
     carry: Carry | None = Carry()
     try:
         while (frame := read_frame(requests)) is not None:

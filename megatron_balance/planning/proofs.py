@@ -14,14 +14,16 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.prove import prove
 from megatron_balance.compile.prove_rank import NotAloneError, provable, prove_rank
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import StepPlan
@@ -54,13 +56,15 @@ class Proofs:
 NONE = Proofs()
 
 
-def prove_step(step: StepPlan, rank: int | None = None) -> None:
+def prove_step(step: StepPlan, rank: int | None = None, masks: Sequence[Mask] = (CAUSAL,)) -> None:
     """Prove all plans of a step, with either way of the backward. `rank`: as in `Prover`.
+
+    `masks`: of the model's layers, the one that the plans were made for first.
 
     Raises:
         InvalidProgramError: one that does not hold.
     """
-    for plan, of_rank in _due_to(step, rank):
+    for plan, of_rank in _due_to(step, rank, masks):
         for policy in POLICIES:
             try:
                 if of_rank is not None:
@@ -71,11 +75,14 @@ def prove_step(step: StepPlan, rank: int | None = None) -> None:
             prove(plan, policy)
 
 
-def _due_to(step: StepPlan, rank: int | None) -> list[tuple[MicrobatchPlan, int | None]]:
+def _due_to(
+    step: StepPlan, rank: int | None, masks: Sequence[Mask] = (CAUSAL,)
+) -> list[tuple[MicrobatchPlan, int | None]]:
     """The plans that `rank` proves, each with the rank whose part alone; None: all of it."""
     pool_ranks = rank is not None and not step.ticks and step.strategy is None
     found: list[tuple[MicrobatchPlan, int | None]] = []
-    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
+    made = (*step.plans, *(one.plan for ticks in step.ticks for one in ticks))
+    for plan in dict.fromkeys(of for one in made for of in (one, *(under(one, mask) for mask in masks[1:]))):
         if pool_ranks and plan.num_ranks >= BY_RANK and provable(plan):
             found.append((plan, rank))
         elif not rank:

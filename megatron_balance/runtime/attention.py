@@ -53,8 +53,10 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     backward: BackwardSlot | None = None,
     *,
     hooked: bool = False,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries within their sequences, wherever the keys lie.
+    """Attention of this rank's queries within their sequences under the plan's mask, wherever the
+    keys lie.
 
     Differentiable.
 
@@ -71,6 +73,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
         hooked: save what was received by autograd's means, so that hooks on saved tensors see it:
             activation checkpointing drops it and computes it again, offloading moves it. Otherwise
             the backward lets it go piece by piece.
+        sink: [H], a logit of each head that every query has beside its keys, without a value; its
+            gradient is of this rank's queries alone.
 
     Returns:
         The output [T, H, V].
@@ -79,9 +83,9 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
         ConfigError: the tensors do not have the plan's rows and heads.
         InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
     """
-    _check(q, k, v, bound)
+    _check(q, k, v, bound, sink)
     call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
-    return _Attention.apply(call, None, q, k, v)
+    return _Attention.apply(call, None, sink, q, k, v)
 
 
 def latent_attention(  # noqa: PLR0913  as `balanced_attention`
@@ -123,7 +127,7 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
         if tuple(x.shape) != wanted:
             raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {wanted}")
     call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
-    return _Attention.apply(call, weight, q, latent)
+    return _Attention.apply(call, weight, None, q, latent)
 
 
 def _of_layer(bound: Bound, weight: Tensor | None) -> Bound:
@@ -143,9 +147,15 @@ class AttentionCall:
     another as those of the forwards did.
     """
 
-    def __init__(self, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        softmax_scale: float | None = None,
+        backward: BackwardSlot | None = None,
+        sink: Tensor | None = None,
+    ) -> None:
         """Arguments as for `balanced_attention`."""
-        self._bound = bound
+        self._bound, self._sink = bound, sink
         self._runs = _Runs(backward or BackwardSlot(bound), bound.num_tokens, _scale(softmax_scale, bound))
         self._link: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
@@ -156,7 +166,7 @@ class AttentionCall:
         Raises:
             ConfigError: the tensors do not have the plan's rows and heads.
         """
-        _check(q, k, v, self._bound)
+        _check(q, k, v, self._bound, self._sink)
         self._inputs = (q.detach(), k.detach(), v.detach())
         self._link = _Start.apply(q, k, v, self._bound, self._runs)
 
@@ -169,18 +179,42 @@ class AttentionCall:
         """Wait for results of owned rows: the output [T, H, V]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
-        out = _End.apply(self._link, *self._inputs, self._runs)
+        out = _End.apply(self._link, *self._inputs, self._sink, self._runs)
         self._link = self._inputs = None
         return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound, sink: Tensor | None) -> None:
     shape = bound.shape
     keys, values = shape.widths
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     for name, x, wanted in (("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values))):
         if tuple(x.shape) != (bound.num_tokens, *wanted):
             raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
+    if sink is not None and tuple(sink.shape) != (heads,):
+        raise ConfigError(f"the sink is {tuple(sink.shape)}, expected a logit of each head, {(heads,)}")
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose value
+    is zero.
+
+    The backward of attention takes them as those of its own keys: its weights are exp(score - LSE),
+    and the rest of the sum is the sink's.
+    """
+    if sink is None:
+        return out, lse
+    whole = torch.logaddexp(lse, sink.detach().to(lse.dtype))
+    return (out * torch.exp(lse - whole)[..., None]).to(out.dtype), whole
+
+
+def _sink_gradient(dout: Tensor, final: tuple[Tensor, Tensor], sink: Tensor | None) -> Tensor | None:
+    """The gradient [H] of the sink. `final`: output and LSE of `_with_sink`."""
+    if sink is None:
+        return None
+    out, lse = final
+    weight = torch.exp(sink.detach().to(lse.dtype) - lse)
+    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
 
 def _scale(softmax_scale: float | None, bound: Bound) -> float:
@@ -190,24 +224,30 @@ def _scale(softmax_scale: float | None, bound: Bound) -> float:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Bound, BackwardSlot, float, bool], weight: Tensor | None, q: Tensor, *kv: Tensor
+        ctx: Any,
+        call: tuple[Bound, BackwardSlot, float, bool],
+        weight: Tensor | None,
+        sink: Tensor | None,
+        q: Tensor,
+        *kv: Tensor,
     ) -> Tensor:
         """`weight`: makes keys and values of what `kv` is then, the latent."""
         bound, ctx.slot, ctx.scale, hooked = call
         out, lse, received = run_forward(_of_layer(bound, weight), q, kv, ctx.scale)
+        out, lse = _with_sink(out, lse, sink)
         ctx.received = Received() if hooked else received
         queries, keys = (received.q.all(), received.kv.all()) if hooked else ({}, {})
         ctx.saved = tuple(queries), tuple(keys)
         ctx.width = len(kv)
-        own = (weight, q, *kv, out, lse)
+        own = (weight, sink, q, *kv, out, lse)
         ctx.save_for_backward(*own, *queries.values(), *chain.from_iterable(keys.values()))
         ctx.num_tokens = bound.num_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *inputs = ctx.saved_tensors[: 2 + ctx.width]
-        out, lse, *rest = ctx.saved_tensors[2 + ctx.width :]
+        weight, sink, *inputs = ctx.saved_tensors[: 3 + ctx.width]
+        out, lse, *rest = ctx.saved_tensors[3 + ctx.width :]
         queries, keys = ctx.saved
         ctx.received.q.update(zip(queries, rest, strict=False))
         parts = rest[len(queries) :]
@@ -216,10 +256,11 @@ class _Attention(torch.autograd.Function):
         bound = _of_layer(ctx.slot.bound_for(ctx.num_tokens), weight)
         grads = run_backward(bound, dout, tuple(inputs), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
+        of_sink = _sink_gradient(dout, (out, lse), sink)
         if not isinstance(bound.kernel, LatentKernel):
-            return (None, None, *grads)
+            return (None, None, of_sink, *grads)
         found = bound.kernel.weight_grad
-        return (None, torch.zeros_like(weight) if found is None else found.to(weight.dtype), *grads)
+        return (None, torch.zeros_like(weight) if found is None else found.to(weight.dtype), of_sink, *grads)
 
 
 @dataclass(slots=True)
@@ -271,17 +312,18 @@ class _Attend(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _link: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _Runs) -> Tensor:
+    def forward(ctx: Any, _link: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, runs: _Runs) -> Tensor:
         assert runs.forward is not None, "an attention call ends once"
         out, lse, ctx.received = runs.forward.outputs()
+        out, lse = _with_sink(out, lse, sink)
         runs.forward = None
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.runs = runs
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sink = ctx.saved_tensors
         runs: _Runs = ctx.runs
         runs.backward = BackwardRun(
             runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale
@@ -289,4 +331,4 @@ class _End(torch.autograd.Function):
         ctx.received = None
         runs.backward.start()
         runs.backward.bound.groups.issues.flush()
-        return dout.new_empty(0), None, None, None, None
+        return dout.new_empty(0), None, None, None, _sink_gradient(dout, (out, lse), sink), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,21 @@ from torch import Tensor
 from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import Mask, SlidingWindow
 from megatron_balance.runtime import attention
 from megatron_balance.torch.batch import BalancedBatch
 
 
-def balanced_attention(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float | None = None) -> Tensor:
+def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
     Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
@@ -28,18 +38,28 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, sc
         v: [T, G, D].
         batch: of the model's inputs.
         scale: of the scores; default 1 / sqrt(D).
+        window: keys that a query sees, its own the last; None: all that the batch's mask shows.
+        sink: [H], a logit of each head beside the keys of every query, without a value.
 
     Returns:
         The output, in the shape of `q`.
 
     Raises:
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
-            model, or are on several devices.
+            model, or are on several devices; a window under another mask than the causal one.
     """
-    return _outside_graphs(q, k, v, batch, scale)
+    return _outside_graphs(q, k, v, batch, _How(scale, None if window is None else SlidingWindow(window), sink))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float | None) -> Tensor:
+class _How(NamedTuple):
+    """Facts of a call beside tensors and batch; None: as they have it."""
+
+    scale: float | None
+    mask: Mask | None
+    sink: Tensor | None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, how: _How) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
@@ -66,11 +86,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float 
                 f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
                 f"{list(x.shape)}"
             )
-    bound = batch.bound(q.dtype, q.device)
+    bound = batch.bound(q.dtype, q.device, how.mask)
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
-        out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True)
+        out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, how.scale, hooked=True, sink=how.sink)
     return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(q.shape)
 
 
-_outside_graphs = cast("Callable[[Tensor, Tensor, Tensor, BalancedBatch, float | None], Tensor]", disable(_attend))
+_outside_graphs = cast("Callable[[Tensor, Tensor, Tensor, BalancedBatch, _How], Tensor]", disable(_attend))

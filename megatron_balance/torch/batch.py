@@ -14,9 +14,11 @@ from torch import Tensor
 
 import megatron_balance
 from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import Bound
@@ -100,7 +102,7 @@ class BalancedBatch:
         self._dealt = dealt
         self._scale = loss_scale
         self._bind = bind
-        self._bounds: dict[tuple[torch.dtype, torch.device], Bound] = {}
+        self._bounds: dict[tuple[torch.dtype, torch.device, Mask], Bound] = {}
 
     def __repr__(self) -> str:
         return (
@@ -208,11 +210,25 @@ class BalancedBatch:
             },
         }
 
-    def bound(self, dtype: torch.dtype, device: torch.device) -> Bound:
-        """The plan looked up for this rank, for tensors of this type; made at the first call."""
-        key = (dtype, device)
+    def bound(self, dtype: torch.dtype, device: torch.device, mask: Mask | None = None) -> Bound:
+        """The plan looked up for this rank, for tensors of this type; made at the first call.
+
+        `mask`: of the layer; None: that of the plan.
+
+        Raises:
+            ConfigError: the plan was made for another mask, and not for the causal one.
+        """
+        plan = self.plan
+        if mask is not None and mask != plan.mask:
+            if plan.mask != CAUSAL:
+                raise ConfigError(
+                    f"a layer attends under mask {mask.name}, and the batch was planned for {plan.mask.name} attention"
+                    "; leave out Settings.mask, or give every layer that mask"
+                )
+            plan = under(plan, mask)
+        key = (dtype, device, plan.mask)
         if key not in self._bounds:
-            self._bounds[key] = self._bind(self.plan, dtype, device)
+            self._bounds[key] = self._bind(plan, dtype, device)
         return self._bounds[key]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import CAUSAL, FULL, SlidingWindow
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
 
@@ -76,7 +76,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
     Raises:
         ConfigError: the model was called without the batch, or asks for what a plan does not have:
-            dropout, a mask of its own, a sliding window, soft-capped scores.
+            dropout, soft-capped scores, a mask of its own or another than the plan's.
     """
     name = type(module).__name__
     if balanced is None:
@@ -84,22 +84,25 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and use a model that hands keywords "
             "through to its attention"
         )
-    window = given.get("sliding_window")
+    window, plan = given.get("sliding_window"), balanced.plan
+    if window is not None and window >= max(plan.lengths, default=0):
+        window = None  # it shows whole documents
+    own = plan.mask.size if isinstance(plan.mask, SlidingWindow) else None
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     asked = {
         "an attention mask": attention_mask is not None,
         "dropout": bool(given.get("dropout")),
-        f"a sliding window of {window} tokens": window is not None and window < max(balanced.plan.lengths, default=0),
+        f"a sliding window of {window} tokens": window is not None and plan.mask not in (CAUSAL, SlidingWindow(window)),
+        "attention without a window": window is None and own is not None,
         "soft-capped scores": given.get("softcap") is not None,
-        "attention sinks": given.get("s_aux") is not None,
-        "attention that is not causal": balanced.plan.mask == CAUSAL and causal is False,
-        "causal attention, and the batch is planned for another mask": balanced.plan.mask != CAUSAL and causal is True,
+        "attention that is not causal": plan.mask != FULL and causal is False,
+        "causal attention, and the batch is planned for another mask": plan.mask == FULL and causal is True,
     }
     wrong = [what for what, is_asked in asked.items() if is_asked]
     if wrong:
         raise ConfigError(
-            f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
+            f"{name} asks for {', '.join(wrong)}; balanced attention is {plan.mask.name} attention within "
             "each document. Use a configuration without it, such as attention_dropout=0"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return balanced_attention(q, k, v, balanced, scaling), None
+    return balanced_attention(q, k, v, balanced, scaling, window=window, sink=given.get("s_aux")), None

@@ -31,7 +31,8 @@ class Settings:
             YAML file. Sizes are the job's.
         layers: remapping and routing around the planner; None: what its own system does.
         plan_costs: cost table of `megatron-balance profile`; None: data sheets.
-        mask: of attention within a document: "causal" or "full"; None: as the model has it.
+        mask: of attention within a document: "causal", "full", or "window_4096" for a sliding window
+            of so many keys; None: as the model has it.
         shift_labels: whether a document's labels are those of its own tokens, as Transformers has
             them, so that the label of an output is the next token's; else they are the outputs'.
         row_multiple: a rank's rows are padded to a multiple of it, for linear layers that need one.

@@ -13,7 +13,10 @@ from typing import TypeAlias
 import torch
 
 from megatron_balance.analysis.backward import Decision
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
@@ -103,6 +106,13 @@ class Binder:
     gradient_wire: GradientWire = "fp32"
     ahead: BindAhead | None = None
     recorder: Recorder | None = None
+    masks: tuple[Mask, ...] = (CAUSAL,)
+    """Of the model's layers, the one that plans are made for first."""
+
+    def plans(self, plan: MicrobatchPlan) -> dict[str, MicrobatchPlan]:
+        """The plans of the layers of each mask, by its name, of a plan made for the first mask."""
+        first, *others = self.masks
+        return {first.name: plan} | {mask.name: under(plan, mask) for mask in others}
 
     def bind(
         self,
@@ -202,6 +212,31 @@ class LayerBounds:
         return self.bounds[0] if bound is None else bound
 
 
+@dataclass(frozen=True, slots=True)
+class MaskBounds:
+    """A plan bound for the layers of each mask, by its name."""
+
+    by_mask: Mapping[str, LayerBounds]
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """All that there are, once."""
+        distinct = {id(layers): layers for layers in self.by_mask.values()}
+        return tuple(bound for layers in distinct.values() for bound in layers.bounds)
+
+    def of_layer(self, number: int, mask: Mask) -> Bound:
+        """The plan that a layer runs.
+
+        Raises:
+            InvalidProgramError: the model has no layer of this mask, as the plan was bound.
+        """
+        if mask.name not in self.by_mask:
+            raise InvalidProgramError(
+                f"a layer attends under mask {mask.name}, and the plan was bound for {' and '.join(self.by_mask)}"
+            )
+        return self.by_mask[mask.name].of_layer(number)
+
+
 def policies_of(decision: Decision | None) -> tuple[Policy, ...]:
     """The policies by which a plan is bound; without a decision nothing is kept (evaluation)."""
     if decision is None or not decision.keeping:
@@ -217,13 +252,21 @@ def bind_layers(
     phases: Collection[PhaseName] = BOTH_PHASES,
     *,
     number: int = -1,
-) -> LayerBounds:
-    """Bind `plan` for the layers that keep and for those that replay, as decided; `number` as in
-    `Binder.bind`.
+) -> MaskBounds:
+    """Bind `plan` for the layers of each mask, and of these for those that keep and for those that
+    replay, as decided; `number` as in `Binder.bind`.
     """
     policies = policies_of(decision)
-    bounds = dict(zip(policies, binder.bind_all(plan, policies, nano_batch, phases, number=number), strict=True))
-    return LayerBounds(0 if decision is None else decision.keeping, bounds.get("keep"), bounds.get("replay"))
+    keeping = 0 if decision is None else decision.keeping
+    bound: dict[str, LayerBounds] = {}
+    by_mask: dict[str, LayerBounds] = {}
+    for mask, own in binder.plans(plan).items():
+        key = own.fingerprint()  # a window that shows whole sequences has the first mask's plan
+        if key not in bound:
+            bounds = dict(zip(policies, binder.bind_all(own, policies, nano_batch, phases, number=number), strict=True))
+            bound[key] = LayerBounds(keeping, bounds.get("keep"), bounds.get("replay"))
+        by_mask[mask] = bound[key]
+    return MaskBounds(by_mask)
 
 
 class BoundTicks:

@@ -24,7 +24,7 @@ from megatron_balance.ir.program import Attend, Exchange
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand, dense, jobs
 from tests.support.jobs import Ran, Run, Widths
-from tests.support.masks import NAMES
+from tests.support.masks import NAMES, visible
 from tests.support.pool import WORLDS, Pool
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 from tests.support.task_tables import random_task_table
@@ -184,3 +184,20 @@ def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
         assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
     assert [results[0].out.shape[0] for results in per_rank] == [40, 0, 0]
     assert [results[0].counters["kernel_calls"] > 0 for results in per_rank] == [True, False, True]
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "ulysses", "distca", "zeppelin"])
+@pytest.mark.parametrize("mask", ["causal", "window_12"])
+def test_a_sink_is_one_more_key_of_every_query(pool: Pool, planner: str, mask: str) -> None:
+    """By the formula, with a key whose score is the sink and whose value is zero; its gradient is
+    summed over the ranks."""
+    planned = plan(planner, replace(SOME, model=replace(SOME.model, attention=mask), tokens_per_rank=None))
+    per_rank = pool.run(jobs.attend_with_sink, 4, planned, 8)
+    exact = dense.attention(jobs.inputs(planned, 8), visible(planned.mask), jobs.sinks(planned.num_heads))
+    owned = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(4)]
+    for policy in range(2):
+        ran = [results[policy] for results in per_rank]
+        for number, values in enumerate((exact.out, exact.q_grad, exact.k_grad, exact.v_grad)):
+            theirs = [reference.owned_rows(rows, values) for rows in owned]
+            assert dense.worst([each[number] for each in ran], theirs) < 1e-10
+        assert sum(each[4] for each in ran) == pytest.approx(exact.sink_grad, rel=1e-10)

@@ -23,6 +23,7 @@ from megatron_balance.megatron.arguments import (
     leave_out,
     row_multiple,
 )
+from megatron_balance.megatron.masks import masks_of
 
 pytestmark = pytest.mark.megatron
 
@@ -58,10 +59,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--reset-position-ids and": ("--reset-position-ids",),
     "--reset-attention-mask go together": ("--reset-attention-mask",),
     "--attention-dropout": ("--attention-dropout", "0.1"),
-    "--softmax-type": ("--softmax-type", "learnable"),
     "--qk-clip": ("--qk-clip",),
     "--log-max-attention-logit": ("--log-max-attention-logit",),
-    "--window-size": ("--window-size", "(128,0)"),
+    "--window-size must be KEYS,0": ("--window-size", "128,128"),
     "--attention-backend": ("--attention-backend", "local"),
     "--fp8-recipe custom": ("--fp8-format", "hybrid", "--fp8-recipe", "custom"),
     "--fp4-format": ("--fp4-format", "e2m1"),
@@ -108,6 +108,32 @@ def test_what_remains_passes() -> None:
     check_arguments(parse(*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"))
     check_arguments(parse("--reset-position-ids", "--reset-attention-mask"))
     check_arguments(parse("--position-embedding-type", "learned_absolute"))
+    check_arguments(parse("--window-size", "128,0", "--window-attn-skip-freq", "2"))
+    check_arguments(parse("--softmax-type", "learnable"))
+    check_arguments(parse("--softmax-type", "off-by-one"))
+
+
+@pytest.mark.parametrize("window", ["-1,0", "-1,-1", "128,-1", "128", "128,0,0"])
+def test_what_is_no_window_up_to_a_querys_own_key_is_refused(window: str) -> None:
+    with pytest.raises(ConfigError, match="--window-size must be KEYS,0"):
+        check_arguments(parse(f"--window-size={window}"))
+
+
+WINDOWS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    ((), ("causal",)),
+    (("--window-size", "0,0"), ("window_1",)),
+    (("--window-size", "127,0"), ("window_128",)),
+    (("--window-size", "127,0", "--window-attn-skip-freq", "2"), ("causal", "window_128")),
+    (("--window-size", "127,0", "--window-attn-skip-freq", "5"), ("window_128",)),
+    (("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,0,1]"), ("causal", "window_128")),
+    (("--window-size", "127,0", "--window-attn-skip-freq", "5", "--mtp-num-layers", "1"), ("window_128",)),
+]
+
+
+@pytest.mark.parametrize(("words", "masks"), WINDOWS, ids=[" ".join(words) for words, _ in WINDOWS])
+def test_masks_of_a_model_of_four_layers(words: tuple[str, ...], masks: tuple[str, ...]) -> None:
+    """`--window-size L,0` is a window of L + 1 keys; plans are made for the causal layers, if any."""
+    assert tuple(mask.name for mask in masks_of(parse("--num-layers", "4", *words))) == masks
 
 
 SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

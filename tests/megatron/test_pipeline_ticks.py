@@ -169,6 +169,7 @@ def test_microbatches_of_one_document_and_a_resumed_run(
 REFUSED = {
     "--pipeline-model-parallel-layout": ("--decoder-first-pipeline-num-layers", "3"),
     "--num-layers": ("--num-layers", "3"),
+    "--window-attn-skip-freq": ("--window-size", "128,0", "--window-attn-skip-freq", "2"),
     "--defer-embedding-wgrad-compute": ("--defer-embedding-wgrad-compute",),
 }
 

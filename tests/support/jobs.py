@@ -20,7 +20,7 @@ from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
-from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.agree import check_agreement
@@ -122,6 +122,35 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
         tensors = (t.detach().cpu().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
         results.append(Ran(*tensors, counters=asdict(bound.counters)))
     return results
+
+
+def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[list[Floats]]:
+    """Output and gradients (q, k, v, sink) of `plan` with the sinks of `sinks`, policy keep and then
+    replay, whose call is in segments.
+    """
+    owned = Rows.of(3, layout(plan, world.rank).tolist())
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
+    results: list[list[Floats]] = []
+    for policy in ("keep", "replay"):
+        bound = bind(plan, world.rank, shape, groups=world.groups, dtype=torch.float64, policy=policy)
+        x = inputs(plan, head_dim)
+        q, k, v, dout = _tensors(x, owned, shape, Run(policy, "float64"))
+        sink = torch.from_numpy(sinks(plan.num_heads)).requires_grad_()
+        if policy == "keep":
+            out = balanced_attention(q, k, v, bound, x.scale, sink=sink)
+        else:
+            call = AttentionCall(bound, x.scale, sink=sink)
+            call.start(q, k, v)
+            call.attend()
+            out = call.end()
+        grads = torch.autograd.grad(out, (q, k, v, sink), dout)
+        results.append([each.detach().numpy() for each in (out, *grads)])
+    return results
+
+
+def sinks(num_heads: int) -> Floats:
+    """A logit of each head: some far below its scores, some above."""
+    return np.linspace(-3.0, 4.0, num_heads)
 
 
 def inputs(plan: MicrobatchPlan, head_dim: Widths, seed: int = 0) -> dense.Tensors:

@@ -124,13 +124,15 @@ def _joined(name: str, parameter: Any) -> np.ndarray:
     from megatron.core import mpu
 
     size = mpu.get_tensor_model_parallel_world_size()
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    sinks = name.endswith(".softmax_offset")  # one a head; Megatron does not mark them
+    if size == 1 or not (sinks or getattr(parameter, "tensor_model_parallel", False)):
         return parameter.main_grad.numpy()
     shards = [torch.empty_like(parameter.main_grad) for _ in range(size)]
     dist.all_gather(shards, parameter.main_grad.contiguous(), group=mpu.get_tensor_model_parallel_group())
     # A shard of a gated MLP has its rows of the gate, then its rows of what is gated.
-    blocks = [shard.chunk(2 if name.endswith("linear_fc1.weight") else 1, parameter.partition_dim) for shard in shards]
-    return torch.cat([part for parts in zip(*blocks, strict=True) for part in parts], parameter.partition_dim).numpy()
+    dim = 0 if sinks else parameter.partition_dim
+    blocks = [shard.chunk(2 if name.endswith("linear_fc1.weight") else 1, dim) for shard in shards]
+    return torch.cat([part for parts in zip(*blocks, strict=True) for part in parts], dim).numpy()
 
 
 def _whole(name: str, stage: int, stages: int, layers: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_balance.config import load_model
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 
 LLAMA = {
@@ -57,12 +58,23 @@ def test_experts_have_their_own_width(tmp_path: Path) -> None:
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
     assert load_model(written(tmp_path, {**LLAMA, "sliding_window": 64, "use_sliding_window": False})) == EXPECTED
     assert load_model(written(tmp_path, {**LLAMA, "sliding_window": None})) == EXPECTED
+    full = {**LLAMA, "sliding_window": 64, "layer_types": ["full_attention"] * 2}
+    assert load_model(written(tmp_path, full)) == EXPECTED
+
+
+def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
+    for keys in ({"model_type": "mistral"}, {"layer_types": ["sliding_attention"] * 2}):
+        assert load_model(written(tmp_path, {**LLAMA, "sliding_window": 64, **keys})).mask == SlidingWindow(64)
 
 
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096: a sliding window"),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096: a sliding window in some layers"),
+        (
+            {**LLAMA, "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
+            "sliding_window 4096: a sliding window in some layers",
+        ),
         ({**LLAMA, "kv_lora_rank": 512}, "kv_lora_rank 512: multi-latent attention"),
         ({"hidden_size": 96}, r"does not say num_heads \(num_attention_heads"),
         ({**LLAMA, "num_attention_heads": 0}, "num_heads must be at least 1, got 0"),

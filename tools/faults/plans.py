@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
@@ -100,6 +100,7 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
     model = Model(heads, kv_heads, 4, num_layers=draw.choice((1, 4)), hidden_size=32, ffn_size=64)
     if "full" in PLANNERS[name].masks and draw.random() < 0.1:
         model = Model(heads, kv_heads, 4, hidden_size=32, ffn_size=64, attention="full")
+    model = _windowed(model, number)
     steps = [_lengths(draw, ranks, by) for _ in range(draw.choice((1, 1, 2)))]
     options = {key: draw.choice(values) for key, values in OPTIONS.get(name, {}).items() if draw.random() < 0.6}
     most = max(sum(microbatch) for step in steps for microbatch in step)
@@ -125,6 +126,17 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
     halves = draw.random() < 0.3 and strategy is None
     cluster = Cluster(ranks, per_node, ranks_per_nic=draw.choice((1, 1, 2)))
     return PlanSpec(name, cluster, model, layers, options, None, joint, halves, strategy), steps
+
+
+def _windowed(model: Model, number: int) -> Model:
+    """The model, in some cases with a sliding window, in all of its layers or in some; drawn apart, so
+    that all else of a case is as it was without windows.
+    """
+    draw = random.Random(f"windows {number}")
+    name = f"window_{draw.choice((1, 2, 5, 17, 64, 300))}"
+    if model.attention != "causal" or draw.random() > 0.2:
+        return model
+    return replace(model, **{draw.choice(("attention", "other_attention")): name})
 
 
 def _cluster(draw: random.Random, by: Drawing) -> tuple[int, int]:
@@ -175,7 +187,7 @@ def _planned(spec: PlanSpec, steps: list[tuple[tuple[int, ...], ...]], *, proves
     for lengths in steps:
         step, carry = planner.plan(lengths, carry)
         if proves and _size(step) <= MOST_PROVED:
-            prove_step(step)
+            prove_step(step, masks=spec.model.masks)
             proved = True
     return "proved" if proved else "planned"
 
@@ -211,7 +223,7 @@ def try_on_gloo(pool: Any, number: int) -> Outcome:
     name, ranks = ALL_PLANNERS[number % len(ALL_PLANNERS)], draw.choice((1, 2, 3, 4))
     heads, kv_heads = draw.choice(HEADS)
     mask = "full" if draw.random() < 0.2 else "causal"
-    model = Model(heads, kv_heads, 4, hidden_size=32, ffn_size=64, attention=mask)
+    model = _windowed(Model(heads, kv_heads, 4, hidden_size=32, ffn_size=64, attention=mask), number)
     lengths = tuple(draw.choice((1, 3, draw.randint(1, 40), draw.randint(1, 200))) for _ in range(draw.randint(1, 6)))
     even = -(-sum(lengths) // ranks)
     routing = draw.choice((None, (1, 1), (2, 1)))

@@ -16,6 +16,7 @@ from megatron_balance.compile.prove_rank import NotAloneError
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, StepPlan
@@ -154,6 +155,20 @@ def test_plans_of_ticks_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     prove_step(StepPlanner(spec).plan(STEP)[0])
     assert seen.count(2) == 2 * 2
     assert seen.count(4) == 2 * (2 + 1) * 2
+
+
+def test_plans_of_both_masks_of_a_model_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window shows 20 keys, so in the second microbatch of 30 tokens, too, the masks differ."""
+    seen: list[str] = []
+    monkeypatch.setattr(proofs, "prove", lambda plan, _policy: seen.append(plan.mask.name))
+    spec = replace(SPEC, model=replace(SPEC.model, other_attention="window_20"))
+    assert PlanSpec.from_json(spec.to_json()).model.masks == spec.model.masks
+    step = StepPlanner(spec).plan(STEP)[0]
+    prove_step(step, spec.model.masks)
+    assert seen == ["causal", "causal", "window_20", "window_20"] * 2
+    seen.clear()
+    prove_step(step, (*spec.model.masks[:1], SlidingWindow(100)))
+    assert seen == ["causal", "causal"] * 2, "no sequence is longer than the window"
 
 
 def test_the_planning_process_proves_what_it_plans_and_says_so() -> None:

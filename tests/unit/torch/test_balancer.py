@@ -320,13 +320,57 @@ def test_an_encoder_of_transformers_attends_fully() -> None:
         call(batch, is_causal=True)
 
 
+@pytest.mark.parametrize("family", ["Mistral", "GptOss"])
+def test_windows_and_sinks_of_transformers_equal_its_own(family: str) -> None:
+    """A window in all layers, for which plans are made; and in every other one, with sinks, under
+    plans made for the others.
+    """
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 10, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3, "tie_word_embeddings": False}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0} if family == "GptOss" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **experts, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    documents = [torch.arange(9) % 10, torch.arange(5) % 7, torch.tensor([3])]
+    wanted = torch.cat([model(each[None]).logits[0] for each in documents])
+    wanted.square().sum().backward()
+    exact = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    model.set_attn_implementation(hf.register())
+    batch = SequenceBalancer.for_model(config)([each.tolist() for each in documents])
+    assert batch.plan.mask.name == ("window_3" if family == "Mistral" else "causal")
+    logits = model(**hf.inputs(batch)).logits[0]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    logits.square().sum().backward()
+    for name, each in exact.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, each, rtol=1e-3, atol=1e-4)
+    assert (family == "Mistral") != any(name.endswith("sinks") for name in exact)
+
+
+def test_a_layer_of_another_mask_than_the_plans_is_refused() -> None:
+    windowed = SequenceBalancer("te_ring", MODEL, settings=Settings(mask="window_2"))(DOCUMENTS)
+    assert call(windowed, sliding_window=2)[0].shape == (1, 6, 4, 8)
+    for given, complaint in (
+        ({"sliding_window": 1}, "a sliding window of 1 tokens; balanced attention is window_2"),
+        ({"sliding_window": None}, "attention without a window; balanced attention is window_2"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            call(windowed, **given)
+    full = SequenceBalancer("te_ring", MODEL, settings=Settings(mask="full"))(DOCUMENTS)
+    with pytest.raises(ConfigError, match="a sliding window of 2 tokens; balanced attention is full"):
+        call(full, sliding_window=2)
+    x = torch.zeros(6, 4, 8)
+    with pytest.raises(ConfigError, match="under mask window_2, and the batch was planned for full attention"):
+        balanced_attention(x, x[:, :2], x[:, :2], full, window=2)
+
+
 def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
     batch = balancer()(DOCUMENTS)
     assert call(batch, sliding_window=None, dropout=0.0, is_causal=True)[0].shape == (1, 6, 4, 8)
     assert call(batch, sliding_window=3)[0].shape == (1, 6, 4, 8), "a window that no document exceeds"
     for given, complaint in (
         ({"dropout": 0.1}, "Linear asks for dropout; balanced attention is causal"),
-        ({"sliding_window": 2}, "a sliding window of 2 tokens"),
         ({"softcap": 30.0, "is_causal": False}, "soft-capped scores, attention that is not causal"),
     ):
         with pytest.raises(ConfigError, match=complaint):

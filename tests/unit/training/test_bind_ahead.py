@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.compile.projector import Projector  # noqa: E402
-from megatron_balance.errors import ConfigError  # noqa: E402
+from megatron_balance.errors import ConfigError, InvalidProgramError  # noqa: E402
+from megatron_balance.ir.mask import CAUSAL, SlidingWindow  # noqa: E402
 from megatron_balance.runtime import bind as binding  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
@@ -124,7 +126,8 @@ def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch)
     counted(binding, "ship")
     bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
     assert counts == {"attention": 1, "lower_forward": 1, "backward": 2, "ship": 1}
-    kept, replayed = bounds.kept, bounds.replayed
+    layers = bounds.by_mask[CAUSAL.name]
+    kept, replayed = layers.kept, layers.replayed
     assert kept is not None
     assert replayed is not None
     assert kept.forward.steps is replayed.forward.steps
@@ -145,3 +148,21 @@ def test_new_pairs_are_connected_and_tables_copied_in_the_training_thread(ahead,
     assert not threads
     one.bind(PLAN, "keep")
     assert threads == [main_thread()] * 2
+
+
+def test_layers_of_another_mask_run_another_program_of_the_same_rows():
+    window, wide = SlidingWindow(8), SlidingWindow(40)
+    two = replace(binder(None), masks=(CAUSAL, window))
+    bound = bind_layers(two, PLAN, None)
+    causal, windowed = bound.of_layer(1, CAUSAL), bound.of_layer(1, window)
+    assert (causal.plan.mask, windowed.plan.mask) == (CAUSAL, window)
+    assert causal.owned.tolist() == windowed.owned.tolist()
+    assert bound.bounds == (causal, windowed)
+    with pytest.raises(
+        InvalidProgramError, match="under mask window_40, and the plan was bound for causal and window_8"
+    ):
+        bound.of_layer(1, wide)
+    # No sequence is longer than the window: one program serves all layers.
+    same = bind_layers(replace(two, masks=(CAUSAL, wide)), PLAN, None)
+    assert same.of_layer(1, wide) is same.of_layer(1, CAUSAL)
+    assert len(same.bounds) == 1

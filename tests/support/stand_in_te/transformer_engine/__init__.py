@@ -21,6 +21,7 @@ class DotProductAttention(torch.nn.Module):
 
     def __init__(self, **options: object) -> None:
         super().__init__()
+        self.layer_number = options.get("layer_number", 1)
         self.options = options
 
     def forward(self, *_args: object, **_options: object) -> torch.Tensor:
