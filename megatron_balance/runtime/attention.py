@@ -246,8 +246,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        weight, sink, *inputs = ctx.saved_tensors[: 3 + ctx.width]
-        out, lse, *rest = ctx.saved_tensors[3 + ctx.width :]
+        saved = ctx.saved_tensors  # asked for once: checkpointing computes them again
+        weight, sink, *inputs = saved[: 3 + ctx.width]
+        out, lse, *rest = saved[3 + ctx.width :]
         queries, keys = ctx.saved
         ctx.received.q.update(zip(queries, rest, strict=False))
         parts = rest[len(queries) :]

@@ -48,7 +48,7 @@ def test_it_is_no_slower_in_the_simulator_than_the_best_of_those_it_asks(lengths
 
 def test_the_note_says_which_and_why() -> None:
     plan = auto(LONG)
-    assert plan.note.startswith("zeppelin (rule groups): ")
+    assert plan.note.startswith("zeppelin: ")
     assert "ms a layer by estimate" in plan.note
     assert "; then " in plan.note
     assert "not faster by their bounds: " in plan.note

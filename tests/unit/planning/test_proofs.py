@@ -164,10 +164,10 @@ def test_plans_of_both_masks_of_a_model_are_proved(monkeypatch: pytest.MonkeyPat
     spec = replace(SPEC, model=replace(SPEC.model, other_attention="window_20"))
     assert PlanSpec.from_json(spec.to_json()).model.masks == spec.model.masks
     step = StepPlanner(spec).plan(STEP)[0]
-    prove_step(step, spec.model.masks)
+    prove_step(step, masks=spec.model.masks)
     assert seen == ["causal", "causal", "window_20", "window_20"] * 2
     seen.clear()
-    prove_step(step, (*spec.model.masks[:1], SlidingWindow(100)))
+    prove_step(step, masks=(*spec.model.masks[:1], SlidingWindow(100)))
     assert seen == ["causal", "causal"] * 2, "no sequence is longer than the window"
 
 
