@@ -207,7 +207,9 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 
 
 def test_a_planner_that_cuts_the_causal_triangle_refuses_full_attention() -> None:
-    with pytest.raises(ConfigError, match=r"planner distca plans causal and window attention only, .* full attention .* te_ring"):
+    with pytest.raises(
+        ConfigError, match=r"planner distca plans causal and window attention only, .* full attention .* te_ring"
+    ):
         make_planner("distca", Cluster(4, 4), MODEL)([10, 20])
     with pytest.raises(ConfigError, match="attention 'half' is not a known mask; known: causal, full, window_KEYS"):
         replace(MODEL, attention="half")
