@@ -149,7 +149,8 @@ def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None
     (line, *_) = report.lines([calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}])
     assert line.disturbed == 2
     assert line.nic_over_mean == pytest.approx(2.0)
-    assert report.nic_over_mean({**calm, "nic_sent": [2, 1], "nic_received": [0, 0]}) == pytest.approx(4 / 3)
+    sent = [2_000_000, 1_000_000]
+    assert report.nic_over_mean({**calm, "nic_sent": sent, "nic_received": [900_000, 0]}) == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     start = time.monotonic()
     # with --json standard output is JSON alone
-    console = Console(stderr=options.json, width=max(150, Console().width))
+    console = Console(stderr=options.json, width=max(180, Console().width))
     num_steps = sum(len(experiment.steps(at)) for at in range(len(experiment.nics)))
 
     def describe() -> None:

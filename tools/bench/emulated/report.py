@@ -109,11 +109,11 @@ def busiest_nic_mb(record: Record) -> float:
 
 
 def nic_over_mean(record: Record) -> float:
-    """Bytes of the busiest NIC over the mean of all, of what they sent or received; 1 where none sent
-    any.
+    """Bytes of the busiest NIC over the mean of all, of what they sent or received; 1 where that one
+    carries less than `LEAST_COMPARED`.
     """
     sides = (record["nic_sent"], record["nic_received"])
-    return max((max(side) / statistics.fmean(side) for side in sides if any(side)), default=1.0)
+    return max((max(side) / statistics.fmean(side) for side in sides if max(side) >= LEAST_COMPARED), default=1.0)
 
 
 LEAST_SPEED, MOST_OTHERS = 0.95, 0.05

@@ -18,12 +18,11 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import PAPER_TOKENS, draw_batches
 from tools.bench.emulated.point import GOODPUT, INTRA_TO_NIC, NUM_NODES, NUM_RANKS, RANKS_PER_NODE
-from tools.bench.emulated.variants import Variant
+from tools.bench.emulated.variants import RINGS, Variant
 from tools.emulated_cluster import Topology
 
 MODEL = Model(
@@ -51,10 +50,12 @@ VARIANTS = (
     Variant("hybrid_dp + routing", "hybrid_dp", Layers(routing="always")),
     Variant("flexsp", "flexsp", Layers()),
     Variant("megatron_dynamic", "megatron_dynamic", Layers()),
-    Variant("zeppelin engine", "zeppelin", Layers()),
-    Variant("zeppelin engine + routing", "zeppelin", Layers(routing="pays")),
-    Variant("zeppelin, remap always", "zeppelin", Layers(routing="pays", remap=True)),
+    Variant("zeppelin rings", "zeppelin", Layers(), options=RINGS),
+    Variant("zeppelin rings + routing", "zeppelin", Layers(routing="pays"), options=RINGS),
+    Variant("zeppelin rings + remap always", "zeppelin", Layers(routing="pays", remap=True), options=RINGS),
+    Variant("zeppelin rings of groups", "zeppelin", PLANNERS["zeppelin"].layers, options={"rule": "groups"}),
     Variant("zeppelin", "zeppelin", PLANNERS["zeppelin"].layers),
+    Variant("auto", "auto", PLANNERS["auto"].layers),
 )
 
 
@@ -170,7 +171,6 @@ def _plans(lengths: Lengths, cluster: Cluster, names: Sequence[str]) -> list[tup
     cost = AnalyticCost(cluster, MODEL)
     for variant in VARIANTS:
         if variant.name in names:
-            choice = choose_planner(variant.planner, {}, variant.name, variant.layers)
-            plan = choice.plan(Batch(lengths), cluster, MODEL, cost)
+            plan = variant.choice().plan(Batch(lengths), cluster, MODEL, cost)
             found.setdefault(repr(expand(plan, "keep").forward), ([], plan))[0].append(variant.name)
     return list(found.values())
