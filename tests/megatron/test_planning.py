@@ -26,7 +26,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
-from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.planning.place import aligned_nano_batches
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.runtime.groups import single
@@ -215,6 +215,7 @@ def test_ranks_that_hold_tokens_have_room_for_those_of_ranks_that_only_serve(poo
 
 def test_under_sequence_parallelism_ranks_hold_multiples_of_its_size() -> None:
     work = job(None, seq_length=512)
+    work.config.planner = choose_planner("zeppelin", {}, layers=choose_layers("zeppelin", remapping=True))
     work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)
     work.row_multiple = 2
     (plan,) = planning.step_plans(work, ahead=False).plan(((300, 140, 20, 7),)).plans

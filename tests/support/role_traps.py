@@ -57,12 +57,12 @@ def install() -> None:
 
         return run
 
-    def counted(into: Any, out: Any, received: Any = None, sent: Any = None, group: Any = None, **more: Any) -> Any:
+    def counted(into: Any, out: Any, *sizes: Any, group: Any = None, **more: Any) -> Any:
         if any(group is each for each in groups):
-            me = group.rank()
+            (received, sent), me = sizes, group.rank()
             moved["sent"] += sum(sent) - sent[me]
             moved["received"] += sum(received) - received[me]
-        return exchange(into, out, received, sent, group=group, **more)
+        return exchange(into, out, *sizes, group=group, **more)
 
     made = Roles.__init__
 
