@@ -61,12 +61,7 @@ class Dispatch(CommPattern[TaskTable]):
 
     def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
         """The ops of `rank`."""
-        there, back = (
-            as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
-        )
-        there, back = (
-            rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back)
-        )
+        there, back = _transfers_with(zone, context, rank)
         ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
         tasks = _visible(zone, context.mask, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
         if len(tasks):
@@ -202,17 +197,44 @@ def _pairs(tasks: Ints, context: Context) -> Ints:
 @lru_cache(maxsize=64)
 def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int, mask: Mask = CAUSAL) -> tuple[Rows, Rows]:
     """All transfers in and all transfers back, for every rank."""
-    tasks, owned = _visible(zone, mask), as_array(zone.fragments)
+    owned = as_array(zone.fragments)
+    there = [_sent(needs, owned, kind, heads) for needs, kind, heads in _needs(zone, mask, (num_heads, num_kv_heads))]
+    return as_rows(np.concatenate(there)), as_rows(_sent_back(there[0]))
+
+
+def _transfers_with(zone: TaskTable, context: Context, rank: int) -> tuple[Ints, Ints]:
+    """Those of `transfers` of which `rank` is an end, without working out all others: of a window on
+    many ranks these are millions.
+    """
+    owned = as_array(zone.fragments)
+    held = owned[owned[:, Placed.RANK] == rank]
     there: list[Ints] = []
-    for kind, start_column, heads in ((Kind.Q, Task.Q_START, num_heads), (Kind.KV, Task.K_START, num_kv_heads)):
-        needs = union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]])
-        need, source, both = intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
-        rows = transfers_of(kind, both, (0, heads), owned[source, Placed.RANK], needs[need, Placed.RANK])
-        there.append(rows[rows[:, Transfer.SRC] != rows[:, Transfer.DST]])
-    back = there[0].copy()
+    for needs, kind, heads in _needs(zone, context.mask, (context.num_heads, context.num_kv_heads)):
+        own = needs[:, Placed.RANK] == rank
+        there.append(np.concatenate([_sent(needs[own], owned, kind, heads), _sent(needs[~own], held, kind, heads)]))
+    return np.concatenate(there), _sent_back(there[0])
+
+
+def _needs(zone: TaskTable, mask: Mask, heads: tuple[int, int]) -> Iterator[tuple[Ints, Kind, int]]:
+    """Queries and keys that tasks read: rows of `Placed` by the rank that reads them, kind, heads."""
+    tasks = _visible(zone, mask)
+    for kind, start_column, count in zip((Kind.Q, Kind.KV), (Task.Q_START, Task.K_START), heads, strict=True):
+        yield union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]]), kind, count
+
+
+def _sent(needs: Ints, owned: Ints, kind: Kind, heads: int) -> Ints:
+    """Transfers of what is needed on another rank than its owner's."""
+    need, source, both = intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
+    rows = transfers_of(kind, both, (0, heads), owned[source, Placed.RANK], needs[need, Placed.RANK])
+    return rows[rows[:, Transfer.SRC] != rows[:, Transfer.DST]]
+
+
+def _sent_back(queries: Ints) -> Ints:
+    """Transfers of the outputs of queries that were sent."""
+    back = queries.copy()
     back[:, Transfer.KIND] = Kind.OUT
-    back[:, Transfer.SRC], back[:, Transfer.DST] = there[0][:, Transfer.DST], there[0][:, Transfer.SRC]
-    return as_rows(np.concatenate(there)), as_rows(back)
+    back[:, Transfer.SRC], back[:, Transfer.DST] = queries[:, Transfer.DST], queries[:, Transfer.SRC]
+    return back
 
 
 def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
