@@ -54,7 +54,9 @@ def test_an_estimate_is_near_what_the_simulator_says(name: str, options: dict[st
     plan = make_planner(name, cluster, MODEL, **options)(LENGTHS)
     found, step = estimated(plan, cluster, MODEL), simulated(plan, cluster, MODEL)
     rel = 0.1 if name == "packing" else 0.08  # messages of one rank that share a NIC end one by one
-    rel = 0.02 if name == "zeppelin" and "rule" not in options else rel
+    if name == "zeppelin" and "rule" not in options:
+        several_on_a_nic = options.get("group_size") == 2 and cluster.ranks_per_nic > 1  # and here, too
+        rel = 0.05 if several_on_a_nic else 0.02
     assert found.layer_s == pytest.approx(layer_s(step, MODEL), rel=rel)
     assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
     assert found.backward.fits == step.backward.fits
