@@ -94,7 +94,7 @@ class CudaStreams:
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
-        self._groups, self._ranks = groups, ranks
+        self._groups, self.ranks = groups, ranks
         self._streams: dict[str, CudaStream] = {}
         self.events = _Events()
 
@@ -106,7 +106,7 @@ class CudaStreams:
     def of(self, name: str) -> CudaStream:
         if name not in self._streams:
             group, high = self._groups.get(name), has_high_priority(name)
-            self._streams[name] = CudaStream(group, self._ranks, self.events, high=high)
+            self._streams[name] = CudaStream(group, self.ranks, self.events, high=high)
         return self._streams[name]
 
     def now(self) -> torch.cuda.Event:

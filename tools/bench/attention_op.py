@@ -50,7 +50,7 @@ class Calls:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[T, H, D], [T, G, D], [T, G, D] to [T, H, D]."""
     bound, saved = Calls.batch.bound(q.dtype, q.device), Saved()
-    out = _Attention.forward(saved, q, k, v, (bound, BackwardSlot(bound), q.shape[-1] ** -0.5, True))
+    out = _Attention.forward(saved, (bound, BackwardSlot(bound), q.shape[-1] ** -0.5, True), None, None, q, k, v)
     Calls.saved.append(saved)
     return out
 
@@ -58,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @torch.library.custom_op("balance_bench::attention_grad", mutates_args=())
 def attention_grad(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of the last call whose backward is not done."""
-    dq, dk, dv = (x.contiguous() for x in _Attention.backward(Calls.saved.pop(), grad)[:3] if x is not None)
+    dq, dk, dv = (x.contiguous() for x in _Attention.backward(Calls.saved.pop(), grad) if x is not None)
     return dq, dk, dv
 
 

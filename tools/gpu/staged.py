@@ -43,10 +43,10 @@ class StagedStream(CudaStream):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, ranks: Sequence[int], errors: list[Exception], *, high: bool
+        self, streams: CudaStreams, group: dist.ProcessGroup | None, errors: list[Exception], *, high: bool
     ) -> None:
-        """As a `CudaStream`; `errors`: of all streams of the rank."""
-        super().__init__(group, ranks, high=high)
+        """A stream of `streams`; `errors`: of all streams of the rank."""
+        super().__init__(group, streams.ranks, streams.events, high=high)
         self._errors = errors
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         Thread(target=self._work, daemon=True).start()
@@ -109,7 +109,7 @@ class StagedStreams(CudaStreams):
     def of(self, name: str) -> StagedStream:
         if name not in self._staged:
             high = has_high_priority(name)
-            self._staged[name] = StagedStream(self._groups.get(name), self._ranks, self._errors, high=high)
+            self._staged[name] = StagedStream(self, self._groups.get(name), self._errors, high=high)
         return self._staged[name]
 
     def wait(self, event: Any) -> None:

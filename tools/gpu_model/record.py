@@ -73,7 +73,7 @@ class _Run:
         self.plans, self.way = plans, way
         self.kept: dict[tuple[int, int], _Layer] = {}
         self.outs: dict[int, Tensor] = {}
-        self.grads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.grads: dict[int, tuple[Tensor, ...]] = {}
 
     def trace(self) -> Trace:
         """Run it."""

@@ -40,6 +40,12 @@ class Written:
     def wait(self, event: str) -> None:
         self.log.append(("compute", "wait", event))
 
+    def timed(self, on: bool) -> None:
+        raise AssertionError(f"nobody asked for times, but {on}")
+
+    def seconds(self, begin: str, end: str) -> float:
+        raise AssertionError(f"nobody asked for times, but {begin} to {end}")
+
 
 class WrittenStream:
     def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.steps import Finish, Phase, Start
-from megatron_balance.runtime.trace import Traced
+from megatron_balance.runtime.trace import Mark, Traced
 
 
 class Exchanged(NamedTuple):
@@ -44,7 +44,7 @@ def exchanges_of(bound: Bound, nano_batch: int) -> Iterator[Exchanged]:
 
 
 def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]) -> Iterator[Exchanged]:
-    sent: dict[int, float] = {}
+    sent: dict[int, Mark] = {}
     for step in phase.steps:
         match step:
             case Start(exchange):
@@ -53,7 +53,7 @@ def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]
             case Finish(exchange):
                 event: Traced = next(events)
                 sources = tuple(sorted({message.peer for message in exchange.receives}))
-                sent_s = sent.get(exchange.id, event.start_s)
+                sent_s: float = sent.get(exchange.id, event.start_s)
                 yield Exchanged(*which, exchange.id, sources, sent_s, event.start_s, event.stop_s)
             case _:
                 next(events)

@@ -278,13 +278,13 @@ class _Meter(Meter):
             self._planners[variant] = step_plans(job, ahead=False)
         return self._planners[variant]
 
-    def _shipped(self, ship: Callable[..., Bound]) -> Callable[..., Bound]:
-        def shipped(prepared: Prepared) -> Bound:
-            trace: Trace = []
-            bound = replace(ship(prepared), trace=trace)
-            self.step.bounds.append(bound)
+    def _shipped(self, ship: Callable[..., tuple[Bound, ...]]) -> Callable[..., tuple[Bound, ...]]:
+        def shipped(prepared: Prepared) -> tuple[Bound, ...]:
+            traces: list[Trace] = [[] for _ in prepared.bounds]
+            bounds = tuple(replace(bound, trace=trace) for bound, trace in zip(ship(prepared), traces, strict=True))
+            self.step.bounds += bounds
             self.begin()
-            return bound
+            return bounds
 
         return shipped
 

@@ -198,7 +198,7 @@ def host_s(groups: Groups, share: float) -> tuple[float, float]:
     found: list[tuple[float, float]] = []
     for _ in range(HOST_TIMES + 1):
         dist.barrier()
-        (out, lse, received), forward_s = _around(kernel, partial(run_forward, bound, q, k, v, model_scale(MODEL)))
+        (out, lse, received), forward_s = _around(kernel, partial(run_forward, bound, q, (k, v), model_scale(MODEL)))
         final = (out, lse)
         _, backward_s = _around(
             kernel, partial(run_backward, bound, dout, (q, k, v), final, received, model_scale(MODEL))

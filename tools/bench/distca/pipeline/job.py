@@ -20,7 +20,7 @@ def _train(rank: int, controller: Any, run: Any) -> None:
 def main() -> int:
     """Run the experiment that the only argument describes."""
     experiment = Pipelined.parse(sys.argv[1])
-    task = Task((OnTopology(distca.NICS, experiment.steps()),), VARIANTS, experiment.flags(), _train)
+    task = Task((OnTopology(distca.NICS, experiment.steps()),), VARIANTS, experiment.flags(), train=_train)
     return carry_out(experiment, task, experiment.point)
 
 

@@ -86,11 +86,11 @@ class _Meter(Meter):
             self._planners[variant] = _Planned(made, self.begin)
         return self._planners[variant]
 
-    def _shipped(self, ship: Callable[..., Bound]) -> Callable[..., Bound]:
-        def shipped(prepared: Prepared) -> Bound:
-            trace: Trace = []
-            self.step.traces.append(trace)
-            return replace(ship(prepared), trace=trace)
+    def _shipped(self, ship: Callable[..., tuple[Bound, ...]]) -> Callable[..., tuple[Bound, ...]]:
+        def shipped(prepared: Prepared) -> tuple[Bound, ...]:
+            traces: list[Trace] = [[] for _ in prepared.bounds]
+            self.step.traces += traces
+            return tuple(replace(bound, trace=trace) for bound, trace in zip(ship(prepared), traces, strict=True))
 
         return shipped
 
