@@ -57,6 +57,8 @@ from typing import Literal
 import numpy as np
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.estimate import Bounds
+from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.cost.base import CostModel, MachineCost
@@ -72,6 +74,8 @@ from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
 
+_SHOWS = 1.08
+"""Layer over even computation from which on rings of groups are made beside waves."""
 _WORTH_IT = 0.5
 """Share of what even tokens save that a remap may take before the search without one is made too.
 """
@@ -133,7 +137,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
     if options.rule == "waves" and model.attention == "causal":
         zone = _in_waves(batch.lengths, cluster, model, cost, capacity, options)
         if zone is not None:
-            return replace(nothing, zones=(zone,))
+            return _or_rings(replace(nothing, zones=(zone,)), cluster, model, cost, capacity, options)
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
@@ -154,6 +158,26 @@ def _in_waves(
         return _on_groups(lengths, cluster, (model, cost), capacity, options, size)
 
     return waves.place(lengths, cluster, model, cost, asked, rings)
+
+
+def _or_rings(
+    found: MicrobatchPlan, cluster: Cluster, model: Model, cost: MachineCost, capacity: int, options: ZeppelinOptions
+) -> MicrobatchPlan:
+    """`found`, or rings of groups where the estimate of whole plans has these ahead. They are made
+    where the estimate of `found` is `_SHOWS` of even computation or more.
+    """
+    if options.group_size is not None or options.num_waves is not None:
+        return found
+    bounds = Bounds.of(found.lengths, cluster, model, cost)
+    own = plan_estimate(found, bounds.machine)
+    if own is None or own.layer_s < _SHOWS * bounds.even():
+        return found
+    placed = _zones(found.lengths, cluster, model, cost, capacity, replace(options, rule="groups"))
+    rings = replace(found, zones=placed)
+    other = plan_estimate(rings, bounds.machine)
+    if other is None or other.backward.fits < own.backward.fits or other.layer_s >= own.layer_s:
+        return found
+    return rings
 
 
 def _replays(num_tokens: int, cluster: Cluster, model: Model) -> bool:

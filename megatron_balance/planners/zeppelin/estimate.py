@@ -23,7 +23,7 @@ from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 
-WAVES = (1, 2, 4, 8)
+WAVES = (1, 2, 3, 4, 6, 8)
 """Numbers of waves that are priced."""
 
 _TYPICAL = 8192

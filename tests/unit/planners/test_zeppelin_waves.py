@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from megatron_balance import make_planner
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.batches import verify_order_of
 from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.patterns.waves import schedule
+from megatron_balance.planners import zeppelin
 from megatron_balance.planners.zeppelin.estimate import WAVES, GroupCosts, estimate
 from megatron_balance.planners.zeppelin.lead import with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, level_tokens, placements, zigzag_edges
@@ -29,6 +32,9 @@ from megatron_balance.simulator.step import simulate_step
 MODEL = Model(32, 32, 128, num_layers=1)
 MIXED = (60698, 59330, 47518, 43678, 13144, 7420, 6199, 5543, 4986, 3068, 3036, 1698, 1676, 1543, 1513, 1094)
 """A batch of 262,144 tokens, as drawn for Zeppelin's Table 2 (github)."""
+
+RINGS = (1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352)
+"""Another one."""
 
 
 def cluster(num_ranks: int = 64) -> Cluster:
@@ -48,6 +54,17 @@ def zone_of(plan: MicrobatchPlan) -> SharedZone:
 
 def step_s(plan: MicrobatchPlan, own: Cluster) -> float:
     return simulate_step([plan], Machine(own, MODEL, AnalyticCost(own, MODEL))).step_s
+
+
+def test_rings_of_groups_are_taken_where_the_estimate_of_whole_plans_has_them_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths, own = RINGS, load_cluster("h200").build(num_ranks=64, ranks_per_node=8)
+    rings = plan_of(lengths, own)
+    assert all(zone.pattern in ("head_ring", "head_exchange", "ring") for zone in rings.zones), rings.zones
+    monkeypatch.setattr(zeppelin, "_SHOWS", inf)
+    assert step_s(rings, own) < step_s(plan_of(lengths, own), own)
+    assert isinstance(plan_of(lengths, own).zones[0], SharedZone)
 
 
 def test_by_default_work_and_tokens_are_even_at_once() -> None:
