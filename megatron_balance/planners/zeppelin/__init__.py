@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -76,6 +76,7 @@ from megatron_balance.solvers.placed import Placement, zones
 
 _SHOWS = 1.08
 """Layer over even computation from which on rings of groups are made beside waves."""
+_MOST_NODES = 32
 _WORTH_IT = 0.5
 """Share of what even tokens save that a remap may take before the search without one is made too.
 """
@@ -135,49 +136,61 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
     if not batch.lengths:
         return nothing
     if options.rule == "waves" and model.attention == "causal":
-        zone = _in_waves(batch.lengths, cluster, model, cost, capacity, options)
+        rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, {})
+        zone = _in_waves(rings)
         if zone is not None:
-            return _or_rings(replace(nothing, zones=(zone,)), cluster, model, cost, capacity, options)
+            return _or_rings(replace(nothing, zones=(zone,)), rings)
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
-def _in_waves(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, capacity: int, options: ZeppelinOptions
-) -> SharedZone | None:
-    asked = waves.Asked(
-        capacity,
-        options.group_size,
-        options.num_waves,
-        cost.call_s,
-        _replays(sum(lengths), cluster, model),
-    )
+def _in_waves(rings: _Rings) -> SharedZone | None:
+    """The zone of the cheapest shares; None: none keeps to the capacity."""
+    lengths, cluster, model, cost, capacity, options, _ = rings
+    replays = _replays(sum(lengths), cluster, model)
+    asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
+    return waves.place(lengths, cluster, model, cost, asked, rings.over)
 
-    def rings(size: int) -> Placement | None:
-        if cluster.node_size % size:
+
+class _Rings(NamedTuple):
+    """What rings of groups are placed for, and those that were made, by ranks of a group."""
+
+    lengths: Sequence[int]
+    cluster: Cluster
+    model: Model
+    cost: MachineCost
+    capacity: int
+    options: ZeppelinOptions
+    made: dict[int, Placement]
+
+    def over(self, size: int) -> Placement | None:
+        """The rings over groups of `size` ranks; None: these do not tile a node."""
+        if self.cluster.node_size % size:
             return None
-        return _on_groups(lengths, cluster, (model, cost), capacity, options, size)
+        if size not in self.made:
+            priced = self.model, self.cost
+            self.made[size] = _on_groups(self.lengths, self.cluster, priced, self.capacity, self.options, size)
+        return self.made[size]
 
-    return waves.place(lengths, cluster, model, cost, asked, rings)
 
-
-def _or_rings(
-    found: MicrobatchPlan, cluster: Cluster, model: Model, cost: MachineCost, capacity: int, options: ZeppelinOptions
-) -> MicrobatchPlan:
-    """`found`, or rings of groups where the estimate of whole plans has these ahead. They are made
-    where the estimate of `found` is `_SHOWS` of even computation or more.
+def _or_rings(found: MicrobatchPlan, rings: _Rings) -> MicrobatchPlan:
+    """`found`, or rings of groups where the estimate of whole plans has these ahead. They are asked
+    for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`.
     """
-    if options.group_size is not None or options.num_waves is not None:
+    lengths, cluster, model, cost, _, options, _ = rings
+    asked = options.group_size is not None or options.num_waves is not None
+    size = wide.group_size(cluster, model, None)
+    if asked or cluster.num_nodes > _MOST_NODES or cluster.node_size % size:
         return found
-    bounds = Bounds.of(found.lengths, cluster, model, cost)
+    bounds = Bounds.of(lengths, cluster, model, cost)
     own = plan_estimate(found, bounds.machine)
-    if own is None or own.layer_s < _SHOWS * bounds.even():
+    placement = None if own is None or own.layer_s < _SHOWS * bounds.even() else rings.over(size)
+    if own is None or placement is None:
         return found
-    placed = _zones(found.lengths, cluster, model, cost, capacity, replace(options, rule="groups"))
-    rings = replace(found, zones=placed)
-    other = plan_estimate(rings, bounds.machine)
+    apart = replace(found, zones=wide.group_zones(placement, wide_ranks(cluster, size), size))
+    other = plan_estimate(apart, bounds.machine)
     if other is None or other.backward.fits < own.backward.fits or other.layer_s >= own.layer_s:
         return found
-    return rings
+    return apart
 
 
 def _replays(num_tokens: int, cluster: Cluster, model: Model) -> bool:
