@@ -152,7 +152,7 @@ def _in_waves(rings: _Rings) -> SharedZone | None:
 
 
 class _Rings(NamedTuple):
-    """What rings of groups are placed for, and those that were made, by ranks of a group."""
+    """Rings of groups of a batch. `made`: those so far, by ranks of a group."""
 
     lengths: Sequence[int]
     cluster: Cluster
