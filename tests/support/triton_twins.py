@@ -203,27 +203,35 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
 @few
 @given(
     packs=st.lists(packings(distinct=True), min_size=2, max_size=10),
-    dim=st.sampled_from([5, 8, 16]),
+    widths=st.sampled_from([(5,), (8,), (16,), (16, 8), (8, 16)]),
     dtype=st.sampled_from(DTYPES),
 )
-def shared(packs: list, dim: int, dtype: torch.dtype) -> None:
+def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
-    where rows and heads allow.
+    where rows and heads allow. Of two widths: the same rows of keys and of values.
     """
-    form = Form.of(AttentionShape(1, 1, dim), dtype, "fp32")
-    carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
+    form = Form.of(AttentionShape(1, 1, widths[0], widths[-1]), dtype, "fp32")
+    kind = Kind.Q if len(widths) == 1 else Kind.KV
+    carried = [(kind, packed.num_rows, packed.num_heads) for packed, _ in packs]
     places = layout(tuple(carried), form).places
-    own = [Site("block", of[0].begin, of[0].strides[0]) for of in places]
-    moved = tuple(Moved(packed, own=site) for (packed, _), site in zip(packs, own, strict=True))
+    moved = tuple(
+        Moved(packed, (dtype, dtype, width), own=Site("block", of.begin, of.strides[0]))
+        for (packed, _), parts in zip(packs, places, strict=True)
+        for width, of in zip(widths, parts, strict=True)
+    )
+    dims = [width for _ in packs for width in widths]
+    packs = [pack for pack in packs for _ in widths]
     results = []
     for mover in movers():
         mover.prepare([Move(call, moved) for call in ("fill", "place", "add")], {}, form)
         messages = [
-            one[0] for one in unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+            x
+            for one in unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+            for x in one
         ]
         of = [
             {b: values((*size, dim), dtype, 7 * seed + b) for b, size in sizes.items()}
-            for seed, (_, sizes) in enumerate(packs)
+            for seed, ((_, sizes), dim) in enumerate(zip(packs, dims, strict=True))
         ]
         mover.fill(
             [
@@ -234,8 +242,13 @@ def shared(packs: list, dim: int, dtype: torch.dtype) -> None:
         filled = [m.clone() for m in messages]
         for seed, m in enumerate(messages):
             m.copy_(values(tuple(m.shape), dtype, 99 + seed))
-        placed = [[torch.zeros(*size, dim, dtype=dtype) for size in sizes.values()] for _, sizes in packs]
-        summed = [[torch.ones(*size, dim) for size in sizes.values()] for _, sizes in packs]
+        placed, summed = (
+            [
+                [torch.full((*size, dim), start, dtype=of) for size in sizes.values()]
+                for (_, sizes), dim in zip(packs, dims, strict=True)
+            ]
+            for start, of in ((0.0, dtype), (1.0, torch.float32))
+        )
         mover.place(
             [
                 Place(p, m, tuple(x[run.buffer] for run in p.runs))
@@ -253,6 +266,28 @@ def shared(packs: list, dim: int, dtype: torch.dtype) -> None:
         close(found, expected, SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 0.0)
 
 
+def apart() -> None:
+    """Keys and values of two widths: the same rows, which lie elsewhere in the messages' memory."""
+    form, counts = Form.of(AttentionShape(2, 2, 16, 8), torch.bfloat16, "fp32"), (3, 5, 2)
+    first = [sum(counts[:at]) for at in range(len(counts))]
+    packs = [packed_of([(0, [*range(b, b + n)], 0, 2, 0)], 2) for b, n in zip(first, counts, strict=True)]
+    carried = [(Kind.KV, n, 2) for n in counts]
+    moved = tuple(
+        Moved(packed, (form.dtype, form.dtype, width), (Site(name),), Site("block", at.begin, at.strides[0]))
+        for packed, parts in zip(packs, layout(tuple(carried), form).places, strict=True)
+        for name, width, at in zip("kv", form.kv_widths, parts, strict=True)
+    )
+    both = [values((10, 2, width), form.dtype, width) for width in form.kv_widths]
+    mover = TritonMover(CPU)
+    mover.prepare([Move("fill", moved)], {}, form)
+    messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
+    fills = [Fill(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
+    mover.fill(fills)
+    for (begin, n), message in zip(zip(first, counts, strict=True), messages, strict=True):
+        for x, y in zip(both, message, strict=True):
+            assert torch.equal(x[begin : begin + n], y)
+
+
 @few
 @given(
     rows=st.lists(st.integers(1, 12), min_size=3, max_size=6),
@@ -265,7 +300,8 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
     """Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message to
     each in one memory.
     """
-    form, sizes = Form.of(AttentionShape(1, 1, 16), dtype, "fp32"), {b: (n, heads) for b, n in enumerate(rows)}
+    form = Form.of(AttentionShape(heads, heads, 24, 16), dtype, "fp32")
+    sizes = {b: (n, heads) for b, n in enumerate(rows)}
     parts = []
     for _ in range(num_parts):
         named = {b: data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)) for b, n in enumerate(rows)}
@@ -331,7 +367,7 @@ def movers() -> tuple[Mover, Mover]:
 
 def main() -> None:
     passed = {}
-    for test in (fill, place, add, partials, shared, sent, empty):
+    for test in (fill, place, add, partials, shared, apart, sent, empty):
         test()
         passed[test.__name__] = True
     print(json.dumps(passed))  # noqa: T201  read by the test that started this process

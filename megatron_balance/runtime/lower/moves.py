@@ -55,18 +55,22 @@ class Site(NamedTuple):
     first_row: int = 0
 
 
+Alike: TypeAlias = tuple[torch.dtype, torch.dtype, int]
+"""Equal for tensors that one launch may move: types of sources and targets, elements of a head."""
+
+
 class Moved(NamedTuple):
     """Rows that are moved.
 
     Attributes:
         packed: which.
-        kind: equal for tensors that one launch may move (type and head).
+        kind: what one launch may move together; None where rows are merged, not moved.
         of: of each run, where its buffer lies; empty: each buffer is a tensor of its own.
         own: where the packed rows lie; None: a tensor of its own.
     """
 
     packed: Packed
-    kind: Hashable = None
+    kind: Alike | None = None
     of: tuple[Site, ...] = ()
     own: Site | None = None
 
@@ -140,10 +144,10 @@ class _Walk:
         self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, phase
         self.launches = 0
         self.finals = {0}
-        self.rows: Hashable = (form.dtype, form.dtype, form.dim)
-        self.values: Hashable = (form.dtype, form.dtype, form.value_width)
-        self.keyed: tuple[Hashable, ...] = tuple((form.dtype, form.dtype, width) for width in form.kv_widths)
-        self.lse: Hashable = (form.wide, form.wide, 1)
+        self.rows: Alike = (form.dtype, form.dtype, form.dim)
+        self.values: Alike = (form.dtype, form.dtype, form.value_width)
+        self.keyed: tuple[Alike, ...] = tuple((form.dtype, form.dtype, width) for width in form.kv_widths)
+        self.lse: Alike = (form.wide, form.wide, 1)
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
         self.begun: list[Moved] = []

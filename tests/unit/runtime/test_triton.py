@@ -43,6 +43,7 @@ def test_kernels_equal_their_twins() -> None:
         "add": True,
         "partials": True,
         "shared": True,
+        "apart": True,
         "sent": True,
         "empty": True,
     }

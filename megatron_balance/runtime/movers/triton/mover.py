@@ -7,7 +7,7 @@ has `PLACES` for them and fills what it does not need, so that its compiled vari
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_balance.runtime.lower.moves import Call, Move, Moved
+from megatron_balance.runtime.lower.moves import Alike, Call, Move, Moved
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.tables import tensors_in
@@ -91,12 +91,13 @@ class TritonMover:
             if call == "send":
                 sends += self._send_table(moved, expected, form)
                 continue
-            kinds: dict[Hashable, list[Moved]] = {}
+            kinds: dict[Alike, list[Moved]] = {}
             for one in moved:
+                assert one.kind is not None, "rows of no kind"
                 if one.packed.runs:
                     kinds.setdefault(one.kind, []).append(one)
-            for some in kinds.values():
-                tables += self._table(call, some, _HOST)
+            for (_, _, width), some in kinds.items():
+                tables += self._table(call, width, some, _HOST)
         held = [(table.row_maps, table.out_begins, table.lse_begins) for table in sends]
         return list(tensors_in(([(table.blocks, table.index) for table in tables], maps, held)))
 
@@ -196,23 +197,25 @@ class TritonMover:
 
         `of`, `own`: where a move has its buffers, and its packed rows.
         """
-        key = (call, *[id(move[0]) for move in moves])
+        width = prod(made(moves[0][own]).shape[2:])
+        key = (call, width, *[id(move[0]) for move in moves])
         tables = self._tables.get(key)
         if tables is None:
-            return self._table(call, [Moved(move[0]) for move in moves], self.device)
+            return self._table(call, width, [Moved(move[0]) for move in moves], self.device)
         if key in self._unchecked:  # where tensors lie is the same in every layer
             self._unchecked.discard(key)
             for table in tables:
                 _check(table.shares, moves, of, own)
         return tables
 
-    def _table(self, call: Call, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
+    def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
         """Tables of a call on these packed tensors, made once.
 
-        On the host by `prepare`, else here and now, each with a copy of its own.
+        On the host by `prepare`, else here and now, each with a copy of its own. `width`: elements of
+        a head; keys and values of two widths have the same packed rows, and lie apart in a message.
         """
         packed = [one.packed for one in moved]
-        key = (call, *map(id, packed))
+        key = (call, width, *map(id, packed))
         if key not in self._tables:
             self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = (
