@@ -61,6 +61,7 @@ from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import ReceivedBytes
+from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.wide import WideCost
@@ -176,7 +177,7 @@ def _or_rings(found: MicrobatchPlan, rings: _Rings) -> MicrobatchPlan:
     """`found`, or rings of groups where the estimate of whole plans has these ahead. They are asked
     for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`.
     """
-    lengths, cluster, model, cost, _, options, _ = rings
+    lengths, cluster, model, cost, capacity, options, _ = rings
     asked = options.group_size is not None or options.num_waves is not None
     size = wide.group_size(cluster, model, None)
     if asked or cluster.num_nodes > _MOST_NODES or cluster.node_size % size:
@@ -190,7 +191,7 @@ def _or_rings(found: MicrobatchPlan, rings: _Rings) -> MicrobatchPlan:
     other = plan_estimate(apart, bounds.machine)
     if other is None or other.backward.fits < own.backward.fits or other.layer_s >= own.layer_s:
         return found
-    return apart
+    return apart if tokens_per_rank(apart).max() <= capacity else found
 
 
 def _replays(num_tokens: int, cluster: Cluster, model: Model) -> bool:
