@@ -31,8 +31,8 @@ def test_a_profile_is_a_table_that_prices_and_names_its_machine(tmp_path: Path, 
     cost = MeasuredCost(table, load_cluster("emulated").build(), load_model("gpt-tiny"))
     pairs = np.array([[0, 0, 4096, 0, 8, 0, 4096, 0, 2]])
     forward, backward = (cost.attend_s(pairs, np.zeros(1, dtype=np.int64), 1, backward=b)[0] for b in (False, True))
-    # 67 million pairs x 512 FLOPs: from a slow core's 1 GFLOP/s to a fast machine's 10 TFLOP/s.
-    assert 3e-4 < forward < 10
+    # 67 million pairs x 512 FLOPs: from a shared core's 0.3 GFLOP/s to a fast machine's 10 TFLOP/s.
+    assert 3e-4 < forward < 100
     assert backward > 0
     assert cost.layer_s(100) > 0
 
