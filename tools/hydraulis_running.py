@@ -4,6 +4,10 @@ ranks, another strategy whenever the planner chooses one.
     python -m tools.hydraulis_running                     # 50 steps twice, some minutes
     python -m tools.hydraulis_running --ways "PP2 x DP4, tied" --steps 10
 
+In bf16 products round, so that another layout has other digits. The yardstick there is what that makes
+of Megatron's own model on the base layout, without candidates and without the distributed optimizer,
+beside one rank. Candidates may differ from one rank by twice as much in each figure.
+
 For every way: how often the strategy changed, how many steps each ran, the largest differences of
 loss and gradient norm from one rank's, relative, and of any parameter's gradient, to its largest
 element: in the first step under each candidate alone, and in any step, where weights differ by
@@ -14,19 +18,21 @@ rounding already. The first way runs twice, and must have the same bits. The sui
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import math
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.megatron.conftest import Run, at_once, started, train_with, write_corpus
+from tests.megatron.conftest import Run, Train, at_once, started, train_with, write_corpus
 from tests.megatron.test_changes import LONG, SAMPLES, changes_of
 from tests.megatron.test_parity import SLOW
 from tests.support.megatron_run import Trainer
@@ -34,10 +40,12 @@ from tests.support.pipeline_runs import worst_gradient
 from tools.hydraulis_parity import Folders, difference
 
 MOST = 1e-5
-LENGTHS = (*[1000] * 3, *[60] * 25, *[250] * 6, *[20] * 60)
-"""Of documents, in a shuffled order: some steps have long ones."""
-CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW, "intra_bytes_per_s": 1.5e6}}
-"""Links so slow that tensor parallelism does not always pay."""
+DEADLINE_S = 1800
+LENGTHS = (*[1000] * 2, *[500] * 4, *[400] * 4, *[250] * 7, *[20] * 6)
+"""Of documents, in a shuffled order. Each candidate is the best for some of the steps: two long
+documents, some of 250, one long one, four of 400 to 500."""
+INTRA = 1.5e6
+"""Bytes a second in fp32, so few that tensor parallelism does not always pay."""
 MIXED = (
     "2*tp1-pp2-cp1+tp2-pp1-cp2",
     "tp4-pp1-cp1+tp2-pp1-cp1+2*tp1-pp1-cp1",
@@ -59,12 +67,35 @@ class Way:
     layout: str = ""
     """The base layout, if it is a candidate."""
 
+    twice: bool = False
+    """Whether to run again, for the same bits."""
+
+    @property
+    def bf16(self) -> bool:
+        return bool(self.model.get("bf16"))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of the run; links are as slow for bf16's messages as for fp32's."""
+        links = {**SLOW, "intra_bytes_per_s": INTRA / (2 if self.bf16 else 1)}
+        return {"cluster": {"ranks_per_node": 8, "num_sms": 0, **links}}
+
 
 SEQUENCE_PARALLEL = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
 SHORTER = {"seq-length": 512, "max-position-embeddings": 512, "global-batch-size": 8}
 ZEPPELIN = {"within": "zeppelin", "within_options": {}}
 WAYS: Mapping[str, Way] = {
-    "TP2 x PP2 x DP2": Way({**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2}, MIXED, ZEPPELIN, layout=MIXED[-1]),
+    "TP2 x PP2 x DP2": Way(
+        {**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2}, MIXED, ZEPPELIN, layout=MIXED[-1], twice=True
+    ),
+    "TP2 x PP2 x DP2, bf16": Way(
+        {**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2},
+        MIXED,
+        ZEPPELIN,
+        {"bf16": True},
+        layout=MIXED[-1],
+        twice=True,
+    ),
     "TP2 x DP4, TP 3 and CP 5, ranks left over": Way(
         SEQUENCE_PARALLEL,
         ("tp3-pp1-cp1+tp1-pp1-cp5", "tp1-pp1-cp5+tp3-pp1-cp1", "tp3-pp2-cp1", "tp1-pp1-cp5+tp1-pp1-cp2"),
@@ -110,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = Trainer()
         try:
             train = train_with(trainer, corpus, folders)
-            for number, name in enumerate(options.ways):
+            for name in options.ways:
                 way = WAYS[name]
                 flags = {
                     **LONG,
@@ -120,44 +151,81 @@ def main(argv: Sequence[str] | None = None) -> int:
                     **way.model,
                 }
                 loaded = started(train, folders.mktemp("checkpoint"), flags)
-                one = train(1, "te_ring", at_once(loaded), entry="gradients", deadline_s=600)
-                planner = {
-                    "name": "hydraulis",
-                    "tokens_per_rank": flags["seq-length"] // 4,
-                    "microbatch_s": 1e-3,
-                    **way.planner,
-                }
+                one = train(1, "te_ring", at_once(loaded), entry="gradients", deadline_s=DEADLINE_S)
                 given = {**loaded, "context-parallel-size": 1, "use-distributed-optimizer": True, **way.flags}
-                runs = [
-                    train(
-                        8,
-                        {**planner, "strategies": list(way.strategies)},
-                        given,
-                        config=CONFIG,
-                        entry=entry,
-                        deadline_s=900,
-                    )
-                    for entry in ("gradients", *["pretrain_gpt"] * (number == 0))
-                ]
-                each = [
-                    train(
-                        8,
-                        {**planner, "strategies": [strategy], "tokens_per_rank": flags["seq-length"]},
-                        {**given, "train-iters": 1},
-                        config=CONFIG,
-                        entry="gradients",
-                    )
-                    for strategy in way.strategies
-                    if strategy != way.layout
-                ]
-                failed |= not _told(console, name, runs, each, one)
+                run = functools.partial(_run, train, way, given)
+                runs = [run(way.strategies, entry=each) for each in ("gradients", *["pretrain_gpt"] * way.twice)]
+                each = [run((one_of_them,), 1) for one_of_them in way.strategies if one_of_them != way.layout]
+                most = Compared(*[MOST] * 3)
+                if way.bf16:
+                    own = functools.partial(_run, train, way, {**given, "use-distributed-optimizer": False})
+                    alone = Compared.of(own(()), [own((), 1)], one)
+                    console.print(f"{name}: the base layout alone: {alone}")
+                    most = alone.times(2)
+                failed |= not _told(console, name, runs, Compared.of(runs[0], each, one), most)
         finally:
             trainer.close()
     return int(failed)
 
 
-def _told(console: Console, name: str, runs: Sequence[Run], each: Sequence[Run], one: Run) -> bool:
-    """Print what a way showed; whether it agrees. `each`: the first step, under one candidate each."""
+def _run(
+    train: Train,
+    way: Way,
+    given: Mapping[str, Any],
+    strategies: Sequence[str],
+    steps: int = 0,
+    entry: Any = "gradients",
+) -> Run:
+    """A run with these candidates; `steps`: 1, a first one that holds all documents; 0: all steps."""
+    planner = {
+        "name": "hydraulis",
+        "tokens_per_rank": int(given["seq-length"]) // (1 if steps or not strategies else 4),
+        "microbatch_s": 1e-3,
+        **way.planner,
+        **({"strategies": list(strategies)} if strategies else {}),
+    }
+    flags = {**given, "train-iters": steps or given["train-iters"]}
+    return train(8, planner, flags, config=way.config, entry=entry, deadline_s=DEADLINE_S)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Largest relative differences from one rank: of loss and gradient norm in all steps; of a
+    gradient in the first step under each candidate alone, and in any step.
+    """
+
+    loss: float
+    norm: float
+    gradient: float
+    later: float = math.inf
+
+    @classmethod
+    def of(cls, run: Run, each: Sequence[Run], one: Run) -> Compared:
+        """`each`: the first step, under one candidate each."""
+        return cls(
+            difference(run, one, "loss"),
+            difference(run, one, "grad_norm"),
+            max(worst_gradient(alone.result.logs, one.result.logs, 1) for alone in each),
+            max(worst_gradient(run.result.logs, one.result.logs, step) for step in run.column("step")),
+        )
+
+    def times(self, factor: float) -> Compared:
+        """All of them so many times larger."""
+        return Compared(*(factor * each for each in astuple(self)))
+
+    def within(self, limits: Compared) -> bool:
+        """Whether each is at most its limit."""
+        return all(mine <= limit for mine, limit in zip(astuple(self), astuple(limits), strict=True))
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, gradients from one checkpoint {self.gradient:.1e}, "
+            f"in any step {self.later:.1e}"
+        )
+
+
+def _told(console: Console, name: str, runs: Sequence[Run], compared: Compared, most: Compared) -> bool:
+    """Print what a way showed; whether it agrees."""
     run = runs[0]
     used = Counter(run.column("strategy"))
     table = Table("strategy", "steps", "pull, MB", "push, MB", "pull, ms", "push, ms", title=name)
@@ -169,17 +237,16 @@ def _told(console: Console, name: str, runs: Sequence[Run], each: Sequence[Run],
         ]
         table.add_row(strategy, str(steps), *moved)
     console.print(table)
-    loss, norm = (difference(run, one, of) for of in ("loss", "grad_norm"))
-    gradient = max(worst_gradient(alone.result.logs, one.result.logs, 1) for alone in each)
-    later = max(worst_gradient(run.result.logs, one.result.logs, step) for step in run.column("step"))
     same = all(again.column(of) == run.column(of) for again in runs[1:] for of in ("loss", "grad_norm", "fingerprint"))
-    changes, seconds = changes_of(run), ", ".join(f"{each.result.seconds:.0f}" for each in runs)
-    bits = "" if len(runs) == 1 else f", two runs {'are' if same else 'are NOT'} equal bit for bit"
+    seconds = ", ".join(f"{each.result.seconds:.0f}" for each in runs)
+    bits = "" if len(runs) == 1 else f"two runs {'are' if same else 'are NOT'} equal bit for bit; "
+    empty = sum(step["num_sequences"] < len(step["pipelines"]) for step in run.steps)
     console.print(
-        f"{len(run.steps)} steps, {changes} changes; largest differences: loss {loss:.1e}, gradient norm {norm:.1e}, "
-        f"gradients from one checkpoint, by candidate, {gradient:.1e}, in any step {later:.1e}{bits}; {seconds} s"
+        f"{len(run.steps)} steps, {changes_of(run)} changes, at least {empty} with empty pipelines; {bits}{seconds} s"
     )
-    return same and max(loss, norm, gradient) <= MOST
+    console.print(f"largest differences: {compared}")
+    console.print(f"limits: {most}")
+    return same and compared.within(most)
 
 
 if __name__ == "__main__":

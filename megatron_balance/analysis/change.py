@@ -178,9 +178,7 @@ def role_bytes(layouts: Layouts, model: Model, num_ranks: int) -> Floats:
 def held_bytes(strategy: Strategy, model: Model, num_ranks: int) -> Floats:
     """Bytes of weights and fp32 gradients of each rank under one strategy [num_ranks]."""
     found = np.zeros(num_ranks)
-    for rank in range(strategy.num_ranks):
-        seat = strategy.seat(rank)
-        assert seat is not None, "a rank of the strategy has a seat"
+    for rank, seat in enumerate(strategy.seats()):
         elements = _parameters(seat.scheme, seat.stage, model)
         found[rank] = elements * (model.bytes_per_element + GRADIENT_BYTES)
     return found

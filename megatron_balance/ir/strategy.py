@@ -7,8 +7,9 @@ Read and printed as text: `tp4-pp1-cp1+2*tp1-pp2-cp1`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 from megatron_balance.errors import ConfigError
 
@@ -98,6 +99,14 @@ class Strategy:
                 return Seat(pipeline, first, scheme, tensor, context, stage)
             first += scheme.num_ranks
         return None
+
+    def seats(self) -> Iterator[Seat]:
+        """The places of all ranks in their order; those left over have none."""
+        first = 0
+        for pipeline, scheme in enumerate(self.pipelines):
+            for stage, context, tensor in product(*map(range, (scheme.pipeline, scheme.context, scheme.tensor))):
+                yield Seat(pipeline, first, scheme, tensor, context, stage)
+            first += scheme.num_ranks
 
     def __str__(self) -> str:
         runs = [(len(list(run)), scheme) for scheme, run in groupby(self.pipelines)]

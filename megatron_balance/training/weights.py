@@ -109,7 +109,7 @@ class Exchange:
             ends = [_Ends(rank, base.num_ranks, sending, receiving), _Ends(rank, base.num_ranks, mine, mine)]
             cut: list[Slot] = []
             for slot in range(count):
-                chosen = [of == slot if apart.slots else np.ones(len(of), dtype=bool) for of in slots]
+                chosen = [of == slot if apart.slots else slice(None) for of in slots]
                 ways = [
                     each.way(table[which], of[which])
                     for each, table, of, which in zip(ends, tables, slots, chosen, strict=False)

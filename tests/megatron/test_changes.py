@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.arguments import check_strategy_arguments
+from megatron_balance.megatron.arguments import STRATEGY_REFUSALS, UNEQUAL_STAGES, check_strategy_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.megatron.test_training import validation_losses
@@ -126,45 +126,66 @@ def test_a_rank_killed_in_a_pull_or_a_push_ends_the_job_and_is_named(
     train(4, planner, flags, config=CONFIG, expect=ended, fault=fault, grace_s=30.0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather works on the command line's layout alone"),
-        ({"num_experts": 8}, "experts are not cut by strategies"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention: its down-projections"),
-        ({"mtp_num_layers": 1}, "no place in a strategy's stages"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout must be 0"),
-        ({"use_precision_aware_optimizer": True}, "keeps no fp32 weights"),
-        ({"world_size": 2}, "tp3-pp1-cp1: takes 3 ranks, and there are 2"),
-        ({"num_attention_heads": 8}, "TP 3 does not divide 8, attention heads"),
-        ({"num_query_groups": 4}, r"TP 3 does not divide 4, query groups \(--num-query-groups\)"),
-        ({"ffn_hidden_size": 64}, "TP 3 does not divide 64, the FFN's size"),
-        ({"vocab_size": 100}, "padded vocabulary, 128; pad it with --make-vocab-size-divisible-by 48"),
-        ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
-        ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"softmax_type": "learnable"}, "--softmax-type learnable: Megatron does not say of sinks"),
+    ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
+    ({"overlap_param_gather": True}, "--overlap-param-gather works on the command line's layout alone"),
+    ({"num_experts": 8}, "experts are not cut by strategies"),
+    ({"multi_latent_attention": True}, "--multi-latent-attention: its down-projections"),
+    ({"mtp_num_layers": 1}, "no place in a strategy's stages"),
+    ({"fp8": "hybrid"}, "--fp8-format: weights of roles are not quantised"),
+    ({"hidden_dropout": 0.1}, "--hidden-dropout must be 0"),
+    ({"use_precision_aware_optimizer": True}, "keeps no fp32 weights"),
+    *(({name: 1}, "stages of roles have equal numbers of layers") for name in UNEQUAL_STAGES),
+    ({"num_distributed_optimizer_instances": 2}, "each weight has one owner"),
+    ({"use_tp_pp_dp_mapping": True}, "Megatron's own order of ranks"),
+    ({"check_weight_hash_across_dp_replicas_interval": 1}, "read weights of a model that is brought up to date only"),
+    ({"save_params_interval": 1}, "read weights of a model that is brought up to date only"),
+    ({"log_params_norm": True}, "read weights of a model that is brought up to date only"),
+    ({"save_wgrads_interval": 1}, "a model that need not have run in the step"),
+    ({"save_dgrads_interval": 1}, "a model that need not have run in the step"),
+    ({"save_activations_interval": 1}, "a model that need not have run in the step"),
+    ({"optimizer": "muon"}, "--optimizer must be adam or sgd"),
+    ({"world_size": 2}, "tp3-pp1-cp1: takes 3 ranks, and there are 2"),
+    ({"num_attention_heads": 8}, "TP 3 does not divide 8, attention heads"),
+    ({"num_query_groups": 4}, r"TP 3 does not divide 4, query groups \(--num-query-groups\)"),
+    ({"ffn_hidden_size": 64}, "TP 3 does not divide 64, the FFN's size"),
+    ({"vocab_size": 100}, "padded vocabulary, 128; pad it with --make-vocab-size-divisible-by 48"),
+    ({"num_layers": 3}, "tp1-pp2-cp1: PP 2 does not divide the 3 layers"),
+    ({"num_layers": 3, "num_experts": 8}, "--num-experts.*; tp1-pp2-cp1: PP 2 does not divide"),
+]
+GIVEN: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "hidden_dropout": 0.0,
+    "world_size": 4,
+    "num_attention_heads": 12,
+    "num_query_groups": 6,
+    "group_query_attention": True,
+    "ffn_hidden_size": 96,
+    "vocab_size": 90,
+    "make_vocab_size_divisible_by": 16,
+    "tensor_model_parallel_size": 2,
+    "num_layers": 4,
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
 def test_what_strategies_cannot_change_under_is_refused_all_at_once(flags: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {
-        "use_distributed_optimizer": True,
-        "num_experts": None,
-        "fp8": None,
-        "hidden_dropout": 0.0,
-        "world_size": 4,
-        "num_attention_heads": 12,
-        "num_query_groups": 6,
-        "group_query_attention": True,
-        "ffn_hidden_size": 96,
-        "vocab_size": 90,
-        "make_vocab_size_divisible_by": 16,
-        "tensor_model_parallel_size": 2,
-        "num_layers": 4,
-    }
     named = tuple(map(Strategy.parse, ("tp3-pp1-cp1", "tp1-pp2-cp1")))
-    check_strategy_arguments(Arguments(given), named)
+    check_strategy_arguments(Arguments(GIVEN), named)
     with pytest.raises(ConfigError, match=message):
-        check_strategy_arguments(Arguments({**given, **flags}), named)
+        check_strategy_arguments(Arguments({**GIVEN, **flags}), named)
+
+
+def test_the_vocabulary_that_a_refusal_names_is_one_that_tensor_parallelism_divides() -> None:
+    check_strategy_arguments(
+        Arguments({**GIVEN, "vocab_size": 100, "make_vocab_size_divisible_by": 48}), (Strategy.parse("tp3-pp1-cp1"),)
+    )
+
+
+def test_every_refusal_is_tested() -> None:
+    tried = [Arguments({**GIVEN, **flags}) for flags, _ in REFUSED]
+    assert not [reason for refused, reason in STRATEGY_REFUSALS if not any(refused(args) for args in tried)]
 
 
 class Arguments(argparse.Namespace):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import check_pipeline_arguments
+from megatron_balance.megatron.arguments import PIPELINE_REFUSALS, check_pipeline_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient
@@ -83,27 +83,33 @@ def test_context_parallel_replicas_resume_and_train_like_one_rank(
     assert sum(sum(step["counters"]["kv_tokens_received"]) for step in whole.steps) > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"virtual_pipeline_model_parallel_size": 2}, "interleaved model chunks .* any number of its own"),
-        ({"num_experts": 8, "expert_model_parallel_size": 4}, "shares experts between replicas"),
-        ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss counts over all"),
-    ],
-    ids=["interleaved", "experts", "balance"],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"virtual_pipeline_model_parallel_size": 2}, "interleaved model chunks .* any number of its own"),
+    ({"num_experts": 8, "expert_model_parallel_size": 4}, "shares experts between replicas"),
+    ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss counts over all"),
+    ({"num_experts": 8, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn balances over all replicas"),
+    ({"mtp_num_layers": 1}, "--mtp-num-layers weights its loss by counts over all replicas"),
+]
+GIVEN: dict[str, Any] = {
+    "virtual_pipeline_model_parallel_size": None,
+    "num_experts": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
 def test_what_replicas_would_have_to_share_in_a_microbatch_is_refused(flags: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {
-        "virtual_pipeline_model_parallel_size": None,
-        "num_experts": None,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-    }
-    check_pipeline_arguments(argparse.Namespace(**given), "hydraulis")
+    check_pipeline_arguments(argparse.Namespace(**GIVEN), "hydraulis")
     with pytest.raises(ConfigError, match=f"planner hydraulis: .*{message}"):
-        check_pipeline_arguments(argparse.Namespace(**{**given, **flags}), "hydraulis")
-    inside = {**given, "num_experts": 8, "expert_model_parallel_size": 2}
+        check_pipeline_arguments(argparse.Namespace(**{**GIVEN, **flags}), "hydraulis")
+    inside = {**GIVEN, "num_experts": 8, "expert_model_parallel_size": 2}
     check_pipeline_arguments(argparse.Namespace(**inside), "hydraulis")
+
+
+def test_every_refusal_is_tested() -> None:
+    tried = [argparse.Namespace(**{**GIVEN, **flags}) for flags, _ in REFUSED]
+    assert not [reason for refused, reason in PIPELINE_REFUSALS if not any(refused(args) for args in tried)]

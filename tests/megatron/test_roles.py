@@ -25,7 +25,8 @@ pytestmark = pytest.mark.megatron
 
 def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path: Path) -> None:
     """TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights
-    are NaN before each pull, and `parallel_state` is not asked inside a role.
+    are NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
+    the world's group.
     """
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
     assert_one_ranks_gradients(trained(trainer, tmp_path, 4, STRATEGIES, base))

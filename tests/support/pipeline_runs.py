@@ -51,7 +51,7 @@ def _leave_gaps() -> None:
 def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
     """Write what each rank has, tensor-parallel shards joined."""
     from megatron.core import mpu
-    from megatron.core.utils import get_model_config
+    from megatron.core.utils import get_model_config, unwrap_model
     from megatron.training import training
 
     from megatron_balance.megatron import session
@@ -66,9 +66,9 @@ def _write_gradients(folder: Path, rank: int, steps: Iterator[int]) -> None:
         stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
         layers = get_model_config(model[0]).num_layers // stages
         found: dict[str, Any] = {
-            _whole(name, stage, stages, layers): _joined(name, parameter)
+            _whole(f"module.{name}", stage, stages, layers): _joined(name, parameter)
             for chunk in model
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in unwrap_model(chunk).named_parameters()
         }
         np.savez(folder / f"gradients.{next(steps)}.{rank}.npz", **found)
         return result

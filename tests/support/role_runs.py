@@ -18,7 +18,7 @@ from megatron_balance.analysis.change import Layouts, role_bytes
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from tests.support.megatron_run import Job, Trainer
-from tests.support.role_traps import no_parallel_state
+from tests.support.role_traps import no_parallel_state, no_world_group
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 MODEL: dict[str, Any] = {
@@ -160,7 +160,7 @@ class Checker:
             microbatches = range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines))
         roles.expect(len(microbatches), lambda: None)
         if microbatches:
-            with no_parallel_state():
+            with no_parallel_state(), no_world_group():
                 _trained(role, microbatches)
         roles.push()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,8 +24,8 @@ looked up; by any), and why."""
 
 def install() -> None:
     """Set the traps, from now on. Weights are NaN before each pull. Inside a role `parallel_state` is
-    not asked. Behind the first pull no group and no model is made. Each step moves the bytes that the
-    link's rows say.
+    not asked, and nothing goes over the world's group. Behind the first pull no group and no model is
+    made. Each step moves the bytes that the link's rows say.
     """
     import torch
     import torch.distributed as dist
@@ -52,7 +53,7 @@ def install() -> None:
         inner = schedule(self, transfers)
 
         def run(**kwargs: Any) -> Any:
-            with no_parallel_state():
+            with no_parallel_state(), no_world_group():
                 return inner(**kwargs)
 
         return run
@@ -140,3 +141,42 @@ def no_parallel_state() -> Iterator[None]:
     finally:
         for module, name, getter in replaced:
             setattr(module, name, getter)
+
+
+CALLS = (
+    *("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter_tensor", "all_to_all_single", "barrier"),
+)
+"""Of `torch.distributed`, in the world's group if none is given."""
+
+
+@contextmanager
+def no_world_group() -> Iterator[None]:
+    """Let messages over the world's own group raise; Megatron's p2p of two stages may use it."""
+    import torch.distributed as dist
+
+    def checked(call: Any) -> Callable[..., Any]:
+        signature = inspect.signature(call)
+
+        @functools.wraps(call)
+        def in_a_group(*args: Any, **kwargs: Any) -> Any:
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            assert group not in (None, dist.group.WORLD), f"{call.__name__} over the world's group inside a role"
+            return call(*args, **kwargs)
+
+        return in_a_group
+
+    calls = {name: getattr(dist, name) for name in CALLS}
+
+    def batched(op: Any, tensor: Any, peer: int, group: Any = None, **more: Any) -> Any:
+        assert group not in (None, dist.group.WORLD), f"{op.__name__} over the world's group inside a role"
+        return calls["P2POp"](calls[op.__name__], tensor, peer, group, **more)
+
+    calls["P2POp"], dist.P2POp = dist.P2POp, batched  # type: ignore[assignment]
+    for name, call in [(name, call) for name, call in calls.items() if name != "P2POp"]:
+        setattr(dist, name, checked(call))
+    try:
+        yield
+    finally:
+        for name, call in calls.items():
+            setattr(dist, name, call)

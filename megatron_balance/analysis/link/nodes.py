@@ -35,13 +35,10 @@ class Twins:
     def of(cls, strategy: Strategy, num_ranks: int, ranks_per_node: int) -> Twins:
         """The twins of all ranks; one that is left over is alone."""
         sets: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(num_ranks):
-            seat = strategy.seat(rank)
-            key = (-1, rank)
-            if seat is not None:
-                scheme = seat.scheme
-                key = (rank // ranks_per_node, scheme.pipeline, seat.stage, scheme.tensor, seat.tensor)
+        for rank, seat in enumerate(strategy.seats()):
+            key = (rank // ranks_per_node, seat.scheme.pipeline, seat.stage, seat.scheme.tensor, seat.tensor)
             sets.setdefault(key, []).append(rank)
+        sets |= {(-1, rank): [rank] for rank in range(strategy.num_ranks, num_ranks)}
         members = np.full((num_ranks, max(map(len, sets.values()))), -1, dtype=np.int64)
         counts = np.zeros(num_ranks, dtype=np.int64)
         for each in sets.values():

@@ -37,9 +37,7 @@ def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: Paramet
         parameters: all of the model's.
     """
     total = parameters.num_layers
-    seats = [strategy.seat(rank) for rank in range(strategy.num_ranks)]
-    stages = np.array([1 if seat is None else seat.scheme.pipeline for seat in seats])[ranks]
-    stage = np.array([0 if seat is None else seat.stage for seat in seats])[ranks]
+    stages, stage = np.array([(seat.scheme.pipeline, seat.stage) for seat in strategy.seats()]).T[:, ranks]
     slots = num_slots(strategy, total)
     layer, count = parameters.layer[numbers], total // stages
     found = layer_slot(layer - stage * count, count, slots)

@@ -41,4 +41,5 @@ def test_a_rank_has_one_seat_in_megatrons_order_tp_cp_pp() -> None:
     expected = [(0, 0, 0, 0, tp) for tp in range(2)]
     expected += [(1, 2, pp, cp, tp) for pp in range(3) for cp in range(2) for tp in range(2)]
     assert places == expected
+    assert seats == list(strategy.seats())
     assert strategy.seat(14) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
@@ -37,16 +39,46 @@ LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
 
 
-def finished(steps: StepLog) -> None:
-    """Finish a step that never began, then step 7."""
+CHANGE = {
+    "pull_bytes": 2_500_000,
+    "pull_s": 0.0125,
+    "predicted_pull_s": 0.01,
+    "push_bytes": 5_000_000,
+    "push_s": 0.025,
+    "predicted_push_s": 0.02,
+}
+
+
+def finished(steps: StepLog, strategy: Strategy | None = None, change: Mapping[str, float] | None = None) -> None:
+    """Finish a step that never began, then step 7, perhaps under a strategy."""
     steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
     steps.finish(1, None, None)
     steps.begin(7)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
-    planned = PlannedStep(StepPlan.whole((plan,)), plan_s=0.25, wait_s=0.125, proofs=Proofs(4, 1))
+    step = StepPlan.whole((plan,))
+    if strategy is not None:
+        step = StepPlan.side_by_side(strategy, [step])
+    planned = PlannedStep(step, plan_s=0.25, wait_s=0.125, proofs=Proofs(4, 1))
     steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
+    if change is not None:
+        steps.changed(lambda: change)
     steps.finish(7, torch.tensor(1.5), 0.25)
     steps.close()
+
+
+def test_a_step_under_a_strategy_says_it_and_bytes_and_seconds_predicted_and_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = Strategy.parse("tp1-pp1-cp1")
+    for folder, change, moved in (
+        ("moved", CHANGE, "pull 2.5 MB in 12.5 ms (predicted 10.0), push 5.0 MB in 25.0 ms (predicted 20.0)"),
+        ("own", None, "on the command line's layout"),
+    ):
+        with caplog.at_level(logging.INFO):
+            finished(StepLog(LogTarget(folder=tmp_path / folder)), strategy, change)
+        assert f"step 7: strategy {strategy}, {moved}" in caplog.text
+        (record,) = map(json.loads, (tmp_path / folder / "steps.jsonl").read_text().splitlines())
+        assert (record["strategy"], record["change"]) == (str(strategy), change or {})
 
 
 def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
