@@ -279,7 +279,7 @@ def is_collective(group: tuple[int, ...], num_ranks: int, ranks_per_node: int) -
     """Whether these ranks have a process group of their own (`runtime.groups`): the pool, or a
     whole node of several.
     """
-    if group == tuple(range(num_ranks)):
+    if len(group) == num_ranks and group == tuple(range(num_ranks)):
         return num_ranks > 1
     whole = 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0
     return whole and group[0] % ranks_per_node == 0 and group == tuple(range(group[0], group[0] + ranks_per_node))

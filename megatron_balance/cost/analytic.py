@@ -60,12 +60,15 @@ class AnalyticCost:
     """Seconds of a pair, all heads: planners ask for thousands of sequences."""
     _token_s: float = field(init=False, repr=False, compare=False)
     """Seconds of a token in the modules outside attention."""
+    _modules: tuple[Module, ...] = field(init=False, repr=False, compare=False)
+    """Those of a layer outside attention."""
 
     def __post_init__(self) -> None:
         cluster, model = self.cluster, self.model
         flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.kernel_dim)
         object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_share))
-        modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(model))
+        object.__setattr__(self, "_modules", layer_modules(model))
+        modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in self._modules)
         parallel_s = self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0)
         object.__setattr__(self, "_token_s", modules_s + parallel_s)
 
@@ -185,8 +188,7 @@ class AnalyticCost:
         Matrix products take their FLOPs, or reading their weights when tokens are few.
         """
         modules_s = sum(
-            self._module_s(module, num_tokens, module.weights, backward=backward)
-            for module in layer_modules(self.model)
+            self._module_s(module, num_tokens, module.weights, backward=backward) for module in self._modules
         )
         return modules_s + self.tensor_parallel_s(num_tokens)
 

@@ -67,7 +67,7 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     if mask == FULL:
         return blocks * widest, blocks, widest
     before = -(-behind // TILE_TOKENS)
-    last = np.clip(-(-(behind + num_q) // TILE_TOKENS), 0, widest)  # the last block need not be full
+    last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
     walked = _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last
     if isinstance(mask, SlidingWindow):
         # Whole tiles before the first key of a block's first query are left out.
@@ -85,8 +85,13 @@ def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:
     """Sum over j = 1 .. stop of min(j, top); 0 if stop < 1."""
-    rising = np.clip(stop, 0, top)
+    rising = _between(stop, top)
     return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
+
+
+def _between(values: Ints, top: Ints) -> Ints:
+    """Values, but no less than 0 and no more than `top` (`np.clip` takes several times as long)."""
+    return np.minimum(np.maximum(values, 0), top)
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -110,8 +110,7 @@ class Shape:
 
     def run_tokens(self) -> Ints:
         """Tokens of each rank: int64 [groups, group size]."""
-        edges = self.group_tokens()[:, None] * np.arange(self.size + 1) // self.size
-        return np.diff(edges, axis=1)
+        return _runs(self.group_tokens(), self.size)
 
     def heads(self) -> tuple[Ints, Ints]:
         """Numbers of query and of key-value heads of each place in a group: int64 [group size]
@@ -216,7 +215,10 @@ class HeadRing(CommPattern[Zone]):
         """Tokens that the zones place on each rank: int64 [num_ranks]."""
         held = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
-            held[np.array(zone.ranks)] += Shape.of(zone, context).run_tokens().ravel()
+            ranks = _by_group(zone)
+            own = context.lengths[list(zone.seqs)]
+            of_group = tokens(own, len(ranks)) if len(ranks) > 1 else own.sum(keepdims=True)
+            held[ranks] += _runs(of_group, zone.group_size)
         return held
 
     # Plan statistics and traffic between nodes
@@ -318,19 +320,30 @@ class HeadRing(CommPattern[Zone]):
         return ZoneRounds(np.array(zone.ranks), launches, HeadsThenHops(tuple(inside), hops))
 
 
+def _runs(of_group: Ints, size: int) -> Ints:
+    """Tokens of each rank [groups, group size] whose groups have so many [groups]."""
+    edges = of_group[:, None] * np.arange(size + 1) // size
+    return edges[:, 1:] - edges[:, :-1]
+
+
 def _groups(zone: Zone) -> tuple[tuple[int, ...], ...]:
     """The ranks of each group.
 
     Raises:
         InvalidProgramError: the group size does not divide the ranks.
     """
+    return tuple(tuple(ranks) for ranks in _by_group(zone).tolist())
+
+
+def _by_group(zone: Zone) -> Ints:
+    """As `_groups`, [groups, group size]."""
     size = zone.group_size
     if size < 1 or len(zone.ranks) % size:
         raise InvalidProgramError(
             f"zone {zone.name}: a head ring over {len(zone.ranks)} ranks in groups of {size}; expected a group size "
             "that divides the ranks"
         )
-    return tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
+    return np.array(zone.ranks, dtype=np.int64).reshape(-1, size)
 
 
 def _placed(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:

@@ -90,15 +90,16 @@ class Schedule:
 
     `groups`: ids of the groups that hold anything, ascending. `runs` [groups][group size]: rows (seq,
     start, stop) of each rank; `parts`: the same of what the first all-to-all brings, and of what the
-    second one does, if there are two. `needs`: `Need` rows by wave. `tasks`: by group and launch, rows
-    (seq, q_start, q_stop, k_start, k_stop); as many launches of own work as there are parts, then one
-    behind each wave.
+    second one does, if there are two; `tokens` [parts, groups, group size]: how many these are.
+    `needs`: `Need` rows by wave. `tasks`: by group and launch, rows (seq, q_start, q_stop, k_start,
+    k_stop); as many launches of own work as there are parts, then one behind each wave.
     """
 
     size: int
     groups: tuple[int, ...]
     runs: tuple[tuple[Ints, ...], ...]
     parts: tuple[tuple[tuple[Ints, ...], ...], ...]
+    tokens: Ints
     needs: Ints
     tasks: tuple[tuple[Ints, ...], ...]
 
@@ -132,15 +133,7 @@ class Schedule:
 
     def run_tokens(self) -> Ints:
         """Tokens of each rank: int64 [groups, group size]."""
-        return self.part_tokens().sum(axis=0)
-
-    def part_tokens(self) -> Ints:
-        """Tokens of each rank by part: int64 [parts, groups, group size]."""
-        runs = [run for part in self.parts for runs in part for run in runs]
-        ends = np.cumsum([0, *map(len, runs)])
-        rows = np.concatenate([np.empty((0, 3), dtype=np.int64), *runs])
-        so_far = np.concatenate([[0], np.cumsum(rows[:, 2] - rows[:, 1])])
-        return np.diff(so_far[ends]).reshape(len(self.parts), self.num_groups, self.size)
+        return self.tokens.sum(axis=0)
 
 
 @lru_cache(maxsize=64)
@@ -176,14 +169,15 @@ def schedule(zone: SharedZone) -> Schedule:
         ]
         parts = tuple(_by_rank(rows, first) for rows in halves)
     else:
-        parts, held_in = (runs,), [held]
-    tasks: list[tuple[Ints, ...]] = []
-    for group in range(len(groups)):
-        of_part = [rows[rows[:, Placed.RANK] == group, Placed.FRAGMENT] for rows in held_in]
-        rows = np.concatenate(of_part)
-        own = [_own_tasks(queries, np.concatenate(of_part[: at + 1])) for at, queries in enumerate(of_part)]
-        tasks.append((*own, *(_tasks(rows, needs, group, wave) for wave in range(num_waves))))
-    return Schedule(size, tuple(groups.tolist()), runs, parts, needs, tuple(tasks))
+        parts, halves, held_in = (runs,), [placed], [held]
+    tokens = [
+        sums(
+            rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], (int(groups.max(initial=-1)) + 1) * size
+        )
+        for rows in halves
+    ]
+    tasks = _tasks(held_in, needs, len(groups), num_waves)
+    return Schedule(size, tuple(groups.tolist()), runs, parts, np.array(tokens)[:, first], needs, tasks)
 
 
 def _by_rank(placed: Ints, ranks: Ints) -> tuple[tuple[Ints, ...], ...]:
@@ -254,23 +248,52 @@ def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     return rows[np.argsort(rows[:, Need.WAVE], kind="stable")]
 
 
-def _own_tasks(queries: Ints, keys: Ints) -> Ints:
-    """Queries of a group over those of its own keys that they see: rows (seq, q_start, q_stop,
-    k_start, k_stop). Both: rows (seq, start, stop).
+def _tasks(held_in: Sequence[Ints], needs: Ints, num_groups: int, num_waves: int) -> tuple[tuple[Ints, ...], ...]:
+    """Tasks by group and launch, as in `Schedule`; `held_in`: rows (group, seq, start, stop) of each
+    part, ascending.
     """
-    keys = keys[np.lexsort((keys[:, 1], keys[:, 0]))]
-    of_row = key_of(keys[:, 0], keys[:, 1])
-    begin = np.searchsorted(of_row, key_of(queries[:, 0], 0))
-    end = np.searchsorted(of_row, key_of(queries[:, 0], queries[:, 1]), side="right")
+    queries = np.concatenate(held_in)
+    queries = queries[np.argsort(queries[:, Placed.RANK], kind="stable")]
+    num_seqs = int(queries[:, Placed.SEQ].max(initial=-1)) + 1
+    known = np.unique(queries[:, Placed.RANK] * num_seqs + queries[:, Placed.SEQ])
+
+    def number(group: Ints, seq: Ints) -> Ints:
+        """Of a sequence in a group, among those there are."""
+        return np.searchsorted(known, group * num_seqs + seq)
+
+    launches: list[list[Ints]] = []
+    for at, own in enumerate(held_in):
+        keys = np.concatenate(held_in[: at + 1])
+        of_query, of_key = (number(rows[:, Placed.RANK], rows[:, Placed.SEQ]) for rows in (own, keys))
+        launches.append(_split(own, *_behind(own, of_query, keys, of_key), np.arange(num_groups)))
+    come = union(needs[:, [Need.WAVE, Need.TO, Need.SEQ, Need.START, Need.STOP]])
+    of_query = number(queries[:, Placed.RANK], queries[:, Placed.SEQ])
+    of_query = (np.arange(num_waves)[:, None] * len(known) + of_query).ravel()
+    of_key = come[:, 0] * len(known) + number(come[:, 1], come[:, 2])
+    every = np.tile(queries, (num_waves, 1))
+    every[:, Placed.RANK] += np.repeat(np.arange(num_waves) * num_groups, len(queries))
+    split = _split(every, *_behind(every, of_query, come[:, 1:], of_key), np.arange(num_waves * num_groups))
+    launches += [split[wave * num_groups : (wave + 1) * num_groups] for wave in range(num_waves)]
+    return tuple(zip(*launches, strict=True))
+
+
+def _behind(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints) -> tuple[Ints, Ints]:
+    """Numbers of queries, and spans of keys [n, 2] that begin no later than they and have the same
+    number (`of_query`, `of_key`). Rows (group, seq, start, stop); keys of one number are disjoint.
+    """
+    order = np.lexsort((keys[:, Placed.START], of_key))
+    starts, spans = key_of(of_key, keys[:, Placed.START])[order], keys[order, Placed.START :]
+    begin = np.searchsorted(starts, key_of(of_query, 0))
+    end = np.searchsorted(starts, key_of(of_query, queries[:, Placed.START]), side="right")
     query, key = ranges(begin, end)
-    return np.concatenate([queries[query], keys[key, 1:]], axis=1)
+    return query, spans[key]
 
 
-def _tasks(rows: Ints, needs: Ints, group: int, wave: int) -> Ints:
-    keys = union(needs[(needs[:, Need.TO] == group) & (needs[:, Need.WAVE] == wave), Need.SPAN])
-    behind = (rows[:, None, 0] == keys[None, :, 0]) & (rows[:, None, 1] >= keys[None, :, 2])
-    query, key = np.nonzero(behind)
-    return np.concatenate([rows[query], keys[key, 1:]], axis=1)
+def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints) -> list[Ints]:
+    """Rows (seq, q_start, q_stop, k_start, k_stop) of each of `groups`, by which `queries` ascend."""
+    rows = np.concatenate([queries[query, Placed.SEQ :], spans], axis=1)
+    bounds = np.searchsorted(queries[query, Placed.RANK], [groups, groups + 1]).tolist()
+    return [rows[a:b] for a, b in zip(*bounds, strict=True)]
 
 
 class Waves(CommPattern[SharedZone]):
@@ -283,8 +306,9 @@ class Waves(CommPattern[SharedZone]):
     def ranks(self, zone: SharedZone, num_ranks: int) -> Sequence[int]:
         """All ranks of the groups that hold anything."""
         del num_ranks
-        own = schedule(zone)
-        return [rank for index in range(len(own.groups)) for rank in own.ranks(index)]
+        size = max(1, zone.group_size)
+        groups = np.unique(as_array(zone.fragments)[:, Placed.RANK] // size)
+        return (groups[:, None] * size + np.arange(size)).ravel().tolist()
 
     def num_exchanges(self, zone: SharedZone) -> int:
         """All-to-alls of each group of several ranks there and back, and the waves."""
@@ -411,7 +435,7 @@ class Waves(CommPattern[SharedZone]):
         last: list[ZoneMessages] = []
         if made.size > 1:
             steps = np.arange(made.trades).reshape(len(made.parts), -1).tolist()
-            for numbers, part in zip(steps, made.part_tokens(), strict=True):
+            for numbers, part in zip(steps, made.tokens, strict=True):
                 for index, (number, runs) in enumerate(zip(numbers, part, strict=True)):
                     ends = (number, made.last + index)
                     there, _ = trade_messages(made.ranks(index), runs, slices, context, ends, across=across)
@@ -456,7 +480,7 @@ class Waves(CommPattern[SharedZone]):
         inside: list[GroupTraffic] = []
         late: list[GroupTraffic] = []
         if made.size > 1:
-            parts = made.part_tokens().astype(np.float64)
+            parts = made.tokens.astype(np.float64)
             for at, into in enumerate((inside, late)[: len(parts)]):
                 for part, held in zip(parts[at], parts.sum(axis=0), strict=True):
                     inputs = {Kind.Q: np.outer(part, queries), Kind.KV: np.outer(part, keys)}

@@ -90,30 +90,39 @@ class Clocks:
     def _bulk(self, zone: ZoneTimes, bulk: Bulk | None, of: int) -> None:
         if bulk is None:
             return
-        ranks, machine = zone.at, self.machine
-        packed, placed = (
-            self._pack_s(each) * factor
-            for each, factor in ((bulk.packed_bytes, 1.0), (bulk.placed_bytes, ADD if bulk.adds else 1.0))
-        )
-        self.done[ranks] += packed
+        ranks, shape = zone.at, (zone.rounds, -1)
+        packed, placed = self._pack_s(bulk.packed_bytes), self._pack_s(bulk.placed_bytes)
+        done = self.done[ranks].reshape(shape) + packed
         if of == COPIED:
-            self.done[ranks] = np.maximum(self.done[ranks], self.opened[ranks])
-            self.ready[ranks] = np.maximum(self.ready[ranks] + packed, self.opened[ranks])
-        posted = (self.ready if of == COPIED else self.done)[ranks]
-        begin = np.maximum(posted, self.free[of, ranks])
-        if bulk.together or isinstance(bulk.seconds, float):  # of a collective
-            begin = zone.by_rank(zone.by_group(begin))
-        seconds = zone.by_rank(np.asarray(bulk.seconds)) if bulk.together else bulk.seconds
-        arrived = begin + machine.cost.call_s + seconds
-        self.free[of, ranks] = arrived
-        if of == COPIED:
-            self.done[ranks] = np.maximum(self.done[ranks], arrived) + placed
+            opened = self.opened[ranks].reshape(shape)
+            done = np.maximum(done, opened)
+            posted = np.maximum(self.ready[ranks].reshape(shape) + packed, opened)
+            self.ready[ranks] = posted.ravel()
         else:
-            self.late[ranks] = np.maximum(self.late[ranks], arrived)
-            self.late_s[ranks] += placed
+            posted = done
+        begin = np.maximum(posted, self.free[of][ranks].reshape(shape))
+        if bulk.together or isinstance(bulk.seconds, float):  # of a collective
+            begin = begin.max(axis=1, keepdims=True)
+        seconds = np.reshape(bulk.seconds, (-1, 1)) if bulk.together else bulk.seconds
+        arrived = begin + self.machine.cost.call_s + seconds
+        if arrived.shape != done.shape:
+            arrived = arrived.repeat(done.shape[1], axis=1)
+        self.free[of][ranks] = arrived.ravel()
+        factor = ADD if bulk.adds else 1.0
+        if of == COPIED:
+            self.done[ranks] = (np.maximum(done, arrived) + placed * factor).ravel()
+        else:
+            self.done[ranks] = done.ravel()
+            self.late[ranks] = np.maximum(self.late[ranks], arrived.ravel())
+            self.late_s[ranks] += (
+                zone.by_rank(placed.ravel() * factor) if isinstance(placed, np.ndarray) else placed * factor
+            )
 
-    def _pack_s(self, num_bytes: Floats | float) -> float:
-        return self.machine.pack_s(num_bytes if isinstance(num_bytes, float) else float(np.max(num_bytes)))
+    def _pack_s(self, num_bytes: Floats | float) -> Floats | float:
+        """Of all ranks, or of those of each group [groups, 1]."""
+        return (
+            self._packs_s(num_bytes)[:, None] if isinstance(num_bytes, np.ndarray) else self.machine.pack_s(num_bytes)
+        )
 
     def _launch_s(self, seconds: float, *beside: Hop) -> float:
         """Of a launch, slowed by the hops beside it."""

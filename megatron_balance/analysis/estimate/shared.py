@@ -58,17 +58,27 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
 def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
     """The all-to-alls of groups of several ranks, inputs in one part or two."""
     group = times.ranks[: made.size].tolist()
-    exchange_heads(times, group, made.run_tokens().astype(np.float64).sum(axis=1), heads, machine)
-    if len(made.parts) == 1:
+    by_part = made.tokens
+    exchange_heads(times, group, by_part.sum(axis=(0, 2)).astype(np.float64), heads, machine)
+    _pack_alike(times)
+    if len(by_part) == 1:
         return
-    by_part = made.part_tokens().max(axis=2).astype(np.float64) * made.size  # as if all held what the fullest does
+    by_part = by_part.max(axis=2).astype(np.float64) * made.size  # as if all held what the fullest does
     first, late = (ZoneTimes(times.ranks, 0.0, times.at) for _ in by_part)
     for each, num_tokens in zip((first, late), by_part, strict=True):
-        exchange_heads(each, group, num_tokens, heads, machine)
+        exchange_heads(each, group, num_tokens, heads, machine, inputs_only=True)
+        _pack_alike(each)
     assert late.inputs is not None
     assert late.input_grads is not None
     times.inputs, times.input_grads = first.inputs, first.input_grads
     waves.own, waves.late = 2, (late.inputs, late.input_grads)
+
+
+def _pack_alike(times: ZoneTimes) -> None:
+    """Let all groups pack and place as much as the fullest one."""
+    for bulk in (times.inputs, times.outputs, times.output_grads, times.input_grads):
+        if bulk is not None:
+            bulk.packed_bytes, bulk.placed_bytes = (float(np.max(n)) for n in (bulk.packed_bytes, bulk.placed_bytes))
 
 
 def _by_wave(made: Schedule) -> list[Ints]:
@@ -126,5 +136,5 @@ def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk],
             each = machine.row_bytes[kind]
             seconds = np.where(totals.sum(axis=0) > 0, each * longest + alpha, 0.0)
             bulks.append(Bulk(seconds, each * out, each * into if kind == Kind.KV_GRAD else 0.0, adds=True))
-        partners.append(np.unique(np.column_stack([src, dst]), axis=0))
+        partners.append(np.column_stack(np.divmod(np.unique(src * len(first) + dst), len(first))))
     return there, back, partners

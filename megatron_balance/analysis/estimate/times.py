@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -56,8 +56,8 @@ class Machine:
 @dataclass(slots=True)
 class Bulk:
     """An exchange of all ranks of a zone or of a group: seconds on the links [G] or of all, bytes
-    that are packed before it and placed after it. `together`: seconds are of each group's collective
-    [groups].
+    that are packed before it and placed after it, of all ranks or of those of each group [groups].
+    `together`: seconds are of each group's collective [groups].
     """
 
     seconds: Floats | float
@@ -99,7 +99,8 @@ class Hop:
 @dataclass(slots=True)
 class ZoneTimes:
     """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `first`, `other`:
-    forward and backward seconds of the launch of the first round and of each further one.
+    forward and backward seconds of the launch of the first round and of each further one. `apart`:
+    `rounds` groups that have nothing to do with each other, zones of the plan.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
     replay brings them; `hop`: of keys, `back`: of their gradients. `kept`, `largest`, `served`,
@@ -111,6 +112,7 @@ class ZoneTimes:
     tokens: Floats | float
     at: slice | Ints
     rounds: int = 1
+    apart: bool = False
     inputs: Bulk | None = None
     outputs: Bulk | None = None
     input_grads: Bulk | None = None
@@ -164,13 +166,52 @@ def most_heads(model: Model, size: int) -> tuple[int, int]:
     return queries, min(model.num_kv_heads, -(-queries // ratio))
 
 
+class _AllToAll(NamedTuple):
+    """The all-to-all of a group in closed form. `inside`, `between`: fixed seconds and seconds a byte
+    of the busiest rank on the links of a node and of a NIC, which `sharing` ranks share; None: all
+    ranks are on one node.
+    """
+
+    inside: tuple[float, float]
+    between: tuple[float, float] | None
+    sharing: int
+
+    @classmethod
+    def of(cls, group: Sequence[int], machine: Machine) -> _AllToAll:
+        size, cluster = len(group), machine.cluster
+        node = cluster.node_size
+        one_node = group[0] // node == group[-1] // node and group[-1] - group[0] == size - 1
+        here = size if one_node else int(np.bincount(machine.nics.node(np.array(group))).max())
+        together = is_collective(tuple(group), cluster.num_ranks, node)
+        inside = (here - 1 if together else 1) * machine.intra.alpha_s
+        inside_byte_s = (here - 1) / (size - 1) / machine.intra.bytes_per_s
+        if here == size:
+            return cls((inside, inside_byte_s), None, 1)
+        between = (size - here if together else 1) * machine.inter.alpha_s
+        between_byte_s = (size - here) / (size - 1) / machine.inter.bytes_per_s
+        return cls((inside, inside_byte_s), (between, between_byte_s), min(here, cluster.ranks_per_nic))
+
+    def seconds(self, most: _Amount, mean: _Amount) -> _Amount:
+        """Seconds until all ranks have what comes: `most` bytes for a rank, `mean` on average."""
+        inside = self.inside[0] + most * self.inside[1]
+        if self.between is None:
+            return inside
+        return _larger(inside, self.between[0] + _larger(most, mean * self.sharing) * self.between[1])
+
+
 def exchange_heads(
-    made: ZoneTimes, group: Sequence[int], num_tokens: Floats | float, heads: tuple[int, int], machine: Machine
+    made: ZoneTimes,
+    group: Sequence[int],
+    num_tokens: Floats | float,
+    heads: tuple[int, int],
+    machine: Machine,
+    *,
+    inputs_only: bool = False,
 ) -> None:
     """The all-to-alls of a group before and after its launches; `num_tokens`: of one group, which all
-    are like, or of each [groups].
+    are like, or of each [groups]. `inputs_only`: without outputs and their gradients.
     """
-    model, size, row_bytes = machine.model, len(group), machine.row_bytes
+    model, size, row_bytes, way = machine.model, len(group), machine.row_bytes, _AllToAll.of(group, machine)
     others = num_tokens * (size - 1) / size
     trading = min(size, model.num_heads)
     copies = trading * heads[1]  # key-value heads that all ranks of the group receive
@@ -178,6 +219,7 @@ def exchange_heads(
     made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
     made.sent = num_tokens / size * (model.num_heads - heads[0])
     away = num_tokens / size
+    together = isinstance(num_tokens, np.ndarray)
 
     def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
         """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
@@ -185,31 +227,20 @@ def exchange_heads(
         """
         into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
         out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
-        mean = sum(row_bytes[kind] * leaves * size for kind, _, leaves in kinds) / size
-        seconds = _all_to_all_s(group, np.maximum(into, out), mean, machine)
+        seconds = way.seconds(_larger(into, out), out)
         if home:
             into, out = out, into
-        return Bulk(seconds, out, into if placed else 0.0, adds, together=isinstance(num_tokens, np.ndarray))
+        return Bulk(seconds, out, into if placed else 0.0, adds, together=together)
 
     query_side = (queries, away * (model.num_heads - heads[0]))
     key_side = (keys, away * (copies - heads[1]))
     made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
-    made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
-    made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
     made.again = made.inputs
     made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
+    if not inputs_only:
+        made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
+        made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
 
 
-def _all_to_all_s(group: Sequence[int], most: _Amount, mean: _Amount, machine: Machine) -> _Amount:
-    """Seconds of an all-to-all in which a rank moves at most `most` bytes, `mean` on average."""
-    size = len(group)
-    here = int(np.bincount(machine.nics.node(np.array(group))).max())
-    together = is_collective(tuple(group), machine.cluster.num_ranks, machine.cluster.node_size)
-    inside = most * (here - 1) / (size - 1)
-    seconds = (here - 1 if together else 1) * machine.intra.alpha_s + inside / machine.intra.bytes_per_s
-    if here == size:
-        return seconds
-    sharing = min(here, machine.cluster.ranks_per_nic)
-    between = np.maximum(most, mean * sharing) * (size - here) / (size - 1)
-    alpha_s = (size - here if together else 1) * machine.inter.alpha_s
-    return np.maximum(seconds, alpha_s + between / machine.inter.bytes_per_s)
+def _larger(one: _Amount, other: _Amount) -> _Amount:
+    return np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, float(other))

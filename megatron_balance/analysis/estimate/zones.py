@@ -6,6 +6,7 @@ others the pattern says launches and traffic (`CommPattern.rounds`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,9 +24,10 @@ from megatron_balance.analysis.estimate.times import (
     most_heads,
     pairs_of,
 )
+from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Message
-from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, TaskTable, Zone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
@@ -54,6 +56,15 @@ class _Prices:
         self.around.append(around)
         return len(self.merged) - 1
 
+    def add_each(self, pairs: Ints, launch: Ints, around: Floats) -> int:
+        """Launches of whole sequences, one for each of `around`; the number of the first."""
+        first = len(self.merged)
+        self.pairs.append(pairs)
+        self.launch.append(launch + first)
+        self.merged += [0.0] * len(around)
+        self.around += around.tolist()
+        return first
+
     def seconds(self, machine: Machine) -> tuple[list[float], list[float]]:
         """Of each launch, forward and backward."""
         pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
@@ -76,8 +87,13 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     zones: list[ZoneTimes] = []
     numbers: list[tuple[int, int]] = []
     lengths = np.array(plan.lengths, dtype=np.int64)
-    for index, zone in enumerate(plan.zones):
-        if isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
+    for index, own in _together(plan.zones, machine):
+        zone = own[0]
+        if len(own) > 1:
+            made, first, other = _groups_apart(
+                [each for each in own if isinstance(each, Zone)], lengths, machine, prices
+            )
+        elif isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
             made, first, other = _even_zone(zone, lengths, machine, prices)
             if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
                 _route(made, machine, plan.routing.min_tokens)
@@ -93,9 +109,74 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     if prices.merged:
         forward, backward = prices.seconds(machine)
         for made, (first, other) in zip(zones, numbers, strict=True):
-            if first >= 0:
+            if first >= 0 and made.apart:
+                numbers_of, size = slice(first, first + made.rounds), len(made.ranks) // made.rounds
+                made.first = np.repeat(forward[numbers_of], size), np.repeat(backward[numbers_of], size)
+            elif first >= 0:
                 made.first, made.other = (forward[first], backward[first]), (forward[other], backward[other])
     return zones
+
+
+def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
+    """Zones in order, with the number of the first: one, or several in a row that have no rank in
+    common and are groups alike.
+    """
+    run: list[AnyPlanZone] = []
+    taken: set[int] = set()
+    kind, first = None, 0
+    for index, zone in enumerate(zones):
+        own = _kind(zone, machine)
+        ranks = zone.ranks if isinstance(zone, Zone) and own is not None else ()
+        if run and (own is None or own != kind or not taken.isdisjoint(ranks)):
+            yield first, run
+            run, taken = [], set()
+        if not run:
+            kind, first = own, index
+        run.append(zone)
+        taken.update(ranks)
+    if run:
+        yield first, run
+
+
+def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool] | None:
+    """Size, place in the node, and collective or not, of a zone of one group: in these, zones that lie
+    alike are equal; None: not one group, or not ranks in a row.
+    """
+    if not isinstance(zone, Zone):
+        return None
+    ranks, size = zone.ranks, len(zone.ranks)
+    alone = size == 1 or zone.pattern in _EXCHANGES or (zone.pattern == "head_ring" and zone.group_size == size)
+    if not alone or ranks[-1] - ranks[0] != size - 1:
+        return None
+    cluster = machine.cluster
+    inside = ranks[0] // cluster.node_size == ranks[-1] // cluster.node_size
+    place = 0 if inside else ranks[0] % cluster.node_size
+    return size, place, inside and is_collective(ranks, cluster.num_ranks, cluster.node_size)
+
+
+def _groups_apart(
+    zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _Prices
+) -> tuple[ZoneTimes, int, int]:
+    """Zones of one group each that lie alike and have no rank in common, as one zone of several
+    groups.
+    """
+    zones = sorted(zones, key=lambda zone: zone.ranks[0])
+    size, count = len(zones[0].ranks), len(zones)
+    ranks = np.array([zone.ranks for zone in zones]).ravel()
+    of_group = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
+    own = lengths[[seq for zone in zones for seq in zone.seqs]]
+    num_tokens = by_rank(of_group, own, count)
+    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), rounds=count, apart=True)
+    heads = most_heads(machine.model, size)
+    zero, row_bytes = np.zeros_like(own), machine.row_bytes
+    around = num_tokens * (heads[0] * row_bytes[Kind.Q_GRAD] + heads[1] * row_bytes[Kind.KV_GRAD])
+    first = prices.add_each(pairs_of((zero, own), (zero, own), heads), of_group, around)
+    if size > 1:
+        exchange_heads(made, zones[0].ranks, num_tokens, heads, machine)
+        made.query_heads, made.kv_heads, made.largest, made.sent = (
+            np.repeat(each, size) for each in (made.query_heads, made.kv_heads, made.largest, made.sent)
+        )
+    return made, first, first
 
 
 def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> tuple[ZoneTimes, int, int]:
@@ -246,7 +327,7 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
             for own in (steps == s for s in set(steps.tolist()))
         ]
         seconds, out, into = (np.sum(parts, axis=0) for parts in zip(*each, strict=True))
-        return Bulk(seconds, out, into if placed else 0.0, adds)
+        return Bulk(seconds, float(out.max()), float(into.max()) if placed else 0.0, adds)
 
     made.again = made.inputs = bulk(there, turned=False, placed=False, adds=False)
     made.outputs = bulk(back, turned=False, placed=True, adds=False)

@@ -18,7 +18,7 @@ placement, all sequences over all ranks, the one of the lowest price is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, sqrt
 from typing import TypeAlias
 
@@ -161,20 +161,20 @@ class Search:
         """The tightest placement found with fewer tokens on a rank than under `target`, which takes
         at least as long.
         """
-        filling = self._bisect(target.time_s, bound_s, replace(target, tokens=limit), min(_FEWER_STEPS, self.effort))
+        filling = self._bisect(target.time_s, bound_s, target.within(limit), min(_FEWER_STEPS, self.effort))
         return filling if filling is not None and filling.complete else None
 
     def eased(self, target: Target, weight_communication: float) -> Iterator[Filling]:
         """Placements under a target a little less tight than one that was reached: they may move
         less, and even out more tokens.
         """
-        target = replace(target, time_s=target.time_s * (1 + weight_communication))
+        target = target.at(target.time_s * (1 + weight_communication))
         for _ in range(min(_EASED, self.effort)):
             filling = self._attempt(target)
             if filling is None or not filling.complete:
                 return
             yield filling
-            target = replace(target, tokens=int(_LESS * max(filling.tokens)))
+            target = target.within(int(_LESS * max(filling.tokens)))
 
     def _bisect(self, low: float, bound_s: float, loose: Target, steps: int) -> Filling | None:
         """The larger sequences under the lowest target time found from `low` on; None if `bound_s`
@@ -183,7 +183,7 @@ class Search:
         high, factor = low, _FIRST_FACTOR
         while high < bound_s:
             low, high, factor = high, min(factor * high, bound_s), factor**2
-            filling = self._attempt(replace(loose, time_s=high))
+            filling = self._attempt(loose.at(high))
             if filling is not None:
                 return self._tighten(filling, low, steps)
         return None
@@ -197,7 +197,7 @@ class Search:
             if high <= low * (1 + _TOLERANCE):
                 break
             middle = sqrt(low * high)
-            tighter = self._attempt(replace(filling.target, time_s=middle))
+            tighter = self._attempt(filling.target.at(middle))
             if tighter is None:
                 low = middle
             else:

@@ -45,6 +45,14 @@ class Target:
     fill: Fill = "most"
     wide: int = 0
 
+    def at(self, time_s: float) -> Target:
+        """It under another limit on time."""
+        return Target(time_s, self.tokens, self.fill, self.wide)
+
+    def within(self, tokens: int) -> Target:
+        """It under another limit on tokens."""
+        return Target(self.time_s, tokens, self.fill, self.wide)
+
 
 class Sizes:
     """The sequences of a batch as the larger ones and the rest, in descending order, with what they
@@ -67,6 +75,7 @@ class Sizes:
         self.small_s = sum(self.work_s[seq] for seq in self.small)
         self.small_tokens = sum(self.lengths[seq] for seq in self.small)
         self.ranks_of = [self.cluster.ranks_of(node) for node in range(self.cluster.num_nodes)]
+        self.alone = {seq: self.share(seq, 1) for seq in self.large}
 
     def _above(self, order: Sequence[int], part: float) -> list[int]:
         """Sequences of more than `part` of a rank's mean time or tokens."""
@@ -89,6 +98,7 @@ class Filling:
     def __init__(self, sizes: Sizes, target: Target) -> None:
         self.sizes, self.target, self.cluster = sizes, target, sizes.cluster
         num_ranks, num_nodes, self.size = self.cluster.num_ranks, self.cluster.num_nodes, self.cluster.node_size
+        self.num_ranks, self.num_nodes = num_ranks, num_nodes
         self.time_s, self.load = [0.0] * num_ranks, [0.0] * num_ranks
         self.idlest = [(0.0, rank) for rank in range(num_ranks)]  # a heap
         self.tokens = [0] * num_ranks
@@ -138,7 +148,7 @@ class Filling:
 
     def _has_room(self, time_s: float, tokens: int) -> bool:
         """Whether all ranks together have room for these seconds and tokens."""
-        num_ranks = self.cluster.num_ranks
+        num_ranks = self.num_ranks
         return (
             num_ranks * self.target.time_s - self.held_s >= time_s
             and num_ranks * self.target.tokens - self.held_tokens >= tokens
@@ -148,11 +158,11 @@ class Filling:
         """Place one sequence where it takes the fewest ranks; False if it fits nowhere."""
         sizes, target = self.sizes, self.target
         fewest = max(1, -(-sizes.lengths[seq] // target.tokens), int(sizes.work_s[seq] / target.time_s))
-        if fewest > self.cluster.num_ranks:
+        if fewest > self.num_ranks:
             return False
         if fewest == 1 and self._on_idlest_rank(seq):
             return True
-        nodes = sorted(range(self.cluster.num_nodes), key=self.node_load.__getitem__)
+        nodes = sorted(range(self.num_nodes), key=self.node_load.__getitem__)
         across = self._across_leftovers if target.fill == "least" else self._across_idlest
         return self._on_one_node(seq, fewest, nodes) or across(seq, fewest, nodes)
 
@@ -160,15 +170,15 @@ class Filling:
         """Place a sequence whole on the least loaded rank, if it fits there: the common case,
         without looking at all ranks.
         """
-        while (
-            self.idlest[0][0] < self.load[self.idlest[0][1]]
-        ):  # loads only grow; entries are brought up to date when they come up
-            rank = self.idlest[0][1]
-            heapreplace(self.idlest, (self.load[rank], rank))
-        rank, share = self.idlest[0][1], self.sizes.share(seq, 1)
-        if not self._fitting((rank,), share):
+        idlest, loads = self.idlest, self.load
+        while idlest[0][0] < loads[idlest[0][1]]:  # loads only grow; entries are brought up to date when they come up
+            rank = idlest[0][1]
+            heapreplace(idlest, (loads[rank], rank))
+        rank, (time_s, tokens) = idlest[0][1], self.sizes.alone.get(seq) or self.sizes.share(seq, 1)
+        target = self.target
+        if self.time_s[rank] > target.time_s - time_s or self.tokens[rank] > target.tokens - tokens:
             return False
-        self._put(seq, (rank,), share)
+        self._put(seq, (rank,), (time_s, tokens))
         return True
 
     def _on_one_node(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
@@ -176,7 +186,7 @@ class Filling:
             if self.target.fill == "whole" and num_ranks not in (1, self.size):
                 continue
             share = self.sizes.share(seq, num_ranks)
-            ranks = self._room_on_a_node(num_ranks, share, nodes) if self._within(share) else []
+            ranks = self._room_on_a_node(num_ranks, share, nodes) if self._within(share) else ()
             if ranks:
                 self._put(seq, self._least_loaded(ranks, num_ranks), share)
                 return True
@@ -201,12 +211,15 @@ class Filling:
     def _across_idlest(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
         """Place a sequence on ranks of the least loaded nodes, as few nodes as do."""
         size = self.size
-        for num_nodes in _steps(max(2, -(-fewest // size)), self.cluster.num_nodes):
-            pool = [rank for node in nodes[:num_nodes] for rank in range(node * size, (node + 1) * size)]
-            narrow = max(fewest, (num_nodes - 1) * size + 1)
-            for num_ranks in (len(pool),) if self.target.fill == "whole" else range(narrow, len(pool) + 1):
+        for num_nodes in _steps(max(2, -(-fewest // size)), self.num_nodes):
+            pool: Sequence[int] = nodes[:num_nodes] if size == 1 else ()
+            all_of_them, narrow = num_nodes * size, max(fewest, (num_nodes - 1) * size + 1)
+            for num_ranks in (all_of_them,) if self.target.fill == "whole" else range(narrow, all_of_them + 1):
                 share = self.sizes.share(seq, num_ranks, inter_node=True)
-                ranks = self._fitting(pool, share) if self._within(share) else []
+                if not self._within(share):
+                    continue
+                pool = pool or [rank for node in nodes[:num_nodes] for rank in range(node * size, (node + 1) * size)]
+                ranks = self._fitting(pool, share)
                 if len(ranks) >= num_ranks:
                     self._put(seq, self._least_loaded(ranks, num_ranks), share)
                     return True

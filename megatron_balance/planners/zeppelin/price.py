@@ -85,7 +85,7 @@ class Prices:
     ) -> None:
         self.lengths, self.cluster, self.cost, self.pricing, self.mask = lengths, cluster, cost, pricing, mask
         self.num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
-        self.token_s = cost.linear_s(1.0)
+        self.token_s, self.token_bytes = cost.linear_s(1.0), cost.kv_bytes(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
         self._times = {1: _Times(cost, 1, mask)}
         self._shares: dict[tuple[int, int, bool], RankShare] = {}
@@ -96,7 +96,7 @@ class Prices:
         """Seconds that a ring's links are busy while `rings` rings use the NICs of a node."""
         if num_ranks == 1:
             return 0.0
-        num_bytes, rounds = self.cost.kv_bytes(num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
+        num_bytes, rounds = self.token_bytes * (num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
         if not inter_node:
             return self.cost.intra_node_s(num_bytes, rounds)
         direct_s = self.cost.inter_node_s(num_bytes, rounds)
@@ -117,12 +117,13 @@ class Prices:
     def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         key = (length, num_ranks, inter_node)
-        if key not in self._shares:
+        known = self._shares.get(key)
+        if known is None:
             zone_s = self._zone_s(
                 self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks
             )
-            self._shares[key] = (zone_s, rank_tokens(length, num_ranks))
-        return self._shares[key]
+            self._shares[key] = known = (zone_s, rank_tokens(length, num_ranks))
+        return known
 
     def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:
         """Seconds of a zone: its transfers hide behind its attention, but for that of the last

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
-from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
+from megatron_balance.analysis.estimate import Bounds, Estimate, estimate, zones
 from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -61,6 +61,28 @@ def test_an_estimate_is_near_what_the_simulator_says(name: str, options: dict[st
     assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
     assert found.backward.fits == step.backward.fits
     assert abs(found.backward.keeping - step.backward.keeping) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("knapformer", {"slack": 2.0}), ("zeppelin", {"rule": "groups", "group_size": 2})], ids=str
+)
+def test_zones_that_lie_alike_are_priced_as_one_by_one(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cluster in (H200, A800):
+        plan = make_planner(name, cluster, MODEL, **options)(LENGTHS)
+        machine = Prices.of(cluster, MODEL, AnalyticCost(cluster, MODEL))
+        together = zones.zone_times(plan, machine)
+        found = estimated(plan, cluster, MODEL)
+        with monkeypatch.context() as patch:
+            patch.setattr(zones, "_together", lambda own, _: [(at, [zone]) for at, zone in enumerate(own)])
+            apart = zones.zone_times(plan, machine)
+            one_by_one = estimated(plan, cluster, MODEL)
+        assert together is not None
+        assert apart is not None
+        assert len(together) < len(apart)
+        assert (found.forward_s, found.backward_s) == pytest.approx((one_by_one.forward_s, one_by_one.backward_s))
+        assert found.backward == one_by_one.backward
 
 
 def test_no_plan_is_faster_than_the_bound_of_its_planner() -> None:

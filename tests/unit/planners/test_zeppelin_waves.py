@@ -150,7 +150,7 @@ def test_a_lead_hides_the_exchange_of_heads() -> None:
     assert zone.lead > 0
     without = replace(plan, zones=(replace(zone, lead=0),))
     assert 1.01 * step_s(plan, own) < step_s(without, own)
-    ahead = schedule(zone).part_tokens()[0]
+    ahead = schedule(zone).tokens[0]
     assert np.ptp(ahead, axis=1).max() <= 1, "every rank of a group holds as much of the lead"
 
 
