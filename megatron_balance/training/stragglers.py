@@ -9,7 +9,8 @@ Judged from figures of all ranks that each step's record gathers anyway, so all 
   link. Where ranks wait `WAITING_SHARE` of the step and none is slow, the links are measured, once,
   and again when ranks wait `WORSE` times as long beside their own work, or after `AGAIN` steps. A
   link is slow where its rate is at most `SLOW_RATE` of the median of the other links of its kind
-  (between nodes, inside one).
+  (between nodes, inside one), and no higher than what links of the other kind carry; and where that
+  is found again in the next step: one busy core can slow one transfer.
 
 Both must hold in `STEPS` steps in a row before anything is measured or named.
 """
@@ -137,10 +138,11 @@ def slow_links(rates: Mapping[Link, float], node_of: Callable[[int], int]) -> di
     for link in rates:
         kinds.setdefault(node_of(link[0]) != node_of(link[1]), []).append(link)
     found: dict[Link, tuple[float, int]] = {}
+    enough = min((median(rates[each] for each in links) for links in kinds.values()), default=0.0)
     for links in kinds.values():
         for link in links:
             others = [rates[each] for each in links if each != link]
-            if others and rates[link] <= SLOW_RATE * median(others):
+            if others and rates[link] <= min(SLOW_RATE * median(others), enough):
                 found[link] = (median(others), len(others))
     return found
 
@@ -163,6 +165,7 @@ class Stragglers:
     links: tuple[Link, ...] = ()
     _recent: deque[tuple[dict[int, float], float]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _measured: tuple[int, float] | None = None
+    _suspected: frozenset[Link] | None = None
 
     def judge(self, step: int, times: Sequence[RankTimes]) -> None:
         """Judge a step; collective where links are to be measured. Logs what changed.
@@ -200,19 +203,24 @@ class Stragglers:
         if all(share < WAITING_SHARE for share in shares):
             if self.links:
                 self._tell(f"step {step}: no link holds the ranks up any more")
-            self.links = ()
+            self.links, self._suspected = (), None
             return
         by_rank = any(found for found, _ in self._recent)
         if self.measure is None or by_rank or any(share < WAITING_SHARE for share in shares):
             return
         beside = min(shares) / (1 - min(*shares, 0.999))
-        if self._measured is not None:
+        if self._measured is not None and self._suspected is None:
             at, before = self._measured
             if beside < WORSE * before and step < at + AGAIN:
                 return
-        self._measured = (step, beside)
         rates = self.measure(links_to_measure(times))
         slow = slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
+        self._measured = (step, beside)
+        if slow and self._suspected is None:
+            self._suspected = frozenset(slow)
+            return
+        slow = {link: than for link, than in slow.items() if link in (self._suspected or ())}
+        self._suspected = None
         self._tell_links(step, min(shares), rates, slow)
         self.links = tuple(sorted(slow, key=lambda link: rates[link]))
 

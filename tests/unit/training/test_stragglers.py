@@ -93,15 +93,34 @@ WAITING = [EVEN._replace(waited_s=0.9, sources=(((at - 1) % RANKS, 0.9),)) for a
 def test_a_slow_link_is_named_among_those_of_its_kind(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         found, measured = judged([WAITING] * 5, {(0, 1): 100e6, (2, 3): 90e6, (1, 2): 2e6})
-    assert (found.as_json(), measured) == ({"ranks": [], "links": [[11, 12]]}, 1)
+    assert (found.as_json(), measured) == ({"ranks": [], "links": [[11, 12]]}, 2)
     (line,) = caplog.messages
     assert line == (
-        "step 3: ranks wait 45 % of a step for transfers; the link from rank 11 to rank 12 holds them up: 2 MB/s, "
+        "step 4: ranks wait 45 % of a step for transfers; the link from rank 11 to rank 12 holds them up: 2 MB/s, "
         "10 MB/s the median of 1 other between nodes"
     )
     with caplog.at_level(logging.INFO):
-        assert judged([WAITING] * 3 + [[EVEN] * RANKS] * 3, {(1, 2): 2e6})[0].links == ()
-    assert caplog.messages[-1] == "step 6: no link holds the ranks up any more"
+        assert judged([WAITING] * 4 + [[EVEN] * RANKS] * 3, {(1, 2): 2e6})[0].links == ()
+    assert caplog.messages[-1] == "step 7: no link holds the ranks up any more"
+
+
+def test_a_link_is_named_only_if_it_is_slow_twice_and_slower_than_those_of_the_other_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rates = {(0, 1): 100e6, (2, 3): 40e6, (1, 2): 10e6, (3, 0): 11e6}
+    assert judged([WAITING] * 5, rates)[0].links == ()
+    assert judged([WAITING] * 5, rates | {(2, 3): 9e6})[0].links == ((2, 3),)
+    once = {(1, 2): 2e6}
+
+    def measure(links: Sequence[Link]) -> Mapping[Link, float]:
+        return {link: once.pop(link, 10e6) for link in links}
+
+    stragglers = Stragglers(range(RANKS), 2, measure, tells=True)
+    with caplog.at_level(logging.INFO):
+        for step in range(6):
+            stragglers.judge(step, WAITING)
+    assert (once, stragglers.links) == ({}, ())
+    assert len(caplog.messages) == 1
 
 
 def test_links_are_measured_once_and_again_when_waits_have_grown(caplog: pytest.LogCaptureFixture) -> None:
