@@ -9,8 +9,8 @@ Judged from figures of all ranks that each step's record gathers anyway, so all 
   link. Where ranks wait `WAITING_SHARE` of the step and none is slow, the links are measured, once,
   and again when ranks wait `WORSE` times as long beside their own work, or after `AGAIN` steps. A
   link is slow where its rate is at most `SLOW_RATE` of the median of the other links of its kind
-  (between nodes, inside one), and no higher than what links of the other kind carry; and where that
-  is found again in the next step: one busy core can slow one transfer.
+  (between nodes, inside one), and no higher than what links of the other kind carry; and where two of
+  at most `MEASURED` measurements, in steps one after the other, find it: one busy core can slow one.
 
 Both must hold in `STEPS` steps in a row before anything is measured or named.
 """
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 STEPS = 3
 SLOW_PACE, SLOW_SHARE = 1.5, 0.05
-WAITING_SHARE, WORSE, AGAIN = 0.2, 1.5, 100
-SLOW_RATE = 0.5
+WAITING_SHARE, WORSE, AGAIN = 0.2, 1.25, 50
+SLOW_RATE, MEASURED = 0.5, 3
 MOST_LINKS = 32
 """Links that are measured: those that most was waited for, and as many between neighbours."""
 SOURCES = 4
@@ -165,7 +165,7 @@ class Stragglers:
     links: tuple[Link, ...] = ()
     _recent: deque[tuple[dict[int, float], float]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _measured: tuple[int, float] | None = None
-    _suspected: frozenset[Link] | None = None
+    _found: list[dict[Link, tuple[float, int]]] = field(default_factory=list[dict[Link, tuple[float, int]]])
 
     def judge(self, step: int, times: Sequence[RankTimes]) -> None:
         """Judge a step; collective where links are to be measured. Logs what changed.
@@ -203,24 +203,25 @@ class Stragglers:
         if all(share < WAITING_SHARE for share in shares):
             if self.links:
                 self._tell(f"step {step}: no link holds the ranks up any more")
-            self.links, self._suspected = (), None
+            self.links, self._found = (), []
             return
         by_rank = any(found for found, _ in self._recent)
         if self.measure is None or by_rank or any(share < WAITING_SHARE for share in shares):
             return
         beside = min(shares) / (1 - min(*shares, 0.999))
-        if self._measured is not None and self._suspected is None:
+        if self._measured is not None and not self._found:
             at, before = self._measured
             if beside < WORSE * before and step < at + AGAIN:
                 return
         rates = self.measure(links_to_measure(times))
         slow = slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
+        log.debug("step %d: links carry bytes/s: %s", step, rates)
         self._measured = (step, beside)
-        if slow and self._suspected is None:
-            self._suspected = frozenset(slow)
+        again = {link: than for link, than in slow.items() if any(link in found for found in self._found)}
+        self._found.append(slow)
+        if not again and any(self._found) and len(self._found) < MEASURED:
             return
-        slow = {link: than for link, than in slow.items() if link in (self._suspected or ())}
-        self._suspected = None
+        self._found, slow = [], again
         self._tell_links(step, min(shares), rates, slow)
         self.links = tuple(sorted(slow, key=lambda link: rates[link]))
 

@@ -105,9 +105,7 @@ class EmulatedCluster:
             self._batch("tc", name, commands)
 
     def dropped(self, node: int, nic: int) -> int:
-        """Packets that one NIC should have sent and that the kernel has dropped, since `disturb` at the
-        latest.
-        """
+        """Packets that one NIC should have sent and the kernel dropped, as `tc` counts them."""
         namespace, device = wiring.nic_device(self.topology, node, nic)
         with linux.entered(self._name(namespace)):
             found = re.search(r"dropped (\d+)", _call(["tc", "-s", "qdisc", "show", "dev", device]))

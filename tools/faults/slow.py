@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,9 @@ def train(rank: int, controller: Controller, case: Case, folder: Path, corpus: s
         **sizes,
     }
     ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log"}
-    Command("megatron_balance.pretrain_gpt", True, tuple(command_line(MODEL, RUN, flags, ours)))(rank, controller)
+    pretrain = Command("megatron_balance.pretrain_gpt", True, tuple(command_line(MODEL, RUN, flags, ours)))
+    with suppress(SystemExit):  # as the entry ends
+        pretrain(rank, controller)
     return controller.dropped(*at) if rank == 0 else None
 
 

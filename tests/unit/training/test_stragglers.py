@@ -116,6 +116,7 @@ def test_a_link_is_named_only_if_it_is_slow_twice_and_slower_than_those_of_the_o
         return {link: once.pop(link, 10e6) for link in links}
 
     stragglers = Stragglers(range(RANKS), 2, measure, tells=True)
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         for step in range(6):
             stragglers.judge(step, WAITING)
