@@ -27,6 +27,7 @@ class Counters:
     - `routed_transfers`: peers to which an exchange went in pieces.
     - `relayed_bytes_*`: passed on for others as a proxy.
     - `inter_node_bytes_*`: between this rank and ranks of other nodes, relayed bytes included.
+    - `attended_pairs`: visible (query, key) pairs times query heads, of all that was attended.
     - `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for
       others.
     """
@@ -55,6 +56,7 @@ class Counters:
     inter_node_bytes_sent_backward: int = 0
     inter_node_bytes_received_forward: int = 0
     inter_node_bytes_received_backward: int = 0
+    attended_pairs: int = 0
     idle_tasks: int = 0
 
     def ran(self, work: Work) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.cuda import CudaStreams, Streams, has_high_priority
+from megatron_balance.runtime.host_times import HostTimes
 from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.workers import Workers
@@ -45,6 +46,7 @@ class Groups:
         safe: exchanges are issued one after the other in the order of their ids
             (`communication: safe`).
         connected: what was connected before (`runtime.transport.connect`).
+        host_times: where the host spent its time in attention calls (gloo).
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Groups:
     issues: IssueQueue = field(default_factory=IssueQueue)
     safe: bool = False
     connected: set[Link] = field(default_factory=set)
+    host_times: HostTimes = field(default_factory=HostTimes)
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""

@@ -173,8 +173,10 @@ class PhaseRun:
             case Finish():
                 self.receive(step.exchange)
             case Launch() | GradLaunch():
+                begin = time.perf_counter()
                 with self.named(ATTENTION, step.zone):
                     self.launch(step)
+                self.bound.groups.host_times.attended_s += time.perf_counter() - begin
 
     def named(self, what: str, zone: str, exchange: int = -1) -> AbstractContextManager[object]:
         """A range of the profiler that listens, if one does."""

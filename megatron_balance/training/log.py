@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,10 +23,15 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.run import as_yaml
 from megatron_balance.runtime.counters import Counters
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.lines import LineFile
+from megatron_balance.training.link_rates import can_measure, link_rates
 from megatron_balance.training.plans import PlannedStep
+from megatron_balance.training.pool import Pool
+from megatron_balance.training.stragglers import Stragglers, own_times, times_of
+from megatron_balance.training.stragglers import as_json as times_as_json
 from megatron_balance.training.tracing import StepTracer
 
 log = logging.getLogger(__name__)
@@ -87,6 +93,7 @@ class StepLog:
         self._begun: float | None = None
         self._ran: _Ran | None = None
         self._job: tuple[Job, torch.device] | None = None
+        self._stragglers: Stragglers | None = None
         self._change: Callable[[], Mapping[str, float]] = dict
         folder = target.folder
         if folder is not None and target.writes:
@@ -112,6 +119,11 @@ class StepLog:
             ConfigError: the folder cannot be written.
         """
         self._job = (job, device)
+        joint = job.pool.joint
+        if self._stragglers is None and self._target.folder is not None:
+            per_node = job.pool.joint_ranks_per_node if job.pool.num_stages > 1 else job.pool.ranks_per_node
+            measure = partial(link_rates, groups=joint, ranks_per_node=per_node) if can_measure(joint) else None
+            self._stragglers = Stragglers(joint.ranks, per_node, measure, tells=joint.rank == 0)
         if self._file is not None:
             self._write(CLUSTER_FILE, as_yaml(job.cost.cluster))
             self._write(MODEL_FILE, as_yaml(job.model))
@@ -123,6 +135,8 @@ class StepLog:
         """
         self.tracer.begin(step)
         if self._begun is None:
+            if self._job is not None:
+                _clear(self._job[0].pool)  # evaluation lies between two steps
             self._begun = time.perf_counter()
 
     def ran(
@@ -145,7 +159,7 @@ class StepLog:
 
         `loss`: reduced; with pipeline stages only the last one needs to know it.
         """
-        self.tracer.finish()
+        traced_s = self.tracer.finish()
         ran, begun, change = self._ran, self._begun, self._change
         self._ran = self._begun = None
         self._change = dict
@@ -153,9 +167,11 @@ class StepLog:
             return
         step_s = time.perf_counter() - begun
         reduced = _number(loss)
-        counted = _sums(ran.counters)[None]
+        counted, slow = _sums(ran.counters)[None], Json()
         if self._target.folder is not None:
-            counted, reduced = self._gather(ran.counters), self._from_last_stage(reduced)
+            gathered = self._gather(ran.counters, step_s, traced_s)
+            counted, reduced = gathered[:, : len(_COUNTERS)], self._from_last_stage(reduced)
+            slow = self._judge(int(step), gathered)
         writers = self._target.writers(step)
         read = self._target.writes and (self._file is not None or log.isEnabledFor(logging.INFO))
         if not (read or writers):
@@ -166,6 +182,7 @@ class StepLog:
             "grad_norm": _number(grad_norm),
             **step_figures(ran.planned, ran.shared, self._job[0]),
             **_counted(counted),
+            **slow,
             "change": dict(change()),
             "backward": None if ran.backward is None else ran.backward.described(),
             "plan_ms": 1e3 * ran.planned.plan_s,
@@ -218,14 +235,23 @@ class StepLog:
                 log.warning("step %d: a writer of scalars failed (%r); training goes on without it", step, error)
             self._failed_writers += 1
 
-    def _gather(self, counters: tuple[Counters, ...]) -> Ints:
-        """Counters of all ranks of the joint pool [R, counters]."""
+    def _judge(self, step: int, gathered: Ints) -> Json:
+        """Who holds the others up, and what it is told by."""
+        assert self._stragglers is not None
+        times = times_of(gathered, _COUNTERS)
+        self._stragglers.judge(step, times)
+        return {"times": times_as_json(times, self._stragglers.names), "slow": self._stragglers.as_json()}
+
+    def _gather(self, counters: tuple[Counters, ...], step_s: float, traced_s: float | None) -> Ints:
+        """Counters and times of all ranks of the joint pool [R, counters and times]."""
         assert self._job is not None
         job, device = self._job
         joint = job.pool.joint
+        times = own_times(_pools(job.pool), joint, step_s, traced_s)
+        mine = np.concatenate([_sums(counters), np.array(times, dtype=np.int64)])
         if joint.size == 1:
-            return _sums(counters)[None]
-        own = torch.from_numpy(_sums(counters)).to(device)
+            return mine[None]
+        own = torch.from_numpy(mine).to(device)
         everyone = own.new_empty(joint.size, *own.shape)
         dist.all_gather(list(everyone.unbind()), own, group=joint.pool)
         return everyone.cpu().numpy()
@@ -253,6 +279,16 @@ def _told(folder: Path) -> Generator[None]:
 
 
 _COUNTERS = tuple(field.name for field in fields(Counters))
+
+
+def _pools(pool: Pool) -> tuple[Groups, ...]:
+    """All that attention may run over."""
+    return pool.groups, pool.joint, pool.attention
+
+
+def _clear(pool: Pool) -> None:
+    for groups in _pools(pool):
+        groups.host_times.clear()
 
 
 def _is_of_step(line: bytes, step: int) -> bool:

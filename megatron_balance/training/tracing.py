@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.analysis.trace_format import (
+    ATTENTION,
     COMPUTE,
     GRADIENT_SYNC,
     OPTIMIZER,
@@ -80,14 +81,15 @@ class StepTracer:
         if self.recorder is not None:
             self._ran = self.recorder.mark()
 
-    def finish(self) -> None:
+    def finish(self) -> float | None:
         """Write the trace of the step that is over, if there is one; none of one that failed.
 
-        What cannot be written ends no training: the log says it.
+        What cannot be written ends no training: the log says it. Returns the seconds of this rank's
+        attention by the device's clock; None: there is no trace, or no device.
         """
         recorder, self.recorder = self.recorder, None
         if recorder is None or self._folder is None or self._ran is None:
-            return
+            return None
         path = self._folder / FOLDER / file_name(self._step, self._rank)
         trace = self._trace(recorder)
         try:
@@ -95,6 +97,9 @@ class StepTracer:
             path.write_text(json.dumps(trace.document(), allow_nan=False), encoding="utf-8")
         except OSError as error:
             log.warning("trace of step %d: %s cannot be written (%s)", self._step, path, error.strerror)
+        if recorder.streams is None:
+            return None
+        return sum((span.stop_s - span.start_s for span in trace.spans if span.what == ATTENTION), 0.0)
 
     def _trace(self, recorder: Recorder) -> Trace:
         end = recorder.mark()

@@ -94,6 +94,25 @@ class EmulatedCluster:
         self.topology = self.topology.at_rates(nic_bits_per_s, intra_bits_per_s)
         self._shape()
 
+    def disturb(self, node: int, nic: int, bits_per_s: int, queue_bytes: int = wiring.QUEUE_BYTES) -> None:
+        """Change what one NIC sends, until `reshape`: its rate, and how many bytes may wait; packets
+        that come on top of these are lost.
+
+        Raises:
+            ClusterError: `tc` refused.
+        """
+        for name, commands in wiring.sending(self.topology, node, nic, bits_per_s, queue_bytes).items():
+            self._batch("tc", name, commands)
+
+    def dropped(self, node: int, nic: int) -> int:
+        """Packets that one NIC should have sent and the kernel dropped, as `tc` counts them."""
+        namespace, device = wiring.nic_device(self.topology, node, nic)
+        with linux.entered(self._name(namespace)):
+            found = re.search(r"dropped (\d+)", _call(["tc", "-s", "qdisc", "show", "dev", device]))
+        if found is None:
+            raise ClusterError(f"tc shows no count of dropped packets for NIC {nic} of node {node}")
+        return int(found[1])
+
     def nic_bytes(self) -> tuple[NicBytes, ...]:
         """Bytes that every NIC has carried since the cluster is up, by node and NIC."""
         counts: list[NicBytes] = []

@@ -54,6 +54,14 @@ class Controller:
         """
         self._ask("reshape", nic_bits_per_s, intra_bits_per_s)
 
+    def disturb(self, node: int, nic: int, bits_per_s: int, queue_bytes: int) -> None:
+        """Slow what one NIC sends, or have it lose packets (`EmulatedCluster.disturb`)."""
+        self._ask("disturb", node, nic, bits_per_s, queue_bytes)
+
+    def dropped(self, node: int, nic: int) -> int:
+        """Packets that one NIC has lost."""
+        return self._ask("dropped", node, nic)
+
     def _ask(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments))
         answer = self._pipe.recv()
@@ -214,7 +222,13 @@ class _Ranks:
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
         try:
-            return self.cluster.nic_bytes() if name == "nic_bytes" else self.cluster.reshape(*arguments)
+            asked: dict[str, Callable[..., Any]] = {
+                "nic_bytes": self.cluster.nic_bytes,
+                "reshape": self.cluster.reshape,
+                "disturb": self.cluster.disturb,
+                "dropped": self.cluster.dropped,
+            }
+            return asked[name](*arguments)
         except BalanceError as error:
             return error
 

@@ -142,6 +142,13 @@ def shaping(topology: Topology) -> Commands:
     return commands
 
 
+def sending(topology: Topology, node: int, nic: int, bits_per_s: int, queue_bytes: int) -> Commands:
+    """`tc` commands that shape what one NIC sends; what does not fit its queue is dropped."""
+    namespace, device = nic_device(topology, node, nic)
+    shaped = f"tbf rate {bits_per_s}bit burst {NIC_BURST_BYTES} limit {queue_bytes}"
+    return {namespace: [f"qdisc replace dev {device} root {shaped}"]}
+
+
 def _port(node: int, nic: int) -> str:
     return f"p{node}_{nic}"
 

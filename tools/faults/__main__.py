@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.faults import cases, digests, files, mutants, nccl, plans, soak, training
+from tools.faults import cases, digests, files, mutants, nccl, plans, slow, soak, training
 from tools.faults.cases import Suite, Tally
 
 SUITES = {
@@ -32,7 +32,8 @@ SUITES = {
         Suite("gloo", "random plans on four gloo ranks against dense attention", 10_000, 20, plans.on_gloo),
         Suite("digests", "plans on an old CPU and under another hash seed", 10_000, 100, digests.digests),
         Suite("places", "a rank of a training run fails, by place and way", 220, 1, training.places),
-        Suite("kills", "a random rank killed, the run resumed", 100, 1, training.kills),
+        Suite("kills", "a random rank killed, the run resumed", 124, 1, training.kills),
+        Suite("slow", "a slow rank, a slow link or lost packets: who is named", 24, 1, slow.slow),
         Suite("soak", "a long run of four ranks, with saves and evaluation", 1, 1, soak.soak),
         Suite("files", "damaged files, of each loader in turn", 120_000, 1000, files.files),
         Suite("rendezvous", "random programs under a model of NCCL's hosts", 10_000, 10, nccl.programs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,16 @@ from megatron_balance.compile.verify import verify
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Merge, Policy, Program
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Merge, Op, Policy, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 from tools.faults.cases import Outcome, SlowError, within
 from tools.faults.plans import HEADS
 
 LIMIT_S = 30.0
+_STATIONS = (Route.SRC, Route.DST, Route.SEND_PROXY, Route.RECEIVE_PROXY)
 PER_PLAN = 25
 """Mutants of one plan."""
 
@@ -118,6 +120,8 @@ def try_by_ranks(number: int, program: Program) -> Outcome:
     try:
         verify(of_parts(mutant))
     except (InvalidProgramError, IndexError) as error:
+        if not by_a_rank and same_but_for_ids(mutant):
+            return Outcome(f"{kind}: the same but for ids")
         return Outcome(f"{kind}: refused", "" if by_a_rank else f"no rank refuses: {error}")
     return Outcome(f"{kind}: accepted, {'refused by a rank' if by_a_rank else 'by all ranks, too'}")
 
@@ -133,6 +137,69 @@ def refused_by_a_rank(program: Program) -> bool:
     except (InvalidProgramError, IndexError):
         return True
     return False
+
+
+def same_but_for_ids(program: Program) -> bool:
+    """Whether the parts are those of a program that holds, in which exchanges of ranks that have
+    nothing to do with one another share an id.
+
+    A rank uses ids to tell its own exchanges apart, in their order, and to find them again at the
+    ranks that are in them (a message's tag). So other ids that rise as before on each rank, and are
+    equal on all ranks of an exchange, change nothing that any rank does. `told_apart` gives such ids:
+    what shares one has no rank in common, so no rank could take one for the other.
+    """
+    shape = (program.lengths, program.num_heads, program.num_kv_heads, program.policy)
+    try:
+        verify(join(told_apart(split(program)), *shape))
+    except (InvalidProgramError, IndexError):
+        return False
+    return True
+
+
+def told_apart(parts: list[RankProgram]) -> list[RankProgram]:
+    """The parts with an id of its own for each exchange; what shares an id and a rank is one exchange,
+    and the ids of the remap stay.
+    """
+    forward, backward = (_least_ranks([getattr(each, phase) for each in parts]) for phase in ("forward", "backward"))
+
+    def renumbered(part: RankProgram, ops: Sequence[Op], least: Mapping[tuple[int, int], int]) -> Iterator[Op]:
+        kept = part.remap_in + 1  # ids up to it mean a remap
+        for op in ops:
+            if isinstance(op, Exchange) and op.id > kept:
+                yield replace(op, id=kept + (op.id - kept) * len(parts) + least[op.id, part.rank])
+            else:
+                yield op
+
+    return [
+        replace(
+            part,
+            forward=tuple(renumbered(part, part.forward, forward)),
+            backward=tuple(renumbered(part, part.backward, backward)),
+        )
+        for part in parts
+    ]
+
+
+def _least_ranks(parts: Sequence[Sequence[Op]]) -> dict[tuple[int, int], int]:
+    """By id and rank, the least of all ranks that are linked to it by exchanges of this id."""
+    least: dict[tuple[int, int], int] = {}
+    linked: list[tuple[int, set[int]]] = []
+    for rank, ops in enumerate(parts):
+        for op in ops:
+            if isinstance(op, Exchange):
+                ends = (end for row in op.transfers for end in row[Transfer.ENDS])
+                ways = (row[at] for row in op.routes for at in _STATIONS)
+                linked.append((op.id, {rank, *op.group, *ends, *ways}))
+    changed = True
+    for at, ranks in linked:
+        least.update({(at, rank): rank for rank in ranks})
+    while changed:
+        changed = False
+        for at, ranks in linked:
+            lowest = min(least[at, rank] for rank in ranks)
+            changed |= any(least[at, rank] != lowest for rank in ranks)
+            least.update({(at, rank): lowest for rank in ranks})
+    return least
 
 
 def of_parts(program: Program) -> Program:

@@ -51,7 +51,23 @@ PLANNERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("zeppelin", {}),
     ("auto", {}),
 )
-"""Of `kills`; pipelines side by side have flags of their own."""
+"""Of the first `KILLS` cases of `kills`."""
+KILLS = 100
+_TENSOR = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+_RESHARDABLE = {"dist-ckpt-optim-fully-reshardable": True}
+PIPELINES: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("hydraulis", {}, {"context-parallel-size": 2}),
+    ("megatron", {}, {"context-parallel-size": 2}),
+    ("hydraulis", {}, {"context-parallel-size": 1, "pipeline-model-parallel-size": 2}),
+    ("hydraulis", {"within": "zeppelin"}, {"context-parallel-size": 2}),
+    ("megatron", {}, {"context-parallel-size": 1, "pipeline-model-parallel-size": 2}),
+    (
+        "hydraulis",
+        {"tokens_per_rank": 256, "strategies": ["tp1-pp1-cp4", "tp2-pp1-cp1+tp1-pp1-cp1"]},
+        {"context-parallel-size": 1, "use-distributed-optimizer": True, **_TENSOR, **_RESHARDABLE},
+    ),
+)
+"""Of the cases behind them: planners of pipelines side by side on four ranks, with their flags."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +83,12 @@ class Runs:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         fault = job.get("fault")
+        apart = planner["name"] in {name for name, *_ in PIPELINES}  # nothing is remapped or routed between them
         config = {
             "planner": dict(planner),
             "cluster": {"ranks_per_node": max(1, ranks // 2)},
-            "routing": "always",
-            "remap": True,
+            "routing": "never" if apart else "always",
+            "remap": not apart,
             "plan_ahead": fault is None or fault[0] != "plan",  # else another process plans
         }
         (folder / "balance.yaml").write_text(yaml.safe_dump(config))
@@ -208,17 +225,25 @@ def kills() -> Iterator[Callable[[int], Outcome]]:
         yield one
 
 
+def planned_case(number: int, draw: random.Random) -> tuple[str, Mapping[str, Any], dict[str, Any], int]:
+    """Planner, its options, flags and ranks of a kill; each replica takes a sample at least."""
+    if number >= KILLS:
+        name, options, flags = PIPELINES[number % len(PIPELINES)]
+        return name, options, {"train-iters": 6, "global-batch-size": 4, **flags}, 4
+    name, options = PLANNERS[number % len(PLANNERS)]
+    ranks = draw.choice(RANKS)
+    context = draw.choice((1, ranks))
+    batch = max(2, ranks // context)
+    return name, options, {"context-parallel-size": context, "train-iters": 6, "global-batch-size": batch}, ranks
+
+
 def try_kill(runs: Runs, number: int, whole: dict[tuple[str, int], list[dict[str, Any]]]) -> Outcome:
     """One kill, of each tenth inside a save: losses, gradient norms, tokens and plans of the resumed
     run are those of the whole one, to the last bit.
     """
     draw = random.Random(f"kills {number}")
-    name, options = PLANNERS[number % len(PLANNERS)]
-    ranks = draw.choice(RANKS)
-    context = draw.choice((1, ranks))
-    # each replica takes a sample at least
-    flags = {"context-parallel-size": context, "train-iters": 6, "global-batch-size": max(2, ranks // context)}
-    at = (f"{name} {flags['context-parallel-size']}", ranks)
+    name, options, flags, ranks = planned_case(number, draw)
+    at = (f"{name} {dict(options)} {flags}", ranks)
     planner = {"name": name, **options}
     if at not in whole:
         result = runs.run(planner, ranks, flags, f"whole{number}")
@@ -240,11 +265,12 @@ def try_kill(runs: Runs, number: int, whole: dict[tuple[str, int], list[dict[str
         ended = runs.run(planner, ranks, saving, folder, kill_after=draw.randint(2, 5), kill_only=killed)
     resumed = runs.run(planner, ranks, saving, folder)
     steps = {step["step"]: step for step in runs.steps(folder)}
+    why = "" if resumed.failed is None else resumed.tail(resumed.failed)[-400:]
     shutil.rmtree(runs.folder / folder, ignore_errors=True)
     if ended.failed is None:
         return Outcome("ended before it was killed")
     if resumed.failed is not None:
-        return Outcome("no resume", f"{at}, rank {killed} killed: {resumed.tail(resumed.failed)[-400:]}")
+        return Outcome("no resume", f"{at}, rank {killed} killed: {why}")
     for step in whole[at]:
         for key in ("loss", "grad_norm", "num_tokens", "fingerprint", "trained_tokens"):
             got = steps.get(step["step"], {}).get(key)

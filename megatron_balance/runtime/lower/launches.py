@@ -18,6 +18,7 @@ from megatron_balance.ir.intervals import key
 from megatron_balance.ir.intervals import union as union_of
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
+from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS
@@ -187,6 +188,14 @@ class Launching:
             pack_runs(*one, self.device)
             for one in zip(runs, np.add.reduceat(sizes, begin).tolist(), heads, strict=True)
         ]
+
+
+def attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
+    """Visible (query, key) pairs times query heads of all launches of a phase."""
+    pairs = concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], Pair.WIDTH)
+    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+    visible = num_pairs(Rectangles(*(pairs[:, column] for column in columns)), mask)
+    return int((visible * (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START])).sum())
 
 
 def pack_runs(runs: tuple[Run, ...], num_rows: int, num_heads: int, device: torch.device) -> Packed:

@@ -25,7 +25,7 @@ from megatron_balance.ir.program import Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
-from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp
+from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp, attended_pairs
 from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Messages
 from megatron_balance.runtime.lower.regions import RegionIndex, without
 from megatron_balance.runtime.lower.routes import lower_routes
@@ -197,7 +197,8 @@ class Lowering:
         else:
             steps = mark_sums(steps, self.sizes)
         remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
-        work = Work(counts(steps, forward=forward, remap_out=remap_out))
+        attended = ("attended_pairs", attended_pairs(ops, self.program.mask))
+        work = Work((*counts(steps, forward=forward, remap_out=remap_out), attended))
         cuts = Cuts(*(begins[at] for at in where))
         return Phase(tuple(steps), cuts, last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
 

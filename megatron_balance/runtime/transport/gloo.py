@@ -6,6 +6,7 @@ same two ranks, and those that a proxy relays beside its own, are never taken fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.host_times import SEVERAL, HostTimes
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
 from megatron_balance.runtime.lower.views import Block
@@ -38,22 +40,26 @@ from megatron_balance.runtime.transport.relay import Relay
 class _UnderWay:
     """An exchange's calls.
 
-    `keep` holds the tensors that are still read; `packed`: those that a collective brings, in its
-    own order.
+    `receiving`: with the pool rank that each comes from, or `SEVERAL`; `keep` holds the tensors that
+    are still read; `packed`: those that a collective brings, in its own order.
     """
 
-    receiving: list[dist.Work]
+    receiving: list[tuple[int, dist.Work]]
     sending: list[dist.Work] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
     packed: CollectiveCall | None = None
 
-    def arrived(self, timeout: timedelta) -> None:
+    def arrived(self, timeout: timedelta, times: HostTimes) -> None:
         """Block the thread until everything is here, and unpacked; no longer than `timeout` for each.
 
         Call once: gloo waits for ever for a message that has come before.
         """
-        for work in self.receiving:
+        begin = time.perf_counter()
+        for source, work in self.receiving:
             work.wait(timeout)
+            end = time.perf_counter()
+            times.waited_for(source, end - begin)
+            begin = end
         self.receiving = []
         if self.packed is not None:
             self.packed.unpack()
@@ -93,10 +99,10 @@ class Gloo:
         if isinstance(receives, Block) or is_collective(exchange, self.groups):
             self.expected[exchange.id] = receives
             return
-        receiving = [receive(x, peer, exchange.tag, self.groups) for peer, x in receives if x.numel()]
+        receiving = [(peer, receive(x, peer, exchange.tag, self.groups)) for peer, x in receives if x.numel()]
         for peer, raw in arriving.items():
             for _, hop, x in pieces(raw, exchange.routed_receives[peer]):
-                receiving.append(receive(x, hop.peer, exchange.tag + hop.tag, self.groups))
+                receiving.append((hop.peer, receive(x, hop.peer, exchange.tag + hop.tag, self.groups)))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
         self.under_way[exchange.id] = _UnderWay(receiving)
 
@@ -105,7 +111,8 @@ class Gloo:
             self.traffic.inter_node_bytes_sent += far_bytes(sends, exchange.far, exchange.routed_sends)
         if exchange.id in self.expected:
             packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
-            self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
+            receiving = [(SEVERAL, work) for work in packed.issue()]
+            self.under_way[exchange.id] = _UnderWay(receiving, keep=packed.memory, packed=packed)
             return
         assert not isinstance(sends, Block), "a block without a collective"
         under_way = self.leaving[exchange.id] = self.under_way[exchange.id]
@@ -125,7 +132,7 @@ class Gloo:
         """Do nothing: everything is under way."""
 
     def arrived(self, exchange: ExchangeStep) -> None:
-        self.under_way.pop(exchange.id).arrived(self.groups.timeout)
+        self.under_way.pop(exchange.id).arrived(self.groups.timeout, self.groups.host_times)
         self.let_go([at for at in self.leaving if at < exchange.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:

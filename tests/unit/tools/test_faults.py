@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ import numpy as np
 import pytest
 
 from megatron_balance.compile import prove
+from megatron_balance.compile.verify import verify
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.program import Program
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
@@ -173,3 +179,49 @@ def test_a_program_that_no_rank_refuses_though_the_whole_is_refused_is_a_fault(m
         assert not [outcome for outcome in ended if outcome.fault]
         monkeypatch.setattr(mutants, "refused_by_a_rank", lambda _: False)
         assert any(one(number).fault.startswith("no rank refuses: ") for number in range(4))
+
+
+TWO_NODES = """program lengths 2 2 heads 2 kv_heads 2 policy none
+owner r0 s0[0:1)
+owner r1 s0[1:2)
+owner r2 s1[0:1)
+owner r3 s1[1:2)
+forward
+exchange 2 all_to_all r0 r1
+  r1 <- r0 kv s0[0:1)
+exchange 3 all_to_all r2 r3
+  r3 <- r2 kv s1[0:1)
+attend r0
+  q s0[0:1) over s0[0:1)
+attend r1
+  q s0[1:2) over s0[0:1) s0[1:2)
+attend r2
+  q s1[0:1) over s1[0:1)
+attend r3
+  q s1[1:2) over s1[0:1) s1[1:2)
+"""
+
+
+def test_exchanges_of_ranks_that_share_nothing_may_share_an_id() -> None:
+    """As cases 12200 and 13736 of suite `ranks` once had it: the whole is refused, since one exchange
+    cannot have two groups, and no rank takes part in both. What a rank could confuse is told.
+    """
+    program = parse(TWO_NODES)
+    verify(program)
+    ops = list(program.forward)
+
+    def with_second(**fields: Any) -> Program:
+        return replace(program, forward=(ops[0], replace(ops[1], **fields), *ops[2:]))
+
+    shared = with_second(id=2)
+    with pytest.raises(InvalidProgramError, match="exchange 2: rank 2 sees all_to_all in"):
+        verify(mutants.of_parts(shared))
+    assert not mutants.refused_by_a_rank(shared)
+    assert mutants.same_but_for_ids(shared)
+    (row,) = ops[1].transfers
+    for wrong in (
+        with_second(id=2, group=(1, 2, 3)),  # rank 1 is in both
+        with_second(id=2, transfers=Rows.of(8, [(*row[:3], 2, *row[4:])])),  # a key that nobody has
+        with_second(id=1, group=(2, 3), transfers=Rows.of(8, [])),  # nobody sends what is read
+    ):
+        assert not mutants.same_but_for_ids(wrong)
