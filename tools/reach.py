@@ -4,10 +4,11 @@
 
 CHECKOUT: a checkout of Megatron-LM. Reads `tests/functional_tests/test_cases/*/*/model_config.yaml`
 and hands the flags of each that pretrains a decoder to the installed Megatron's parser and to our
-checks (`megatron/arguments.py`, `megatron/corpora.py`). Files and GPUs are not looked at. `--before`:
-with the flags that had to be given by hand while they were not set for the user. `--list` names the
-configurations. Prints a table of suites, then the reasons by how many configurations each keeps
-out, and how many it keeps out alone.
+checks (`megatron/arguments.py`, `megatron/corpora.py`). Files and GPUs are not looked at. A
+configuration whose data set cannot be replaced by whole documents starts with `data: script`, and the
+report counts those. `--before`: with the flags that had to be given by hand while they were not set
+for the user. `--list` names the configurations. Prints a table of suites, then the reasons by how
+many configurations each keeps out, and how many it keeps out alone.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def pretrains(path: Path, config: dict[str, Any]) -> bool:
     return not any(word in path.parent.name for word in NOT_PRETRAINING) and "--train-iters" in flags
 
 
-def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """The reasons why a command line does not start, by their first words."""
+def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
+    """The reasons why a command line does not start, and those why its own data set has to stay."""
     from megatron_balance.megatron.arguments import REFUSALS, reasons_in
     from megatron_balance.megatron.corpora import data_reasons
     from megatron_balance.megatron.documents import names_corpus
@@ -58,15 +59,15 @@ def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
         with contextlib.redirect_stderr(told):
             args, unknown = parser.parse_known_args(["--balance-config", "balance.yaml", *words])
     except SystemExit:
-        return [f"Megatron's parser: {told.getvalue().strip().splitlines()[-1].split('error: ')[-1]}"]
+        return [f"Megatron's parser: {told.getvalue().strip().splitlines()[-1].split('error: ')[-1]}"], []
     except KeyError as error:  # from the type of a flag
-        return [f"Megatron's parser: a flag does not take {error}"]
+        return [f"Megatron's parser: a flag does not take {error}"], []
     if unknown:
-        return [f"Megatron's parser: unknown {next(word for word in unknown if word.startswith('--'))}"]
+        return [f"Megatron's parser: unknown {next(word for word in unknown if word.startswith('--'))}"], []
     found = reasons_in(REFUSALS, args)
     # Validation sets what the parser leaves out: the default of Megatron's own script.
     args.dataloader_type = args.dataloader_type or "single"
-    return [*found, *(data_reasons(cast(Any, args)) if names_corpus(args) else ())]
+    return found, data_reasons(cast(Any, args)) if names_corpus(args) else []
 
 
 def short(reason: str) -> str:
@@ -83,7 +84,7 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
     parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     lines, every, alone = ["suite      files  pretrain  start"], Counter[str](), Counter[str]()
     named: list[str] = []
-    sums = [0, 0, 0]
+    sums, kept = [0, 0, 0], list[str]()
     for suite in SUITES:
         files = sorted(checkout.glob(f"tests/functional_tests/test_cases/{suite}/*/model_config.yaml"))
         configs = [(path, yaml.safe_load(path.read_text())) for path in files]
@@ -91,7 +92,8 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
         started = 0
         for path, config in chosen:
             words = words_of(config)
-            reasons = list(dict.fromkeys(map(short, reasons_of(parser, words))))
+            found, data = reasons_of(parser, words)
+            reasons = list(dict.fromkeys(map(short, found)))
             if before:
                 reasons += [
                     f"{flag} is not given"
@@ -99,12 +101,15 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
                     if flag not in words and ("moe" not in flag or "--num-experts" in words)
                 ]
             started += not reasons
+            kept += data[:1] if not reasons else ()
             every.update(reasons)
             alone.update(reasons if len(reasons) == 1 else ())
             named.append(f"{suite}/{path.parent.name}: {'starts' if not reasons else '; '.join(reasons)}")
         lines.append(f"{suite:10} {len(files):5} {len(chosen):9} {started:6}")
         sums = [a + b for a, b in zip(sums, (len(files), len(chosen), started), strict=True)]
-    lines += [f"{'all':10} {sums[0]:5} {sums[1]:9} {sums[2]:6}", "", "keeps out  alone  reason"]
+    lines += [f"{'all':10} {sums[0]:5} {sums[1]:9} {sums[2]:6}", f"with 'data: script': {len(kept)}"]
+    lines += [f"  {reason}" for reason in dict.fromkeys(kept)]
+    lines += ["", "keeps out  alone  reason"]
     lines += [f"{count:9} {alone[reason]:6}  {reason}" for reason, count in every.most_common()]
     return lines + (["", *named] if listing else [])
 

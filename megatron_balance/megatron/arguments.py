@@ -139,6 +139,16 @@ balances_by_sample = _balances_by("seq_aux_loss")
 """Whether a router's loss is taken over each sample."""
 
 
+def averages_evaluation(args: Any) -> bool:
+    """Whether Megatron averages evaluation over microbatches, not over tokens."""
+    return bool(getattr(args, "sft", False)) and args.eval_iters != 0
+
+
+def _packs(args: Any) -> bool:
+    """Whether the script's samples have several sequences in Megatron's attention."""
+    return any(getattr(args, name, None) for name in ("sft", "dataloader_inter_document_masking", "use_varlen_dataset"))
+
+
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
@@ -159,13 +169,18 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "by position",
     ),
     (
-        _given("sft"),
-        "--sft packs conversations in its own format and averages evaluation per microbatch; train on documents "
-        "without it",
+        lambda args: averages_evaluation(args) and args.eval_micro_batch_size not in (None, args.micro_batch_size),
+        "--sft averages evaluation by the microbatches of training; leave out --eval-micro-batch-size, or set "
+        "--eval-iters 0",
     ),
     (
-        _given("dataloader_inter_document_masking"),
-        "--dataloader-inter-document-masking is not needed: attention never crosses a document; leave it out",
+        lambda args: _packs(args) and balances_by_sample(args) and (args.micro_batch_size or 1) > 1,
+        "--moe-router-load-balancing-type seq_aux_loss takes the packed samples of a microbatch (--sft, "
+        "--dataloader-inter-document-masking, --use-varlen-dataset) for one in Megatron; use --micro-batch-size 1",
+    ),
+    (
+        _given("varlen_sbhd_validation"),
+        "--varlen-sbhd-validation is Megatron's reference for its own packing; leave it out",
     ),
     (
         lambda args: bool(args.reset_position_ids) != bool(args.reset_attention_mask),
@@ -213,8 +228,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--use-distributed-optimizer",
     ),
     (
-        _given("hybrid_context_parallel"),
-        "--hybrid-context-parallel is another answer to the same question; choose one",
+        lambda args: any(getattr(args, f"{kind}_context_parallel", None) for kind in ("hybrid", "dynamic")),
+        "--hybrid-context-parallel (--dynamic-context-parallel) is another answer to the same question; choose one",
     ),
     (
         lambda args: args.hybrid_layer_pattern is not None or args.experimental_attention_variant is not None,
@@ -304,6 +319,11 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
         lambda args: bool(args.multi_latent_attention) and bool(args.apply_rope_fusion),
         {"apply_rope_fusion": False},
         "Fused rotary embeddings were left out (--no-rope-fusion): those of multi-latent attention take no positions",
+    ),
+    (
+        _given("sequence_packing_scheduler"),
+        {"sequence_packing_scheduler": None},
+        "--sequence-packing-scheduler was left out (--use-varlen-dataset sets it): the plan packs sequences",
     ),
     (
         _given("tp_comm_overlap"),

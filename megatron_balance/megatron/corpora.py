@@ -133,7 +133,15 @@ def data_reasons(args: DataArguments) -> list[str]:
             "--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one"
         )
     if getattr(args, "fim_data", False):
-        reasons.append("--fim-data rearranges documents, and whole documents are delivered as they are; leave it out")
+        reasons.append(
+            "--fim-data rearranges documents, and whole documents are delivered as they are; set 'data: script'"
+        )
+    for flag in ("sft", "use_varlen_dataset"):
+        if getattr(args, flag, False):
+            reasons.append(
+                f"--{flag.replace('_', '-')} reads conversations, and whole documents come from a corpus of tokens; "
+                "set 'data: script'"
+            )
     if not any(getattr(args, name, None) for name in CORPUS_OPTIONS) and not reasons:
         reasons.append(
             "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "

@@ -12,7 +12,13 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import self_check, session
-from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
+from megatron_balance.megatron.forward_step import (
+    PlannedMicrobatch,
+    forward_step,
+    mask_counts,
+    mean_over_replicas,
+    planned_microbatch,
+)
 from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.microbatches import MakeLocal, Microbatches
 from megatron_balance.megatron.pipeline_ticks import TickRun
@@ -96,7 +102,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not forward_only:
             microbatches.trained(job, shared, job.planner(forward_only))
-        return result
+        return mean_over_replicas(result) if forward_only else result
 
     return schedule
 
@@ -112,7 +118,7 @@ def _planned_step(
         assert job.train_data is not None, "samples are read by number only where they are ours"
         iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
     reads = parallel.is_source and pool.has_tokens
-    mine, failure = read(iterator, draw.num_microbatches * reads, job.depths, job.first_sample)
+    mine, failure = read(iterator, draw.num_microbatches * reads, job.reader, job.depths, job.first_sample)
     mine = mine if pool.reads else []  # another rank of this replica read the same samples
     shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
     planned = planner.plan(shared.lengths, announced=shared.announced)
@@ -228,7 +234,7 @@ def _run_ticks(
     result = run.run(**kwargs)
     if not forward_only:
         job.steps.ran(planned, shared, run.counters)
-    return result
+    return mean_over_replicas(result) if forward_only else result
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:

@@ -39,6 +39,9 @@ class PlannedMicrobatch:
     position_ids: torch.Tensor
     padding_mask: torch.Tensor
     params: BalancedSeqParams
+    samples: torch.Tensor | None = None
+    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
+    num_samples: int = 0
 
     def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
         """The microbatch with other plans and slots for its backward, both by nano-batch."""
@@ -90,6 +93,8 @@ def planned_microbatch(
         position_ids=positions,
         padding_mask=local.padding[None],
         params=params[0],
+        samples=local.rows[:, -1] if num_samples else None,
+        num_samples=num_samples,
     )
 
 
@@ -129,7 +134,8 @@ def forward_step(
     data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """Token losses [1, T] of the next microbatch, and the function that sums them."""
-    args, timers = session.current().args, get_model_config(model).timers
+    job, timers = session.current(), get_model_config(model).timers
+    args = job.args
     if timers is not None:
         timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
@@ -139,6 +145,8 @@ def forward_step(
     if batch.params.ahead is not None:
         extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
+    if job.evaluates_replicas and not model.training:
+        return losses, partial(loss_of_replicas, batch, args.micro_batch_size)
     return losses, partial(checked_loss, batch.loss_mask)
 
 
@@ -172,6 +180,34 @@ def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     found = summed_loss(loss_mask, losses)
     _validate(found[0] / found[1].clamp(min=1))
     return found
+
+
+def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
+    """`checked_loss`, whose report has sum and tokens [replicas, 2] by the replica that read them."""
+    loss, num_tokens, _ = checked_loss(batch.loss_mask, losses)
+    assert batch.samples is not None, "rows say their samples where evaluation asks for them"
+    mask = batch.loss_mask.view(-1).float()
+    each = torch.stack([losses.detach().view(-1).float() * mask, mask], dim=1)
+    by_sample = each.new_zeros(batch.num_samples, 2).index_add_(0, batch.samples, each)
+    return loss, num_tokens, {"lm loss": by_sample.view(-1, micro_batch_size, 2).sum(1)}
+
+
+def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
+
+    With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own tokens,
+    and a plan spreads those over all ranks. Collective over the pool of the last stage, where
+    reports of `loss_of_replicas` are; others stay as they are.
+    """
+    if not stored or stored[0]["lm loss"].dim() < 2:
+        return stored
+    sums = torch.stack([each["lm loss"] for each in stored])
+    dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
+    return [
+        {**each, "lm loss": torch.stack([mean, torch.ones_like(mean)])}
+        for each, mean in zip(stored, means, strict=True)
+    ]
 
 
 def _validate(loss: torch.Tensor) -> None:

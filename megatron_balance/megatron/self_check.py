@@ -104,7 +104,7 @@ def _loss(stored: Sequence[Mapping[str, torch.Tensor]], *, summed: bool) -> floa
     """Loss per token of what a forward stored, NaN where that is nothing; `summed`: over the pool."""
     total = torch.zeros(2, device="cuda")
     for each in stored:
-        total += each["lm loss"].detach().view(-1)[:2]
+        total += each["lm loss"].detach().view(-1, 2).sum(0)
     if summed:
         dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
     loss, tokens = total.tolist()

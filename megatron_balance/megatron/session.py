@@ -27,6 +27,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import carry, core_attention, latent, machine, memory, ping_pong, rope, router
 from megatron_balance.megatron.arguments import (
+    averages_evaluation,
     balances_by_sample,
     check_joint_arguments,
     check_pipeline_arguments,
@@ -41,6 +42,7 @@ from megatron_balance.megatron.masks import masks_of
 from megatron_balance.megatron.place import Place
 from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.sub_sequences import Reader
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
@@ -179,7 +181,23 @@ class Session:
     @property
     def num_samples(self) -> int:
         """Samples of a microbatch of the pool, where a loss asks for the sample of a row; else 0."""
-        return self.pool.num_replicas * self.args.micro_batch_size if balances_by_sample(self.args) else 0
+        asked = balances_by_sample(self.args) or self.evaluates_replicas
+        return self.pool.num_replicas * self.args.micro_batch_size if asked else 0
+
+    @property
+    def evaluates_replicas(self) -> bool:
+        """Whether evaluation is the mean of replicas' microbatches, as in Megatron with --sft."""
+        return averages_evaluation(self.args)
+
+    @property
+    def reader(self) -> Reader:
+        """How batches of the iterator are read.
+
+        Experts count all tokens of a sample, and FP8 scales are of all rows.
+        """
+        args = self.args
+        dense = args.num_experts is None and args.fp8 is None
+        return Reader(leave_out_tails=dense, learned=args.position_embedding_type == "learned_absolute")
 
     @property
     def first_sample(self) -> int | None:
@@ -413,10 +431,19 @@ def check_samples(args: argparse.Namespace, config: Run) -> None:
     Raises:
         ConfigError: names the planner.
     """
-    if config.planner is not None and config.planner.planner.plan_step is not None and balances_by_sample(args):
+    if config.planner is None or config.planner.planner.plan_step is None:
+        return
+    reasons: list[str] = []
+    if balances_by_sample(args):
+        reasons.append(
+            "--moe-router-load-balancing-type seq_aux_loss is a loss of the samples of a microbatch; use aux_loss"
+        )
+    if averages_evaluation(args):
+        reasons.append("--sft averages evaluation over microbatches as they are read; set --eval-iters 0")
+    if reasons:
         raise ConfigError(
-            f"planner {config.planner.name} makes microbatches of its own, and --moe-router-load-balancing-type "
-            "seq_aux_loss is a loss of the samples of a microbatch; use aux_loss, or another planner"
+            f"planner {config.planner.name} makes microbatches of its own, and {'; '.join(reasons)}, or use another "
+            "planner"
         )
 
 

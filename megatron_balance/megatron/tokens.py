@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, DataError
 from megatron_balance.megatron.data import Documents, unpack
+from megatron_balance.megatron.sub_sequences import Reader
 from megatron_balance.training.ledger import Held
 from megatron_balance.training.nano_batches import NOTHING, Recalled
 from megatron_balance.training.plans import Draw
@@ -29,7 +30,11 @@ def job_device() -> torch.device:
 
 
 def read(
-    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int, depths: int, first_sample: int | None
+    data_iterator: Iterator[Mapping[str, torch.Tensor]],
+    num_microbatches: int,
+    reader: Reader,
+    depths: int,
+    first_sample: int | None,
 ) -> tuple[list[Sequences], Exception | None]:
     """The sequences of this rank's microbatches, on the host, or the error that prevented it.
 
@@ -38,14 +43,7 @@ def read(
     microbatches: list[Sequences] = []
     try:
         for _ in range(num_microbatches):
-            raw = next(data_iterator)
-            microbatches.append(
-                unpack(
-                    {name: raw[name] for name in ("tokens", "labels", "loss_mask", "position_ids")},
-                    depths,
-                    first_sample,
-                )
-            )
+            microbatches.append(unpack(reader.columns(next(data_iterator)), depths, first_sample))
     except Exception as error:  # raised again by share_lengths, on all ranks
         return [], error
     return microbatches, None

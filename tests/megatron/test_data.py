@@ -293,7 +293,12 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
         ({"data_path": None, "data_args_path": "/nowhere/paths"}, ConfigError, "/nowhere/paths: cannot be read"),
         ({"data_path": None, "train_data_path": ["/nowhere/a"]}, DataError, "/nowhere/a.bin: No such file"),
         ({"multiple_validation_sets": True}, ConfigError, "--multiple-validation-sets: .* as one set"),
-        ({"fim_data": True}, ConfigError, "--fim-data rearranges documents"),
+        ({"fim_data": True}, ConfigError, "--fim-data rearranges documents.*set 'data: script'"),
+        (
+            {"sft": True, "use_varlen_dataset": True},
+            ConfigError,
+            "--sft reads conversations.*; --use-varlen-dataset reads",
+        ),
         (
             {"fim_data": True, "dataloader_type": "cyclic"},
             ConfigError,

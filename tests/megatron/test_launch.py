@@ -101,9 +101,9 @@ def test_the_launcher_needs_a_script(train: Train) -> None:
 def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
     def refused(result: Result) -> None:
         assert result.codes == (2,)
-        assert "error: --qk-clip" in result.log(0) or "error: --sft" in result.log(0)
+        assert "error: --iterations-to-skip" in result.log(0)
 
-    train(1, "te_ring", {"sft": True}, entry="launch", before=(SCRIPT,), expect=refused)
+    train(1, "te_ring", {"iterations-to-skip": 3}, entry="launch", before=(SCRIPT,), expect=refused)
 
 
 def test_both_sides_agree_step_by_step(train: Train) -> None:

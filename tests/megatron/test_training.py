@@ -222,7 +222,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
 def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
     def refused(result: Result) -> None:
         assert result.codes == (2, 2)
-        for flag in ("--sft packs", "--dataloader-type cyclic", "--fim-data rearranges"):
+        for flag in ("--sft reads conversations", "--dataloader-type cyclic", "--fim-data rearranges"):
             assert flag in one_line(result)
 
     given = {"sft": True, "dataloader-type": "cyclic", "fim-data": True}

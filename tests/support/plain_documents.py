@@ -33,14 +33,14 @@ def forward_step(data_iterator, model):
     return torch.cat(losses, dim=1), functools.partial(loss_func, loss_mask[:, :held])
 
 
-def write_gradients(folder):
+def write_gradients(folder, rank=0):
     finalize, steps = training.finalize_model_grads, iter(range(1, 1000))
 
     @functools.wraps(finalize)
     def finalized(model, *args, **kwargs):
         result = finalize(model, *args, **kwargs)
         found = {name: each.main_grad.numpy() for name, each in model[0].named_parameters()}
-        np.savez(folder / f"gradients.{next(steps)}.0.npz", **found)
+        np.savez(folder / f"gradients.{next(steps)}.{rank}.npz", **found)
         return result
 
     training.finalize_model_grads = finalized
