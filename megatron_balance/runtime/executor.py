@@ -16,8 +16,8 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
-from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
-from megatron_balance.runtime.lower.views import Buffers, Later, Views
+from megatron_balance.runtime.lower.sums import is_whole, whole_of
+from megatron_balance.runtime.lower.views import Buffers, ExchangeForm, Later, Views
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
 from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
@@ -96,7 +96,8 @@ class ForwardRun(PhaseRun):
     def other_pack(self, message: Message, into: Sequence[Later]) -> None:
         self.sending.append(Sent(message.packed, *into))
 
-    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+        del form
         for message, slots, at in arrived:
             self.partials.add(message.packed, message.merges, *slots[at])
 
@@ -120,6 +121,10 @@ class BackwardRun(PhaseRun):
         self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
         self.begun: list[Place] = []  # to be copied by the next `begin_sums`
+        self.fresh: set[Value] = set()  # totals that were never written
+        self.touched: set[Value] = set()  # by the next `add`
+        self.room = dict[Value, tuple[Tensor, ...]]()  # of totals to come, beside others
+        self.shared = bound.totals[id(bound.backward)]
 
     def gradients(self) -> tuple[Tensor, ...]:
         """End the backward: the gradients of q, k and v."""
@@ -159,13 +164,17 @@ class BackwardRun(PhaseRun):
         held = self.held.get((kind, buffer))
         if held is None:
             held = self.total((kind, buffer))
+            if (kind, buffer) in self.fresh:
+                self.fresh.discard((kind, buffer))
+                for x in (self.joined[buffer],) if kind == Kind.KV_GRAD and self.form.joined else held:
+                    x.zero_()
             self.begin_sums()
         return held
 
     def total(self, value: Value) -> tuple[Tensor, ...]:
         """Memory [T, heads, D or V] in the wide type that gradients of a buffer are added to.
 
-        The first of them is there behind the next `begin_sums`.
+        The first of them is there behind the next `begin_sums`, or the next `add`, which begins it.
         """
         before = self.totals.get(value)
         if before is not None and before[0].dtype == self.wide:
@@ -173,9 +182,7 @@ class BackwardRun(PhaseRun):
         total = self.new_total(value)
         parts = self.held.pop(value, None) if before is None else before
         if parts is None:
-            together = value[0] == Kind.KV_GRAD and self.form.joined
-            for x in (self.joined[value[1]],) if together else total:
-                x.zero_()
+            self.fresh.add(value)
         else:
             whole = self.whole(value)
             self.begun += [Place(whole, part, (x,)) for x, part in zip(total, parts, strict=True)]
@@ -185,16 +192,29 @@ class BackwardRun(PhaseRun):
     def new_total(self, value: Value) -> tuple[Tensor, ...]:
         """Memory for a total, not filled."""
         kind, buffer = value
-        owned = not buffer and self.dtype == self.wide  # handed to the caller as it is
-        empty = partial(torch.empty, device=self.device) if owned else self.groups_empty
+        if value not in self.room:
+            self.make_room(value)
+        tensors = self.room.pop(value)
         if kind == Kind.KV_GRAD and self.form.joined:
-            both = self.joined[buffer] = empty((2, *self.size(value), self.form.dim), dtype=self.wide)
-            return tuple(both.unbind(0))
-        widths = self.form.kv_widths if kind == Kind.KV_GRAD else (self.form.dim,)
-        return tuple([empty((*self.size(value), width), dtype=self.wide) for width in widths])
+            self.joined[buffer] = tensors[0]
+            return tuple(tensors[0].unbind(0))
+        return tensors
 
-    def groups_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.empty(*shape, dtype=dtype)
+    def make_room(self, value: Value) -> None:
+        """Make the tensors of a total, and of those that share its memory."""
+        together = self.shared.get(value)
+        if together is not None:
+            views = Views(self.empty(together.num_bytes, dtype=torch.uint8), together.places)
+            self.room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
+            return
+        # Handed to the caller as it is, so that it has memory of its own.
+        kind, size = value[0], self.size(value)
+        if kind == Kind.KV_GRAD and self.form.joined:
+            shapes = [(2, *size, self.form.dim)]
+        else:
+            widths = self.form.kv_widths if kind == Kind.KV_GRAD else (self.form.dim,)
+            shapes = [(*size, width) for width in widths]
+        self.room[value] = tuple([torch.empty(shape, dtype=self.wide, device=self.device) for shape in shapes])
 
     def begin_sums(self) -> None:
         """Copy the gradients that others are added to, all of them at once."""
@@ -207,6 +227,9 @@ class BackwardRun(PhaseRun):
         self.begin_sums()
         if places:
             self.bound.mover.add(places)
+        if self.fresh:
+            self.fresh -= self.touched
+        self.touched.clear()
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
@@ -234,8 +257,13 @@ class BackwardRun(PhaseRun):
         """The places of packed gradients that are added."""
         if not packed.runs:
             return []
-        totals = [self.total((kind, run.buffer)) for run in packed.runs]
-        return [Place(packed, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
+        values = [(kind, run.buffer) for run in packed.runs]
+        totals = [self.total(value) for value in values]
+        fresh = ()
+        if self.fresh:
+            self.touched.update(values)
+            fresh = tuple([number for number, value in enumerate(values) if value in self.fresh])
+        return [Place(packed, x, tuple([total[i] for total in totals]), fresh) for i, x in enumerate(grads)]
 
     def received_places(self, message: Message, slots: Views, at: int) -> list[Place]:
         """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
@@ -307,24 +335,26 @@ class BackwardRun(PhaseRun):
             case _:
                 self.write_both(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into)
 
-    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         if arrived[0][0].kind == Kind.OUT_GRAD:
-            self.place_final(arrived)
+            self.place_final(arrived, form)
         else:
             self.add([place for each in arrived for place in self.received_places(*each)])
 
-    def place_final(self, arrived: Sequence[Arrived]) -> None:
+    def place_final(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         """Unpack the gradients, outputs and LSE of queries that this rank serves for others.
 
-        All rows of a buffer in one message are used where they lie.
+        A message of all rows of its buffers is used where it lies.
         """
         places: list[Place] = []
         for message, slots, at in arrived:
             runs = message.packed.runs
-            if runs[0].buffer not in self.dout and becomes_buffer(message.packed, self.bound.query_rows):
-                buffer = runs[0].buffer
-                self.dout.later[buffer], self.out.later[buffer] = slots.later(at, 0, 0), slots.later(at, 0, 1)
-                self.lse.later[buffer] = slots.later(at, 1)
+            if form.become[at] and not any(run.buffer in self.dout for run in runs):
+                for run in runs:
+                    rows = (run.row, run.count)
+                    self.dout.later[run.buffer] = slots.later_rows(at, 0, 0, rows)
+                    self.out.later[run.buffer] = slots.later_rows(at, 0, 1, rows)
+                    self.lse.later[run.buffer] = slots.later_rows(at, 1, -1, rows)
                 continue
             for buffer in {run.buffer for run in runs if run.buffer not in self.dout}:
                 rows, heads = self.bound.query_rows[buffer]

@@ -349,7 +349,7 @@ class PhaseRun:
         form, slots = self.forms[exchange.id], self.under_way.pop(exchange.id)
         with self.named(PLACE, exchange.zone, exchange.id):
             for together in form.together:
-                self.arrive([(form.brought[at], slots, at) for at in together])
+                self.arrive([(form.brought[at], slots, at) for at in together], form)
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
     def pack(self, message: Message, into: Sequence[Later]) -> None:
@@ -419,8 +419,8 @@ class PhaseRun:
             self.write(packed, lambda b, i=i: of(b, i), both[i])
         return both
 
-    def arrive(self, arrived: Sequence[Arrived]) -> None:
-        """Take messages of one kind that touch no row in common."""
+    def arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+        """Take messages of one kind, or of gradients, that `form` says are taken together."""
         match arrived[0][0].kind:
             case Kind.Q:
                 for message, slots, at in arrived:
@@ -433,7 +433,7 @@ class PhaseRun:
                     self.stacked.later[message.buffer] = both = slots.later(at, 0)
                     self.kv.later[message.buffer] = _halves(both)
             case _:
-                self.other_arrive(arrived)
+                self.other_arrive(arrived, form)
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Keys and values, or their gradients, of a message that is carried by these."""
@@ -448,5 +448,5 @@ class PhaseRun:
     def other_pack(self, message: Message, into: Sequence[Later]) -> None:
         raise NotImplementedError
 
-    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         raise NotImplementedError

@@ -26,7 +26,9 @@ from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.triton.kernels import AddBlock
 from megatron_balance.runtime.movers.triton.mover import TritonMover
+from megatron_balance.runtime.movers.triton.tables import add_tables
 from megatron_balance.runtime.shape import AttentionShape
 
 CPU = torch.device("cpu")
@@ -266,6 +268,74 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         close(found, expected, SUM_TOLERANCE[torch.float32] if found.dtype == torch.float32 else 0.0)
 
 
+@few
+@given(
+    packs=st.lists(packings(distinct=False), min_size=1, max_size=6),
+    fresh=st.sets(st.integers(0, 2)),
+    ahead=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
+    """Gradients that peers send of the same rows, in one memory, added to the same buffers, of which
+    some were never written. Their table is made ahead, or in the first layer.
+    """
+    form = Form.of(AttentionShape(1, 1, 8, 8), dtype, "fp32")
+    carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
+    lies = layout(tuple(carried), form).places
+    size = {b: tuple(max(sizes.get(b, (1, 1))[i] for _, sizes in packs) for i in (0, 1)) for b in range(3)}
+    new = [tuple(i for i, run in enumerate(packed.runs) if run.buffer in fresh) for packed, _ in packs]
+    moved = tuple(
+        Moved(
+            packed,
+            (dtype, torch.float32, 8),
+            tuple(Site(("sum", run.buffer)) for run in packed.runs),
+            Site("block", at.begin, at.strides[0]),
+            tuple((i, size[packed.runs[i].buffer]) for i in own),
+        )
+        for (packed, _), (at,), own in zip(packs, lies, new, strict=True)
+    )
+    results = []
+    for mover in movers():
+        if ahead:
+            mover.prepare([Move("add", moved)], {}, form)
+        raw = torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8)
+        messages = [x for (x,) in unpack(raw, carried, form)]
+        for seed, m in enumerate(messages):
+            m.copy_(values(tuple(m.shape), dtype, 99 + seed))
+        named = {packed.runs[i].buffer for (packed, _), own in zip(packs, new, strict=True) for i in own}
+        held = [torch.full((*size[b], 8), float("nan") if b in named else 1.0) for b in range(3)]
+        mover.add(
+            [
+                Place(p, m, tuple(held[run.buffer] for run in p.runs), own)
+                for (p, _), m, own in zip(packs, messages, new, strict=True)
+            ]
+        )
+        results.append(held)
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, SUM_TOLERANCE[torch.float32])
+
+
+def added_at_once() -> None:
+    """Check that gradients of the same rows, in one memory, to a fresh buffer are one launch."""
+    form, counts = Form.of(AttentionShape(2, 2, 16, 16), torch.float32, "fp32"), (3, 5, 2)
+    packs = [packed_of([(0, [*range(1, 1 + n)], 0, 2, 0)], 2) for n in counts]
+    carried = [(Kind.Q_GRAD, n, 2) for n in counts]
+    moved = [
+        Moved(p, (form.wide, form.wide, 16), (Site("sum"),), Site("block", at.begin, at.strides[0]), ((0, (8, 2)),))
+        for p, (at,) in zip(packs, layout(tuple(carried), form).places, strict=True)
+    ]
+    tables = add_tables(moved, CPU)
+    assert len(tables) == 1
+    assert len(tables[0].pairs) == 1
+    rows = [[0] * 8 for _ in range(2)]
+    for block in tables[0].blocks.tolist():
+        begin, count = block[AddBlock.TARGET_LIST], block[AddBlock.COUNT]
+        for row in tables[0].index[begin : begin + count].tolist():
+            rows[0][row] += 1
+            rows[1][row] += block[AddBlock.FRESH]
+    assert rows == [[1] * 8] * 2  # each is written once, also where nothing is added
+
+
 def apart() -> None:
     """Keys and values of two widths: the same rows, which lie elsewhere in the messages' memory."""
     form, counts = Form.of(AttentionShape(2, 2, 16, 8), torch.bfloat16, "fp32"), (3, 5, 2)
@@ -367,7 +437,7 @@ def movers() -> tuple[Mover, Mover]:
 
 def main() -> None:
     passed = {}
-    for test in (fill, place, add, partials, shared, apart, sent, empty):
+    for test in (fill, place, add, partials, shared, sums, added_at_once, apart, sent, empty):
         test()
         passed[test.__name__] = True
     print(json.dumps(passed))  # noqa: T201  read by the test that started this process

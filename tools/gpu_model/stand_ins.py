@@ -272,12 +272,18 @@ class TritonLaunch:
                 to = _rows(index, 0, block[AddBlock.TARGET_LIST], count)
                 first = _rows(index, 0, block[AddBlock.FIRST_LIST], count)
                 number = _rows(index, 0, block[AddBlock.NUMBER_LIST], count)
-                of = [int(index[a + i]) for a, n in zip(first, number, strict=True) for i in range(n)]
+                at = [a + i for a, n in zip(first, number, strict=True) for i in range(n)]
+                of, begins = index[at].tolist(), UNIT * index[[i + block[AddBlock.BEHIND] for i in at]]
             # Pair and heads are the same columns of both tables.
-            pair, heads = block[CopyBlock.PAIR], block[CopyBlock.HEADS]
-            begins = (UNIT * block[CopyBlock.SOURCE_BEGIN], UNIT * block[CopyBlock.TARGET_BEGIN])
-            reads += _of_rows(sources[pair], of, block[CopyBlock.SOURCE_HEAD], heads, begins[0])
-            writes += _of_rows(targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, begins[1])
+            pair, heads, source_head = block[CopyBlock.PAIR], block[CopyBlock.HEADS], block[CopyBlock.SOURCE_HEAD]
+            if self.name == "copy_rows":
+                reads += _of_rows(sources[pair], of, source_head, heads, UNIT * block[CopyBlock.SOURCE_BEGIN])
+            else:
+                for row, begin in zip(of, begins.tolist(), strict=True):
+                    reads += _of_rows(sources[pair], [row], source_head, heads, begin)
+            writes += _of_rows(
+                targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, UNIT * block[CopyBlock.TARGET_BEGIN]
+            )
         reads, writes = joined(reads), joined(writes)
         num_bytes = sum(b - a for a, b in (*reads, *writes))
         self.recorder.launch(self.name, reads, writes, Work("rows", num_bytes))

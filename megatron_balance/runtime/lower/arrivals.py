@@ -9,6 +9,7 @@ other, in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from megatron_balance.ir.program import Kind
@@ -37,10 +38,20 @@ def arrivals(receives: Sequence[Message]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(call) for numbers in calls.values() for call in numbers)
 
 
-def taken_together(exchange: ExchangeStep, num_brought: int) -> list[tuple[int, ...]]:
-    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others."""
+def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = False) -> list[tuple[int, ...]]:
+    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others.
+
+    `wide`: gradients travel in the type that they are summed in. Then all are added in one call, which
+    takes those of a row in order. In a narrower type the first of a buffer may have to be added to
+    before it is converted.
+    """
     of_call = [tuple(number for number in numbers if number < num_brought) for numbers in exchange.arrivals]
-    return [numbers for numbers in of_call if numbers]
+    calls = [numbers for numbers in of_call if numbers]
+    if not wide:
+        return calls
+    grads = [numbers for numbers in calls if exchange.receives[numbers[0]].kind in GRADS]
+    others = [numbers for numbers in calls if numbers not in grads]
+    return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
 
 
 def _box(kind: Kind, run: Run) -> _Box:

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, Place
+from megatron_balance.runtime.lower.parcels import Form, Place, places_of
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -29,8 +30,8 @@ from megatron_balance.runtime.lower.steps import (
     Start,
     Sums,
 )
-from megatron_balance.runtime.lower.sums import becomes_buffer, is_whole, whole_of
-from megatron_balance.runtime.lower.views import ExchangeForm
+from megatron_balance.runtime.lower.sums import is_whole, whole_of
+from megatron_balance.runtime.lower.views import ExchangeForm, Together
 
 Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
 """A mover's method; or a method of its partials: "partial", outputs of one packed tensor that are
@@ -67,12 +68,15 @@ class Moved(NamedTuple):
         kind: what one launch may move together; None where rows are merged, not moved.
         of: of each run, where its buffer lies; empty: each buffer is a tensor of its own.
         own: where the packed rows lie; None: a tensor of its own.
+        fresh: number of each run whose buffer was never written, and (rows, heads) of that: rows that
+            are added begin it, and all others become zero.
     """
 
     packed: Packed
     kind: Alike | None = None
     of: tuple[Site, ...] = ()
     own: Site | None = None
+    fresh: tuple[tuple[int, tuple[int, int]], ...] = ()
 
 
 class Move(NamedTuple):
@@ -91,20 +95,28 @@ class _Filled(NamedTuple):
 
 Forms: TypeAlias = Mapping[int, ExchangeForm]
 """Facts of exchanges that are the same in every layer, by their id."""
+Totals: TypeAlias = dict[Value, Together]
+"""Of each sum of gradients, the memory that it shares with others."""
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
 
 def moves_of(
-    phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, forms: Forms, sites: Sites | None = None
+    phase: Phase,
+    sizes: tuple[Sizes, Sizes],
+    form: Form,
+    forms: Forms,
+    sites: Sites | None = None,
+    totals: Totals | None = None,
 ) -> Iterator[Move]:
     """The calls that one run of a phase makes.
 
     `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
-    left.
+    left; `totals`: filled with the memory of its sums of gradients.
     """
-    walk = _Walk(*sizes, form, {} if sites is None else sites, id(phase))
-    for step in phase.steps:
+    walk = _Walk(*sizes, form, {} if sites is None else sites, phase)
+    for index, step in enumerate(phase.steps):
+        walk.step = index
         match step:
             case Launch():
                 yield Move("fill", walk.operands(step))
@@ -121,6 +133,8 @@ def moves_of(
                 yield from walk.received(exchange, forms[exchange.id])
     if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
         yield from walk.ended()
+    if totals is not None:
+        totals |= walk.made()
 
 
 _LSE = "lse"
@@ -134,15 +148,21 @@ class _Walk:
     """The state of a phase's run that decides what is moved.
 
     Attributes:
+        step: number of the step that is taken.
         held: types of the only gradients of buffers so far.
         totals: types of the sums of gradients of buffers.
         begun: gradients that become the first of a sum.
+        fresh: sums that were never written.
         finals: buffers with output, its gradient and LSE.
+        shared: memory of sums that begin in one step and are let go in one.
     """
 
-    def __init__(self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Hashable) -> None:
-        self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, phase
-        self.launches = 0
+    def __init__(self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Phase) -> None:
+        self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, id(phase)
+        self.let_go = {value: index for index, values in enumerate(phase.last_uses) for value in values}
+        self.step = self.launches = 0
+        self.fresh: set[Value] = set()
+        self.shared: dict[tuple[int, int], list[tuple[Value, tuple[Place, ...]]]] = {}
         self.finals = {0}
         self.rows: Alike = (form.dtype, form.dtype, form.dim)
         self.values: Alike = (form.dtype, form.dtype, form.value_width)
@@ -151,6 +171,7 @@ class _Walk:
         self.held: dict[Value, torch.dtype] = {}
         self.totals: dict[Value, torch.dtype] = {}
         self.begun: list[Moved] = []
+        self.named: list[tuple[Kind, Packed]] = []  # of the addition that comes
 
     # Where tensors lie
 
@@ -288,6 +309,7 @@ class _Walk:
         for value in values:
             if value not in self.held:
                 self.total(value)
+                self.fresh.discard(value)
         return self.held.get(values[0], self.form.wide)
 
     def total(self, value: Value) -> None:
@@ -297,13 +319,41 @@ class _Walk:
         whole = whole_of(value, self.queries if value[0] == Kind.Q_GRAD else self.keys)
         widths = self.widths(value[0])
         sites = [self.of(whole, value[0], part)[0] for part in range(len(widths))]
-        self.lie(*value, None)
+        self.lie(*value, self.room(value))
         self.totals[value] = self.form.wide
-        if dtype is not None:
+        if dtype is None:
+            self.fresh.add(value)
+        else:
             self.begun += [
                 Moved(whole, (dtype, self.form.wide, widths[part]), self.of(whole, value[0], part), site)
                 for part, site in enumerate(sites)
             ]
+
+    def room(self, value: Value) -> Sequence[Site] | None:
+        """Where a new sum lies, beside others that live as long; None: in memory of its own."""
+        form, (kind, buffer) = self.form, value
+        if not buffer and form.dtype == form.wide:  # handed to the caller as it is
+            return None
+        rows, heads = (self.queries if kind == Kind.Q_GRAD else self.keys)[buffer]
+        if kind == Kind.KV_GRAD and form.joined:
+            shapes = ((2, rows, heads, form.dim),)
+        else:
+            shapes = tuple((rows, heads, width) for width in self.widths(kind))
+        key = (self.step, self.let_go.get(value, -1))
+        beside = self.shared.setdefault(key, [])
+        places = places_of(shapes, form.wide, beside[-1][1][-1] if beside else None)
+        beside.append((value, places))
+        return [site for place in places for site in _halves(place, ("sums", self.phase, *key))]
+
+    def made(self) -> Totals:
+        """The memory of all sums that were made."""
+        found: Totals = {}
+        for beside in self.shared.values():
+            last = beside[-1][1][-1]
+            values, places = zip(*beside, strict=True)
+            together = Together(values, places, padded(last.begin + last.num_bytes))
+            found |= dict.fromkeys(together.values, together)
+        return found
 
     def summing(self, added: tuple[Moved, ...]) -> Iterator[Move]:
         """The calls that add gradients, behind those that begin their sums."""
@@ -311,6 +361,8 @@ class _Walk:
             yield Move("place", tuple(self.begun))
             self.begun = []
         yield Move("add", added)
+        self.fresh -= {(kind, run.buffer) for kind, packed in self.named for run in packed.runs}
+        self.named = []
 
     def ended(self) -> Iterator[Move]:
         """The conversion of sums to the caller's type."""
@@ -346,8 +398,13 @@ class _Walk:
     def each(self, kind: Kind, packed: Packed, own: Sequence[Site], dtype: torch.dtype) -> tuple[Moved, ...]:
         """Additions of packed gradients of type `dtype`."""
         total = self.totals[kind, packed.runs[0].buffer]
+        self.named.append((kind, packed))
+        sizes = self.queries if kind == Kind.Q_GRAD else self.keys
+        fresh = tuple(
+            (number, sizes[run.buffer]) for number, run in enumerate(packed.runs) if (kind, run.buffer) in self.fresh
+        )
         return tuple(
-            Moved(packed, (dtype, total, width), self.of(packed, kind, part), site)
+            Moved(packed, (dtype, total, width), self.of(packed, kind, part), site, fresh)
             for part, (width, site) in enumerate(zip(self.widths(kind), own, strict=True))
         )
 
@@ -355,16 +412,19 @@ class _Walk:
         """The calls for the messages that an exchange brings."""
         sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
         for together in form.together:
-            yield from self.arrived([(form.brought[at], sites[at]) for at in together])
+            yield from self.arrived([(form.brought[at], sites[at], form.become[at]) for at in together])
 
-    def arrived(self, arrived: Sequence[tuple[Message, Sequence[Site]]]) -> Iterator[Move]:
-        """The calls for messages of one kind that arrive together, each with where it lies."""
+    def arrived(self, coming: Sequence[tuple[Message, Sequence[Site], bool]]) -> Iterator[Move]:
+        """The calls for messages of one kind that arrive together, each with where it lies, and
+        whether it becomes buffers.
+        """
+        arrived = [(message, at) for message, at, _ in coming]
         match arrived[0][0].kind:
             case Kind.OUT:
                 for message, _ in arrived:
                     yield Move("partial", (Moved(message.packed),))
             case Kind.OUT_GRAD:
-                rest = [(m, at) for m, at in arrived if not self.adopted(m, at)]
+                rest = [(m, at) for m, at, becomes in coming if not self.adopted(m, at, becomes=becomes)]
                 yield Move("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
             case Kind.Q_GRAD | Kind.KV_GRAD:
                 yield from self.summing(tuple(moved for m, at in arrived for moved in self.received_grads(m, at)))
@@ -372,16 +432,19 @@ class _Walk:
                 for message, at in arrived:
                     self.lie(message.kind, message.buffer, at)
 
-    def adopted(self, message: Message, at: Sequence[Site]) -> bool:
-        """Whether a message of output gradients becomes a buffer."""
-        buffer = message.packed.runs[0].buffer
-        if buffer in self.finals or not becomes_buffer(message.packed, self.queries):
-            self.finals |= {run.buffer for run in message.packed.runs}
-            return False
-        self.finals.add(buffer)
-        self.lie(Kind.OUT_GRAD, buffer, at[:2])
-        self.lie(_LSE, buffer, at[2:])
-        return True
+    def adopted(self, message: Message, at: Sequence[Site], *, becomes: bool) -> bool:
+        """Whether a message of output gradients, all of some buffers, becomes them."""
+        named = {run.buffer for run in message.packed.runs}
+        becomes = becomes and not named & self.finals
+        self.finals |= named
+        if becomes:
+            heads, form = message.packed.num_heads, self.form
+            sizes = (*[heads * form.value_width * form.dtype.itemsize] * 2, heads * form.wide.itemsize)
+            for run in message.packed.runs:
+                own = [site._replace(begin=site.begin + run.row * n) for site, n in zip(at, sizes, strict=True)]
+                self.lie(Kind.OUT_GRAD, run.buffer, own[:2])
+                self.lie(_LSE, run.buffer, own[2:])
+        return becomes
 
     def received_grads(self, message: Message, at: Sequence[Site]) -> tuple[Moved, ...]:
         packed, kind = message.packed, message.kind

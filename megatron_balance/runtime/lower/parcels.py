@@ -92,6 +92,16 @@ class Place(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+def places_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, behind: Place | None) -> tuple[Place, ...]:
+    """Tensors of a type one after the other, `behind` a place of the same memory if there is one."""
+    places: list[Place] = []
+    for shape in shapes:
+        begin = 0 if behind is None else padded(behind.begin + behind.num_bytes)
+        behind = Place(begin, dtype, shape, tuple(prod(shape[at:]) for at in range(1, len(shape) + 1)))
+        places.append(behind)
+    return tuple(places)
+
+
 class Layout(NamedTuple):
     """Messages packed one after the other: bytes of all, and the tensors of each."""
 

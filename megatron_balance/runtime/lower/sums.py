@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from megatron_balance.analysis.wire import ALIGN
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import GRADS, Value
 from megatron_balance.runtime.lower.regions import Run
@@ -49,10 +50,18 @@ def is_whole(run: Run, packed: Packed, size: tuple[int, int]) -> bool:
     return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
 
 
-def becomes_buffer(packed: Packed, sizes: Mapping[int, tuple[int, int]]) -> bool:
-    """Whether packed rows that came in a message are all of a buffer that is not the caller's."""
-    run = packed.runs[0]
-    return len(packed.runs) == 1 and run.buffer > 0 and is_whole(run, packed, sizes[run.buffer])
+def become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
+    """Whether packed rows that came in a message are all of one or of several buffers, none of them
+    the caller's, and may be used where they lie: each buffer begins aligned.
+
+    `head_bytes`: of a head of a row, of each tensor.
+    """
+    return len({run.buffer for run in packed.runs}) == len(packed.runs) and all(
+        run.buffer > 0
+        and is_whole(run, packed, sizes[run.buffer])
+        and not any(run.row * packed.num_heads * num_bytes % ALIGN for num_bytes in head_bytes)
+        for run in packed.runs
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -17,9 +17,11 @@ from torch import Tensor
 from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.arrivals import taken_together
+from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.parcels import Form, Place, layout, shapes
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import ExchangeStep, Message
+from megatron_balance.runtime.lower.sums import become_buffers
 
 T = TypeVar("T")
 Later: TypeAlias = Callable[[], Tensor]
@@ -62,6 +64,11 @@ class Views:
         if half < 0:
             return lambda: self[at][part]
         return lambda: self[at][part][half]
+
+    def later_rows(self, at: int, part: int, half: int, rows: tuple[int, int]) -> Later:
+        """`rows` (first, number) of what `later` makes."""
+        whole = self.later(at, part, half)
+        return lambda: whole().narrow(0, *rows)
 
     def _view(self, place: Place) -> Tensor:
         begin, dtype, shape, strides = place
@@ -151,6 +158,20 @@ class Arranged:
         return sum(num_bytes for _, num_bytes in self.peers)
 
 
+class Together(NamedTuple):
+    """Sums of gradients that begin in one step and are let go in one, in one memory.
+
+    Attributes:
+        values: which.
+        places: of the tensors of each.
+        num_bytes: of the memory.
+    """
+
+    values: tuple[Value, ...]
+    places: tuple[tuple[Place, ...], ...]
+    num_bytes: int
+
+
 class Block(NamedTuple):
     """Memory, uint8 [bytes], with all messages that an exchange sends, or brings."""
 
@@ -172,6 +193,8 @@ class ExchangeForm:
         out: where packed messages lie.
         back: where those lie that arrive.
         together: numbers of those that are taken in one call (`lower.arrivals`).
+        become: of each message that arrives, whether its output gradients are all of one or several
+            buffers, which are used where they lie.
     """
 
     sent: Sequence[Message]
@@ -181,13 +204,21 @@ class ExchangeForm:
     out: Arranged
     back: Arranged
     together: Sequence[tuple[int, ...]]
+    become: tuple[bool, ...]
 
     @classmethod
     def of(
-        cls, exchange: ExchangeStep, sides: tuple[Sequence[Message], Sequence[Message]], form: Form, *, is_block: bool
+        cls,
+        exchange: ExchangeStep,
+        sides: tuple[Sequence[Message], Sequence[Message]],
+        form: Form,
+        queries: Mapping[int, tuple[int, int]],
+        *,
+        is_block: bool,
     ) -> ExchangeForm:
-        """`sides`: messages that leave, and those that arrive."""
+        """`sides`: messages that leave, and those that arrive; `queries`: (rows, heads) of buffers."""
         sent, brought = sides
+        row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
         chosen = [m for m in sent if is_block or _is_packed(m, exchange, form)]
         if not is_block and len(chosen) < 2:
             chosen = []
@@ -199,7 +230,8 @@ class ExchangeForm:
             tuple([numbers.get(id(m), -1) for m in sent]),
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
-            taken_together(exchange, len(brought)),
+            taken_together(exchange, len(brought), wide=form.gradient == form.wide),
+            tuple([m.kind == Kind.OUT_GRAD and become_buffers(m.packed, queries, row_bytes) for m in brought]),
         )
 
 

@@ -56,12 +56,14 @@ class Sent(NamedTuple):
 class Place(NamedTuple):
     """Packed rows written, or added, to rows of buffers.
 
-    `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...].
+    `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...]; `fresh`: numbers of the
+    runs whose buffers were never written: what is added begins them, and all other rows become zero.
     """
 
     packed: Packed
     source: Tensor | Later
     targets: Sequence[Tensor]
+    fresh: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,9 @@ class Mover(Protocol):
         ...
 
     def add(self, places: Sequence[Place]) -> None:
-        """Add the sources to their rows. A row may be named often: several entries use a key."""
+        """Add the sources to their rows. A row may be named often, in one place and in several:
+        entries use the same key, and peers send gradients of it.
+        """
         ...
 
     def partials(self, space: Space) -> Partials:

@@ -35,7 +35,7 @@ class PlainMover:
                 rows_view(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
 
     def place(self, places: Sequence[Place]) -> None:
-        for packed, of, targets in places:
+        for packed, of, targets, _ in places:
             source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 own = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
@@ -45,7 +45,9 @@ class PlainMover:
                     heads_view(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
 
     def add(self, places: Sequence[Place]) -> None:
-        for packed, of, targets in places:
+        for target in {id(x): x for place in places for x in map(place.targets.__getitem__, place.fresh)}.values():
+            target.zero_()
+        for packed, of, targets, _ in places:
             source = made(of)
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 added = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)

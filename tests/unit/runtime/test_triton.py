@@ -43,6 +43,8 @@ def test_kernels_equal_their_twins() -> None:
         "add": True,
         "partials": True,
         "shared": True,
+        "sums": True,
+        "added_at_once": True,
         "apart": True,
         "sent": True,
         "empty": True,

@@ -40,13 +40,14 @@ class AddBlock:
     """Columns of a block of `add_rows`, which reads them by number.
 
     Lists in the index: the target rows, the place of the first source of each, the number of its
-    sources. A first source is a place in the list of source rows, also in the index. Begins as in
-    `CopyBlock`.
+    sources. A first source is a place in the list of source rows, also in the index; `BEHIND` it is
+    where that row's tensor begins. Begins as in `CopyBlock`. `FRESH` 1: the target rows were never
+    written, and are not read.
     """
 
-    WIDTH = 11
+    WIDTH = 12
     PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES = range(6)
-    SOURCE_HEAD, TARGET_HEAD, HEADS, SOURCE_BEGIN, TARGET_BEGIN = range(6, 11)
+    SOURCE_HEAD, TARGET_HEAD, HEADS, BEHIND, TARGET_BEGIN, FRESH = range(6, 12)
 
 
 def disguised(value: int) -> int:
@@ -133,14 +134,14 @@ def add_rows(  # noqa: PLR0913, PLR0917
     """target[pair][rows, heads] += sums of source rows in the target's type, for every `AddBlock`.
 
     A target row is read and written once, by one program, which takes its source rows in the order
-    of the table.
+    of the table. Of a fresh one it is only written.
     """
-    block = blocks + tl.program_id(0).to(tl.int64) * 11
+    block = blocks + tl.program_id(0).to(tl.int64) * 12
     pair = tl.load(block)
     target_at, first_at, number_at = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     count, most = tl.load(block + 4), tl.load(block + 5)
     source_head, target_head, heads = tl.load(block + 6), tl.load(block + 7), tl.load(block + 8)
-    source_begin, target_begin = tl.load(block + 9), tl.load(block + 10)
+    behind, target_begin, fresh = tl.load(block + 9), tl.load(block + 10), tl.load(block + 11)
     row = tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = row < count
@@ -152,13 +153,14 @@ def add_rows(  # noqa: PLR0913, PLR0917
             within = (col < elements(heads, DIM, VEC))[None, :]
             from_col = elements(source_head, DIM, VEC) + col
             to_col = elements(target_head, DIM, VEC) + col
-            source = sources[i] + units(source_begin, sources[i])
             target = targets[i] + units(target_begin, targets[i])
             place = target + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
-            total = tl.load(place, mask=live[:, None] & within)
+            total = tl.load(place, mask=live[:, None] & within & (fresh == 0), other=0.0)
             for j in range(most):
                 some = j < number
                 from_row = tl.load(index + first + j, mask=some, other=0)
+                begin = tl.load(index + first + behind + j, mask=some, other=0)
+                source = sources[i] + units(begin, sources[i])[:, None]
                 added = tl.load(
                     source + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
                     mask=some[:, None] & within,

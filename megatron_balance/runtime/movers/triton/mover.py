@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_balance.runtime.lower.moves import Alike, Call, Move, Moved
+from megatron_balance.runtime.lower.moves import Alike, Call, Move, Moved, Site
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.tables import tensors_in
@@ -148,7 +148,7 @@ class TritonMover:
     def _move(self, call: Call, kernel: Any, moves: Sequence[Any]) -> bool:
         """Launch what moves these rows (`Fill`, `Place`), or nothing where a tensor is not aligned."""
         of, own = (1, 2) if call == "fill" else (2, 1)
-        key = (call, *[id(move[0]) for move in moves])
+        key = (call, _fresh(call, moves), *[id(move[0]) for move in moves])
         found = self._launches.get(key)
         if found is None:
             found = self._launches[key] = self._launches_of(call, moves, of, own)
@@ -198,10 +198,10 @@ class TritonMover:
         `of`, `own`: where a move has its buffers, and its packed rows.
         """
         width = prod(made(moves[0][own]).shape[2:])
-        key = (call, width, *[id(move[0]) for move in moves])
+        key = (call, width, _fresh(call, moves), *[id(move[0]) for move in moves])
         tables = self._tables.get(key)
         if tables is None:
-            return self._table(call, width, [Moved(move[0]) for move in moves], self.device)
+            return self._table(call, width, [_unprepared(call, move) for move in moves], self.device)
         if key in self._unchecked:  # where tensors lie is the same in every layer
             self._unchecked.discard(key)
             for table in tables:
@@ -215,7 +215,8 @@ class TritonMover:
         a head; keys and values of two widths have the same packed rows, and lie apart in a message.
         """
         packed = [one.packed for one in moved]
-        key = (call, width, *map(id, packed))
+        fresh = tuple([tuple([number for number, _ in one.fresh]) for one in moved])
+        key = (call, width, fresh if any(fresh) else (), *map(id, packed))
         if key not in self._tables:
             self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = (
@@ -223,6 +224,21 @@ class TritonMover:
             )
             self._unchecked.add(key)
         return self._tables[key]
+
+
+def _fresh(call: Call, moves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """`Place.fresh` of each move of an addition, if there is any."""
+    if call != "add" or not any(move.fresh for move in moves):
+        return ()
+    return tuple([move.fresh for move in moves])
+
+
+def _unprepared(call: Call, move: Any) -> Moved:
+    """A move that was not expected. Of an addition: which tensors are the same, and which fresh."""
+    if call != "add":
+        return Moved(move[0])
+    of = tuple([Site(("at", x.data_ptr(), x.stride())) for x in move.targets])
+    return Moved(move[0], of=of, fresh=tuple([(i, tuple(move.targets[i].shape[:2])) for i in move.fresh]))
 
 
 def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> None:

@@ -5,8 +5,9 @@ NumPy, once for a bound plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -174,69 +175,146 @@ def _numbered(
     return numbers[key]
 
 
-def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
-    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
-
-    Usually one; more where heads of the same rows are split differently, since no two programs of a
-    launch may write the same element.
-    """
-    waves: list[tuple[list[_TableBuilder], dict[tuple[object, ...], int]]] = []
-    for place, one in enumerate(moved):
-        for wave, runs in enumerate(_waves(one.packed)):
-            if wave == len(waves):
-                waves.append(([], {}))
-            for run_at, rows in runs:
-                sides = _Sides.of(one, place, run_at)
-                number = _numbered(*waves[wave], sides, (place, run_at), AddBlock.WIDTH)
-                _add_blocks(waves[wave][0][-1], number, sides, one.packed.runs[run_at], rows, (place, run_at))
-    return [launch.done(device) for launches, _ in waves for launch in launches]
-
-
-def _waves(packed: Packed) -> list[list[tuple[int, tuple[Ints, Ints]]]]:
-    """Runs with the same buffer and heads as one: (one of the runs, rows as in `_rows`).
-
-    In one wave none overlap.
-    """
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
-    for at, run in enumerate(packed.runs):
-        if run.count:
-            alike.setdefault((run.buffer, run.buffer_head, run.head, run.num_heads), []).append(at)
-    waves: list[list[tuple[int, tuple[Ints, Ints]]]] = []
-    taken: list[list[tuple[int, int, int]]] = []  # of each wave: buffer and heads
-    for (buffer, buffer_head, _, num_heads), runs in alike.items():
-        rows = np.concatenate([_rows(packed.runs[at]) for at in runs], axis=1)
-        free = (
-            wave
-            for wave, held in enumerate(taken)
-            if not any(b == buffer and low < buffer_head + num_heads and buffer_head < high for b, low, high in held)
-        )
-        wave = next(free, len(waves))
-        if wave == len(waves):
-            waves.append([])
-            taken.append([])
-        waves[wave].append((runs[0], (rows[0], rows[1])))
-        taken[wave].append((buffer, buffer_head, buffer_head + num_heads))
-    return waves
-
-
 def _rows(run: Run) -> tuple[Ints, Ints]:
     """Rows of the buffer, and packed rows, of a run, [count] each."""
     of_buffer = np.arange(run.start, run.stop) if run.index is None else run.index
     return of_buffer, np.arange(run.row, run.row + run.count)
 
 
-def _add_blocks(
-    launch: _TableBuilder, number: int, sides: _Sides, run: Run, rows: tuple[Ints, Ints], pair: Pair
-) -> None:
-    begins, behind = launch.behind(number, sides, pair)
-    of_buffer, packed = rows[0] + behind[0], rows[1] + behind[1]
+class _Added(NamedTuple):
+    """Rows of one run that are added: where both tensors lie, and the rows in each."""
+
+    sides: _Sides
+    pair: Pair
+    of_buffer: Ints
+    packed: Ints
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Rows that one program may add: to the same heads of one tensor, from one memory.
+
+    `head`, `buffer_head`, `num_heads`: as of a run; `low`, `high`: bounds of the target rows.
+    """
+
+    head: int
+    buffer_head: int
+    num_heads: int
+    added: list[_Added] = field(default_factory=list[_Added])
+    low: int = 0
+    high: int = 0
+
+    @property
+    def target(self) -> Site:
+        return self.added[0].sides.buffer
+
+    def append(self, one: _Added) -> None:
+        low, high = int(one.of_buffer.min()), int(one.of_buffer.max()) + 1
+        self.low, self.high = (min(self.low, low), max(self.high, high)) if self.added else (low, high)
+        self.added.append(one)
+
+    def meets(self, other: _Sum) -> bool:
+        """Whether both touch an element."""
+        if (
+            self.target != other.target
+            or self.buffer_head >= other.buffer_head + other.num_heads
+            or other.buffer_head >= self.buffer_head + self.num_heads
+            or self.low >= other.high
+            or other.low >= self.high
+        ):
+            return False
+        return bool(np.isin(self.target_rows(), other.target_rows()).any())
+
+    def target_rows(self) -> Ints:
+        return np.concatenate([one.of_buffer for one in self.added])
+
+
+def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
+    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
+
+    Usually one; more where an element gets rows from several memories, or heads of the same rows are
+    split differently, since no two programs of a launch may write the same element.
+    """
+    sums: dict[tuple[object, ...], _Sum] = {}
+    fresh: dict[Site, tuple[tuple[int, int], _Sides, Pair]] = {}
+    for place, one in enumerate(moved):
+        sizes = dict(one.fresh)
+        for run_at, run in enumerate(one.packed.runs):
+            sides = _Sides.of(one, place, run_at)
+            if run_at in sizes:
+                fresh[sides.buffer] = sizes[run_at], sides, (place, run_at)
+            if run.count:
+                heads = (run.head, run.buffer_head, run.num_heads)
+                key = (sides.buffer, sides.key, *heads)
+                sums.setdefault(key, _Sum(*heads)).append(_Added(sides, (place, run_at), *_rows(run)))
+    waves: list[list[_Sum]] = [[]]
+    for one in sums.values():
+        at = next((at + 1 for at in range(len(waves) - 1, -1, -1) if any(map(one.meets, waves[at]))), 0)
+        if at == len(waves):
+            waves.append([])
+        waves[at].append(one)
+    tables: list[BlockTable] = []
+    for wave, of_wave in enumerate(waves):
+        launches: list[_TableBuilder] = []
+        numbers: dict[tuple[object, ...], int] = {}
+        first = {} if wave else fresh
+        for one in of_wave:
+            number = _numbered(launches, numbers, one.added[0].sides, one.added[0].pair, AddBlock.WIDTH)
+            _add_blocks(launches[-1], number, one, fresh=one.target in first)
+        for target, (size, sides, pair) in first.items():
+            for heads, rows in _blank([one for one in of_wave if one.target == target], size):
+                number = _numbered(launches, numbers, sides, pair, AddBlock.WIDTH)
+                begins, behind = launches[-1].behind(number, sides, pair)
+                _blank_blocks(launches[-1], number, (begins[0], heads), rows + behind[0])
+        tables += [launch.done(device) for launch in launches]
+    return tables
+
+
+def _blank(sums: Sequence[_Sum], size: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Ints]]:
+    """Rows and heads of a tensor of `size` (rows, heads) that no sum writes: ((head, heads), rows)."""
+    edges = sorted({0, size[1], *(e for one in sums for e in (one.buffer_head, one.buffer_head + one.num_heads))})
+    for head, stop in pairwise(edges):
+        written = np.zeros(size[0], dtype=np.bool_)
+        for one in sums:
+            if one.buffer_head <= head < one.buffer_head + one.num_heads:
+                written[one.target_rows()] = True
+        if not written.all():
+            yield (head, stop - head), np.flatnonzero(~written)
+
+
+def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -> None:
+    lies = [launch.behind(number, each.sides, each.pair) for each in one.added]
+    of_buffer = np.concatenate([each.of_buffer + rows[0] for each, (_, rows) in zip(one.added, lies, strict=True)])
+    packed = np.concatenate([each.packed + rows[1] for each, (_, rows) in zip(one.added, lies, strict=True)])
+    begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
     order = np.argsort(of_buffer, kind="stable")
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
-    target_at = launch.listed(targets)
-    sources_at = launch.num_index + 2 * len(targets)  # behind the two lists that come next
-    first_at = launch.listed(first + sources_at)
-    number_at = launch.listed(counts)
-    launch.listed(packed[order])
+    sources = launch.listed(packed[order])
+    launch.listed(begin[order])
+    blocks = _blocks_to(launch, number, targets, (first + sources, counts))
+    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = one.head, one.buffer_head
+    blocks[:, AddBlock.HEADS], blocks[:, AddBlock.BEHIND] = one.num_heads, len(packed)
+    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0][0][0], fresh
+    launch.blocks.append(blocks)
+
+
+def _blank_blocks(launch: _TableBuilder, number: int, lies: tuple[int, tuple[int, int]], rows: Ints) -> None:
+    """Rows of a fresh tensor that get nothing: they become zero. `lies`: where it begins, and which
+    (head, heads) of the rows.
+    """
+    none = np.zeros(len(rows), dtype=np.int64)
+    blocks = _blocks_to(launch, number, rows, (none, none))
+    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.BEHIND] = 0, 0
+    blocks[:, AddBlock.TARGET_HEAD], blocks[:, AddBlock.HEADS] = lies[1]
+    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0], 1
+    launch.blocks.append(blocks)
+
+
+def _blocks_to(launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints]) -> Ints:
+    """Blocks for target rows, without heads and begins. `sources`: of each target row, the place of
+    the first and their number.
+    """
+    target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
     blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
     blocks[:, AddBlock.PAIR] = number
@@ -244,11 +322,8 @@ def _add_blocks(
     blocks[:, AddBlock.FIRST_LIST] = starts + first_at
     blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
     blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
-    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(counts, starts)
-    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = run.head, run.buffer_head
-    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.SOURCE_BEGIN] = begins
-    blocks[:, AddBlock.HEADS] = run.num_heads
-    launch.blocks.append(blocks)
+    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(sources[1], starts)
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
