@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -41,9 +42,11 @@ from tools.hydraulis_parity import Folders, difference
 
 MOST = 1e-5
 DEADLINE_S = 1800
-LENGTHS = (*[1000] * 2, *[500] * 4, *[400] * 4, *[250] * 7, *[20] * 6)
-"""Of documents, in a shuffled order. Each candidate is the best for some of the steps: two long
-documents, some of 250, one long one, four of 400 to 500."""
+ALL_KINDS = (*[1000] * 2, *[500] * 4, *[400] * 4, *[250] * 7, *[20] * 6)
+"""Of documents, in a shuffled order. Each of `MIXED` is the best for some steps: with one or two long
+documents, with some of 250, with four of 400 to 500."""
+LENGTHS = (*[1000] * 3, *[60] * 25, *[250] * 6, *[20] * 60)
+"""Of documents of the shorter ways."""
 INTRA = 1.5e6
 """Bytes a second in fp32, so few that tensor parallelism does not always pay."""
 MIXED = (
@@ -67,6 +70,8 @@ class Way:
     layout: str = ""
     """The base layout, if it is a candidate."""
 
+    lengths: tuple[int, ...] = LENGTHS
+    """Of documents, in a shuffled order."""
     twice: bool = False
     """Whether to run again, for the same bits."""
 
@@ -86,7 +91,12 @@ SHORTER = {"seq-length": 512, "max-position-embeddings": 512, "global-batch-size
 ZEPPELIN = {"within": "zeppelin", "within_options": {}}
 WAYS: Mapping[str, Way] = {
     "TP2 x PP2 x DP2": Way(
-        {**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2}, MIXED, ZEPPELIN, layout=MIXED[-1], twice=True
+        {**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2},
+        MIXED,
+        ZEPPELIN,
+        layout=MIXED[-1],
+        lengths=ALL_KINDS,
+        twice=True,
     ),
     "TP2 x PP2 x DP2, bf16": Way(
         {**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2},
@@ -94,6 +104,7 @@ WAYS: Mapping[str, Way] = {
         ZEPPELIN,
         {"bf16": True},
         layout=MIXED[-1],
+        lengths=ALL_KINDS,
         twice=True,
     ),
     "TP2 x DP4, TP 3 and CP 5, ranks left over": Way(
@@ -135,14 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, failed = Console(width=160), False
     with tempfile.TemporaryDirectory() as root:
         folders: Any = Folders(Path(root))
-        corpus = write_corpus(
-            folders.mktemp("corpus") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 4000))
-        )
         trainer = Trainer()
         try:
-            train = train_with(trainer, corpus, folders)
             for name in options.ways:
                 way = WAYS[name]
+                documents = list(itertools.islice(itertools.cycle(way.lengths), 4000))
+                train = train_with(trainer, write_corpus(folders.mktemp("corpus") / "documents", documents), folders)
                 flags = {
                     **LONG,
                     "num-layers": 2,
@@ -245,8 +254,18 @@ def _told(console: Console, name: str, runs: Sequence[Run], compared: Compared, 
         f"{len(run.steps)} steps, {changes_of(run)} changes, at least {empty} with empty pipelines; {bits}{seconds} s"
     )
     console.print(f"largest differences: {compared}")
+    console.print(f"median ms of a step behind another strategy and behind the same one: {_step_ms(runs[-1])}")
     console.print(f"limits: {most}")
     return same and compared.within(most)
+
+
+def _step_ms(run: Run) -> str:
+    """By strategy, how long its steps take behind a change and behind none."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for before, step in itertools.pairwise(run.steps):
+        found.setdefault(step["strategy"], ([], []))[before["strategy"] == step["strategy"]].append(step["step_ms"])
+    both = {name: [median(each) for each in times] for name, times in found.items() if all(times)}
+    return ", ".join(f"{name} {changed:.0f}, {same:.0f}" for name, (changed, same) in sorted(both.items()))
 
 
 if __name__ == "__main__":

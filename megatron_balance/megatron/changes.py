@@ -77,7 +77,9 @@ class Changes:
                 job.adapt(role.model)
         for each in optimizers_of(optimizer):
             each._defer_param_sync = True
-        registered = getattr(model[0].ddp_config, "nccl_ub", False)
+        ddp = model[0].ddp_config
+        self._checks = ddp.check_for_nan_in_grad, ddp.check_for_large_grads
+        registered = getattr(ddp, "nccl_ub", False)
         stay = bool(getattr(job.args, "async_save", False) or registered)
         self.own_weights = OwnWeights(model, optimizers_of(optimizer), stay=stay)
         self.weights_are_old = False
@@ -155,7 +157,20 @@ class Changes:
             scale = 1.0 / num_tokens.clamp(min=1).float()
             for gradient in self.roles.layout.gradients.values():
                 gradient.mul_(scale)
+        self._check_gradients()
         self.weights_are_old = True
+
+    def _check_gradients(self) -> None:
+        """Run the checks of Megatron's own reduction, which roles do not have, on what this rank owns.
+
+        They replay the step, or end the job, where a gradient is not a number or leaps.
+        """
+        nan, large = self._checks
+        if not (nan or large):
+            return
+        for chunk in self._model:
+            for group in chunk.bucket_groups:
+                group.check_grads(nan, large)
 
     def _restore(self) -> None:
         for chunk in self._model:

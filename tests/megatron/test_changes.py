@@ -126,6 +126,16 @@ def test_a_rank_killed_in_a_pull_or_a_push_ends_the_job_and_is_named(
     train(4, planner, flags, config=CONFIG, expect=ended, fault=fault, grace_s=30.0)
 
 
+def test_a_gradient_that_is_no_number_ends_the_job_as_megatrons_own_check_does(train: Train, mixed: str) -> None:
+    def ended(result: Result) -> None:
+        assert 0 not in result.codes
+        assert any("found NaN in local grad norm" in result.log(rank) for rank in range(4))
+
+    planner = {"name": "hydraulis", "tokens_per_rank": 1024, "strategies": [FIRST[0]]}
+    flags = {**FLAGS, **OWNED, "data-path": mixed, "tensor-model-parallel-size": 2, "sequence-parallel": True}
+    train(4, planner, {**flags, "rerun-mode": "disabled"}, config=CONFIG, expect=ended, fault=("gradient", "nan", 1, 1))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"softmax_type": "learnable"}, "--softmax-type learnable: Megatron does not say of sinks"),
     ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),

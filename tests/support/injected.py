@@ -28,6 +28,7 @@ PLACES = {
 OF_CHANGES = {
     "pull": "megatron_balance.training.weights:Exchange.pull_slot",
     "push": "megatron_balance.training.weights:Exchange.push_slot",
+    "gradient": "megatron_balance.megatron.roles:Roles._add_to_main_grad",
 }
 """More of them, in runs that change strategies."""
 KINDS = ("kill", "stop", "exception", "memory", "exit")
@@ -37,7 +38,7 @@ KINDS = ("kill", "stop", "exception", "memory", "exit")
 class Fault:
     """`kind` at call number `call` (from 1) of the place, on rank `rank`.
 
-    Wrong: every call gives half as much again.
+    Wrong: every call gives half as much again; nan: the gradient of a call's parameter is no number.
     """
 
     place: str
@@ -69,6 +70,9 @@ def install(fault: Fault, rank: int) -> None:
         if calls[0] == fault.call:
             sys.stderr.write(f"injected: {fault.kind} at {fault.place}\n")
             sys.stderr.flush()
+            if fault.kind == "nan":
+                args[-1].grad.fill_(float("nan"))
+                return real(*args, **kwargs)
             happen(fault.kind)
         return real(*args, **kwargs)
 
