@@ -41,7 +41,10 @@ def test_ranks_send_and_receive_between_nodes_what_the_program_says(
     counters = [r[0].counters for r in results]
     predicted = plan_statistics(planned, model)
     assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
+    pairs = planned.num_heads * sum(planned.mask.num_pairs(length) for length in planned.lengths)
     for index, run in enumerate(RUNS):
+        attended = sum(r[index].counters["attended_pairs"] for r in results)
+        assert attended == 2 * pairs, "each pair once in the forward and once in the backward"
         program = expand(planned, run.policy)
         if any(isinstance(op, Exchange) and op.collective != "p2p" for op in (*program.forward, *program.backward)):
             # Who sends how much in a collective is the backend's business: the emulated cluster's

@@ -146,7 +146,7 @@ def train(rank: int, controller: Controller, case: Case, folder: Path, corpus: s
     begin, at = StepLog.begin, (case.victim // RANKS_PER_NODE, case.victim % RANKS_PER_NODE)
     slow_rank = case.kind == "rank" and rank == case.victim
 
-    def disturbing(log: StepLog, step: int) -> None:
+    def disturbing(self: StepLog, step: int) -> None:
         if step in (1, FROM):
             device.release()
             device.reserve(SLOW_SHARE if slow_rank and step == FROM else SHARE)
@@ -154,7 +154,7 @@ def train(rank: int, controller: Controller, case: Case, folder: Path, corpus: s
             controller.disturb(*at, SLOW_NIC_BITS, 16 << 20)
         if rank == 0 and step == FROM and case.kind == "loss":
             controller.disturb(*at, NIC_BITS, SHORT_QUEUE_BYTES)
-        begin(log, step)
+        begin(self, step)
 
     StepLog.begin = disturbing
     sizes = {"seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH, "hidden-size": 128, "kv-channels": 16}

@@ -16,7 +16,7 @@ import pytest
 from megatron_balance.compile import prove
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.program import Program
+from megatron_balance.ir.program import Exchange, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
@@ -218,6 +218,7 @@ def test_exchanges_of_ranks_that_share_nothing_may_share_an_id() -> None:
         verify(mutants.of_parts(shared))
     assert not mutants.refused_by_a_rank(shared)
     assert mutants.same_but_for_ids(shared)
+    assert isinstance(ops[1], Exchange)
     (row,) = ops[1].transfers
     for wrong in (
         with_second(id=2, group=(1, 2, 3)),  # rank 1 is in both
