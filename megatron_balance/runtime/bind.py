@@ -29,12 +29,12 @@ from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.moves import Sites, Totals, moves_of
+from megatron_balance.runtime.lower.moves import Sites, moves_of
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, Finish, Phase, PhaseName
 from megatron_balance.runtime.lower.tables import ship, tables_of
-from megatron_balance.runtime.lower.views import ExchangeForm
+from megatron_balance.runtime.lower.views import ExchangeForm, Rooms, Sizes
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.recorder import Recorder
@@ -62,7 +62,7 @@ class Bound:
         key_rows: of every key buffer.
         exchange_forms: what is the same in every layer about the exchanges of a phase, by the phase's
             `id` and theirs.
-        totals: memory of the sums of gradients, by the phase's `id`.
+        rooms: memory that tensors of a phase share, by the phase's `id`.
         gradient_wire: the type that gradients travel in.
         counters: sums over the calls that ran so far.
         trace: filled by every call, if there is one.
@@ -84,7 +84,7 @@ class Bound:
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
     exchange_forms: Mapping[int, Mapping[int, ExchangeForm]]
-    totals: Mapping[int, Totals]
+    rooms: Mapping[int, Rooms]
     gradient_wire: GradientWire = "fp32"
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
@@ -257,16 +257,11 @@ def prepare(  # noqa: PLR0913  as `bind`
             needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
         steps = lowering.phases.values()
         tables += [table for phase in steps for table in tables_of(phase)]
-        forms = {id(phase): exchange_forms(phase, form, groups, sizes[0]) for phase in steps}
+        forms = {id(phase): exchange_forms(phase, form, groups, sizes) for phase in steps}
         sites: Sites = {}
-        totals: dict[int, Totals] = {id(phase): {} for phase in steps}
-        tables += moves.prepare(
-            chain.from_iterable(
-                moves_of(phase, sizes, form, forms[id(phase)], sites, totals[id(phase)]) for phase in steps
-            ),
-            sizes[0],
-            form,
-        )
+        rooms = {id(phase): Rooms() for phase in steps}
+        calls = [moves_of(phase, sizes, form, forms[id(phase)], sites, rooms[id(phase)]) for phase in steps]
+        tables += moves.prepare(list(chain.from_iterable(calls)), sizes[0], form)  # fills the rooms, too
         owned = as_array(program.owned)
         bound = Bound(
             plan=plan,
@@ -283,7 +278,7 @@ def prepare(  # noqa: PLR0913  as `bind`
             query_rows=lowering.sizes[Kind.Q],
             key_rows=lowering.sizes[Kind.KV],
             exchange_forms=forms,
-            totals=totals,
+            rooms=rooms,
             gradient_wire=gradient_wire,
             trace=trace,
         )
@@ -291,16 +286,14 @@ def prepare(  # noqa: PLR0913  as `bind`
     return Prepared(tuple(bounds), tables, place)
 
 
-def exchange_forms(
-    phase: Phase, form: Form, groups: Groups, queries: Mapping[int, tuple[int, int]]
-) -> dict[int, ExchangeForm]:
-    """Facts of the exchanges of a phase that are the same in every layer, by their id. `queries`:
-    (rows, heads) of the query buffers.
+def exchange_forms(phase: Phase, form: Form, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
+    """Facts of the exchanges of a phase that are the same in every layer, by their id. `sizes`: of
+    query and key buffers.
     """
     found: dict[int, ExchangeForm] = {}
     for step in phase.steps:
         if isinstance(step, Finish):  # it says more about what arrives than the start does
             exchange = step.exchange
             sides = (sent(exchange, groups), brought(exchange, groups))
-            found[exchange.id] = ExchangeForm.of(exchange, sides, form, queries, is_block=is_block(exchange, groups))
+            found[exchange.id] = ExchangeForm.of(exchange, sides, form, sizes, is_block=is_block(exchange, groups))
     return found

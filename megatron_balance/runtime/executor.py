@@ -70,6 +70,7 @@ class ForwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, Launch), "a backward launch in the forward"
+        self.open_operands()
         q, kv = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
         kernel: Any = self.bound.kernel  # of keys and values, or of what travels in their place
@@ -123,8 +124,7 @@ class BackwardRun(PhaseRun):
         self.begun: list[Place] = []  # to be copied by the next `begin_sums`
         self.fresh: set[Value] = set()  # totals that were never written
         self.touched: set[Value] = set()  # by the next `add`
-        self.room = dict[Value, tuple[Tensor, ...]]()  # of totals to come, beside others
-        self.shared = bound.totals[id(bound.backward)]
+        self.made_room: dict[Value, tuple[Tensor, ...]] = {}  # of totals to come, beside others
 
     def gradients(self) -> tuple[Tensor, ...]:
         """End the backward: the gradients of q, k and v."""
@@ -192,9 +192,9 @@ class BackwardRun(PhaseRun):
     def new_total(self, value: Value) -> tuple[Tensor, ...]:
         """Memory for a total, not filled."""
         kind, buffer = value
-        if value not in self.room:
+        if value not in self.made_room:
             self.make_room(value)
-        tensors = self.room.pop(value)
+        tensors = self.made_room.pop(value)
         if kind == Kind.KV_GRAD and self.form.joined:
             self.joined[buffer] = tensors[0]
             return tuple(tensors[0].unbind(0))
@@ -202,10 +202,10 @@ class BackwardRun(PhaseRun):
 
     def make_room(self, value: Value) -> None:
         """Make the tensors of a total, and of those that share its memory."""
-        together = self.shared.get(value)
+        together = self.rooms.totals.get(value)
         if together is not None:
             views = Views(self.empty(together.num_bytes, dtype=torch.uint8), together.places)
-            self.room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
+            self.made_room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
             return
         # Handed to the caller as it is, so that it has memory of its own.
         kind, size = value[0], self.size(value)
@@ -214,7 +214,7 @@ class BackwardRun(PhaseRun):
         else:
             widths = self.form.kv_widths if kind == Kind.KV_GRAD else (self.form.dim,)
             shapes = [(*size, width) for width in widths]
-        self.room[value] = tuple([torch.empty(shape, dtype=self.wide, device=self.device) for shape in shapes])
+        self.made_room[value] = tuple([torch.empty(shape, dtype=self.wide, device=self.device) for shape in shapes])
 
     def begin_sums(self) -> None:
         """Copy the gradients that others are added to, all of them at once."""
@@ -233,11 +233,12 @@ class BackwardRun(PhaseRun):
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
+        self.open_operands()
         q, kv = self.query_operand(step.q), self.key_operand(step.k)
         final = (
-            self.final_operand(step.dout, self.dout, self.dtype),
-            self.final_operand(step.dout, self.out, self.dtype),
-            self.final_operand(step.dout, self.lse, self.wide),
+            self.final_operand(step.dout, self.dout),
+            self.final_operand(step.dout, self.out),
+            self.final_operand(step.dout, self.lse),
         )
         self.fill()
         kernel: Any = self.bound.kernel
@@ -306,10 +307,10 @@ class BackwardRun(PhaseRun):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
-    def final_operand(self, operand: Operand, of: Buffers[Tensor], dtype: torch.dtype) -> Tensor:
+    def final_operand(self, operand: Operand, of: Buffers[Tensor]) -> Tensor:
         if operand.buffer >= 0:
             return heads_view(of[operand.buffer], operand.head, operand.num_heads)
-        return self.gather(operand.packed, of.__getitem__, dtype)
+        return self.operand(operand.packed, of.__getitem__)
 
     def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed

@@ -102,6 +102,8 @@ class PhaseRun:
         self.form = Form.of(bound.shape, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
         self.forms = bound.exchange_forms[id(phase)]
+        self.rooms = bound.rooms[id(phase)]
+        self.operands: Iterator[Tensor] = iter(())  # of a launch, to be gathered
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
@@ -256,16 +258,31 @@ class PhaseRun:
         """Rows of `packed` to a message's tensor; written by the next `fill`."""
         self.filling.append(Fill(packed, Sources(packed.runs, of), into))
 
+    def open_operands(self) -> None:
+        """Make the memory of the operands that the launch of this step gathers."""
+        room = self.rooms.operands.get(self.at)
+        if room is not None:
+            self.operands = iter(Views(self.empty(room.num_bytes, dtype=torch.uint8), room.places)[0])
+
+    def operand(self, packed: Packed, of: Callable[[int], Tensor]) -> Tensor:
+        """As `gather`, into the memory of the launch's operands, of which it is the next."""
+        if packed.direct:
+            run = packed.runs[0]
+            return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+        into = next(self.operands)
+        self.write(packed, of, into)
+        return into
+
     def query_operand(self, operand: Operand) -> Tensor:
         if operand.buffer >= 0:
             return heads_view(self.q[operand.buffer], operand.head, operand.num_heads)
-        return self.gather(operand.packed, self.q.__getitem__, self.dtype)
+        return self.operand(operand.packed, self.q.__getitem__)
 
     def key_operand(self, operand: Operand) -> tuple[Tensor, ...]:
         if operand.buffer >= 0:
             return tuple(heads_view(x, operand.head, operand.num_heads) for x in self.kv[operand.buffer])
         which = range(len(self.form.kv_widths))
-        return tuple(self.gather(operand.packed, partial(_of, self.kv_of, i), self.dtype) for i in which)
+        return tuple([self.operand(operand.packed, partial(_of, self.kv_of, i)) for i in which])
 
     def kv_of(self, buffer: int, which: int) -> Tensor:
         """Keys (0) or values (1) of a buffer, or what travels in their place (0)."""

@@ -196,7 +196,7 @@ class BufferPool:
         if not received:
             for fence in sorted(fences, key=lambda f: f.number, reverse=True):
                 self.passed.wait(fence)
-        return lent.view(shape)
+        return lent if len(shape) == 1 else lent.view(shape)
 
     def _note(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
         """Note that a buffer is gone. This runs anywhere, also inside `empty`: no lock, no work."""

@@ -17,7 +17,7 @@ import torch
 from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, Place, places_of
+from megatron_balance.runtime.lower.parcels import Form, Place, Shape, places_of
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
@@ -31,13 +31,11 @@ from megatron_balance.runtime.lower.steps import (
     Sums,
 )
 from megatron_balance.runtime.lower.sums import is_whole, whole_of
-from megatron_balance.runtime.lower.views import ExchangeForm, Together
+from megatron_balance.runtime.lower.views import ExchangeForm, Rooms, Sizes, Together
 
 Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
 """A mover's method; or a method of its partials: "partial", outputs of one packed tensor that are
 added, and "send", of which each message gives output and LSE."""
-Sizes: TypeAlias = Mapping[int, tuple[int, int]]
-"""(rows, heads) of buffers by number."""
 
 
 class Site(NamedTuple):
@@ -95,8 +93,6 @@ class _Filled(NamedTuple):
 
 Forms: TypeAlias = Mapping[int, ExchangeForm]
 """Facts of exchanges that are the same in every layer, by their id."""
-Totals: TypeAlias = dict[Value, Together]
-"""Of each sum of gradients, the memory that it shares with others."""
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
@@ -107,14 +103,15 @@ def moves_of(
     form: Form,
     forms: Forms,
     sites: Sites | None = None,
-    totals: Totals | None = None,
+    rooms: Rooms | None = None,
 ) -> Iterator[Move]:
     """The calls that one run of a phase makes.
 
     `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
-    left; `totals`: filled with the memory of its sums of gradients.
+    left; `rooms`: filled with the memory that its tensors share.
     """
-    walk = _Walk(*sizes, form, {} if sites is None else sites, phase)
+    rooms = rooms or Rooms()
+    walk = _Walk(*sizes, form, {} if sites is None else sites, phase, rooms.operands)
     for index, step in enumerate(phase.steps):
         walk.step = index
         match step:
@@ -122,7 +119,7 @@ def moves_of(
                 yield Move("fill", walk.operands(step))
                 yield Move("partial", (Moved(step.out),))
             case GradLaunch():
-                yield Move("fill", (*walk.operands(step), *walk.final(step.dout.packed, gathered=_gathered(step.dout))))
+                yield Move("fill", walk.operands(step))
                 yield from walk.summing(walk.launched(step))
             case Start(exchange):
                 yield Move("send", walk.merged(exchange, forms[exchange.id]))
@@ -133,8 +130,7 @@ def moves_of(
                 yield from walk.received(exchange, forms[exchange.id])
     if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
         yield from walk.ended()
-    if totals is not None:
-        totals |= walk.made()
+    rooms.totals |= walk.made()
 
 
 _LSE = "lse"
@@ -157,7 +153,10 @@ class _Walk:
         shared: memory of sums that begin in one step and are let go in one.
     """
 
-    def __init__(self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Phase) -> None:
+    def __init__(
+        self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Phase, gathered: dict[int, Together]
+    ) -> None:
+        self.gathered = gathered
         self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, id(phase)
         self.let_go = {value: index for index, values in enumerate(phase.last_uses) for value in values}
         self.step = self.launches = 0
@@ -194,17 +193,32 @@ class _Walk:
         return [[site for place in places for site in _halves(place, memory)] for places in messages]
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
-        return tuple(
+        """The operands of a launch that are gathered, in one memory."""
+        moved = [
             Moved(operand.packed, row, self.of(operand.packed, kind, part))
             for operand, kind, rows in ((step.q, Kind.Q, (self.rows,)), (step.k, Kind.KV, self.keyed))
             for part, row in enumerate(rows if _gathered(operand) else ())
-        )
+        ]
+        shapes: list[Shape] = [
+            ((one.packed.num_rows, one.packed.num_heads, width), dtype)
+            for one in moved
+            for _, dtype, width in [one.kind or self.rows]
+        ]
+        if isinstance(step, GradLaunch) and _gathered(step.dout):
+            packed = step.dout.packed
+            moved += self.final(packed)
+            shapes += [((packed.num_rows, packed.num_heads, self.form.value_width), self.form.dtype)] * 2
+            shapes.append(((packed.num_rows, packed.num_heads), self.form.wide))
+        if not moved:
+            return ()
+        places = places_of(shapes)
+        self.gathered[self.step] = Together((), (places,), padded(places[-1].begin + places[-1].num_bytes))
+        own = [Site(("operands", self.phase, self.step), place.begin, place.strides[0]) for place in places]
+        return tuple(one._replace(own=site) for one, site in zip(moved, own, strict=True))
 
-    def final(
-        self, packed: Packed, *, gathered: bool = True, own: Sequence[Site | None] = (None,) * 3
-    ) -> tuple[Moved, ...]:
+    def final(self, packed: Packed, own: Sequence[Site | None] = (None,) * 3) -> tuple[Moved, ...]:
         """The gradient, output and LSE of queries. `own`: where the packed rows lie."""
-        kinds = (self.values, self.values, self.lse) if gathered else ()
+        kinds = (self.values, self.values, self.lse)
         return tuple(
             Moved(packed, kind, self.of(packed, Kind.OUT_GRAD if part < 2 else _LSE, part % 2), own[part])
             for part, kind in enumerate(kinds)
@@ -336,18 +350,18 @@ class _Walk:
             return None
         rows, heads = (self.queries if kind == Kind.Q_GRAD else self.keys)[buffer]
         if kind == Kind.KV_GRAD and form.joined:
-            shapes = ((2, rows, heads, form.dim),)
+            shapes: list[Shape] = [((2, rows, heads, form.dim), form.wide)]
         else:
-            shapes = tuple((rows, heads, width) for width in self.widths(kind))
+            shapes = [((rows, heads, width), form.wide) for width in self.widths(kind)]
         key = (self.step, self.let_go.get(value, -1))
         beside = self.shared.setdefault(key, [])
-        places = places_of(shapes, form.wide, beside[-1][1][-1] if beside else None)
+        places = places_of(shapes, beside[-1][1][-1] if beside else None)
         beside.append((value, places))
         return [site for place in places for site in _halves(place, ("sums", self.phase, *key))]
 
-    def made(self) -> Totals:
+    def made(self) -> dict[Value, Together]:
         """The memory of all sums that were made."""
-        found: Totals = {}
+        found: dict[Value, Together] = {}
         for beside in self.shared.values():
             last = beside[-1][1][-1]
             values, places = zip(*beside, strict=True)

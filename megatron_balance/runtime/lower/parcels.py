@@ -92,10 +92,10 @@ class Place(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def places_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, behind: Place | None) -> tuple[Place, ...]:
-    """Tensors of a type one after the other, `behind` a place of the same memory if there is one."""
+def places_of(shapes: Sequence[Shape], behind: Place | None = None) -> tuple[Place, ...]:
+    """Tensors one after the other, `behind` a place of the same memory if there is one."""
     places: list[Place] = []
-    for shape in shapes:
+    for shape, dtype in shapes:
         begin = 0 if behind is None else padded(behind.begin + behind.num_bytes)
         behind = Place(begin, dtype, shape, tuple(prod(shape[at:]) for at in range(1, len(shape) + 1)))
         places.append(behind)

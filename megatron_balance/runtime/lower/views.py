@@ -8,14 +8,14 @@ than anything else it does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_balance.analysis.wire import padded
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.arrivals import taken_together
 from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.parcels import Form, Place, layout, shapes
@@ -26,6 +26,8 @@ from megatron_balance.runtime.lower.sums import become_buffers
 T = TypeVar("T")
 Later: TypeAlias = Callable[[], Tensor]
 """Makes a tensor."""
+Sizes: TypeAlias = Mapping[int, tuple[int, int]]
+"""(rows, heads) of buffers by number."""
 
 
 def made(x: Tensor | Later) -> Tensor:
@@ -159,10 +161,10 @@ class Arranged:
 
 
 class Together(NamedTuple):
-    """Sums of gradients that begin in one step and are let go in one, in one memory.
+    """Tensors that are made and let go together, in one memory.
 
     Attributes:
-        values: which.
+        values: which buffers they are of, if any.
         places: of the tensors of each.
         num_bytes: of the memory.
     """
@@ -170,6 +172,20 @@ class Together(NamedTuple):
     values: tuple[Value, ...]
     places: tuple[tuple[Place, ...], ...]
     num_bytes: int
+
+
+@dataclass(slots=True)
+class Rooms:
+    """Memory that tensors of a phase share.
+
+    Attributes:
+        totals: of each sum of gradients, that which it shares with others.
+        operands: by number of a launch's step, that of its operands which are gathered: queries, keys,
+            values, output gradients, outputs and LSE.
+    """
+
+    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
+    operands: dict[int, Together] = field(default_factory=dict[int, Together])
 
 
 class Block(NamedTuple):
@@ -212,14 +228,14 @@ class ExchangeForm:
         exchange: ExchangeStep,
         sides: tuple[Sequence[Message], Sequence[Message]],
         form: Form,
-        queries: Mapping[int, tuple[int, int]],
+        sizes: tuple[Sizes, Sizes],
         *,
         is_block: bool,
     ) -> ExchangeForm:
-        """`sides`: messages that leave, and those that arrive; `queries`: (rows, heads) of buffers."""
+        """`sides`: messages that leave, and those that arrive; `sizes`: of query and key buffers."""
         sent, brought = sides
         row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
-        chosen = [m for m in sent if is_block or _is_packed(m, exchange, form)]
+        chosen = [m for m in sent if is_block or _is_packed(m, exchange, form, sizes[1])]
         if not is_block and len(chosen) < 2:
             chosen = []
         numbers = {id(m): number for number, m in enumerate(chosen)}
@@ -231,15 +247,19 @@ class ExchangeForm:
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
             taken_together(exchange, len(brought), wide=form.gradient == form.wide),
-            tuple([m.kind == Kind.OUT_GRAD and become_buffers(m.packed, queries, row_bytes) for m in brought]),
+            tuple([m.kind == Kind.OUT_GRAD and become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
         )
 
 
-def _is_packed(message: Message, exchange: ExchangeStep, form: Form) -> bool:
+def _is_packed(message: Message, exchange: ExchangeStep, form: Form, keys: Sizes) -> bool:
     """Whether a message is written to memory in any case, or must lie beside its peer's others."""
     if message.peer in exchange.routed_sends:
         parts = sum(len(shapes(m.carried, form)) for m in exchange.sends if m.peer == message.peer)
         if parts > 1:
+            return True
+    if message.kind in KEY_SIDE and form.joined and message.packed.direct:
+        run = message.packed.runs[0]
+        if (run.count, run.num_heads) != keys[run.buffer]:  # rows of two tensors, which lie apart
             return True
     match message.kind:
         case Kind.OUT_GRAD:

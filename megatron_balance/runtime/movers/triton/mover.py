@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from megatron_balance.runtime.movers.triton.tables import (
 )
 
 _HOST = torch.device("cpu")
+T = TypeVar("T")
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
 """Of one row in a program: eight such rows are 128 bytes for each of its 128 threads."""
@@ -267,19 +268,18 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
     num_blocks = table.blocks.shape[0]
     if not num_blocks:
         return
-    sources = [x if _in_rows(x) else x.contiguous() for x in sources]
-    assert all(_in_rows(x) for x in targets), "a target with gaps inside its rows"
+    sources = [x if x.is_contiguous() or _in_rows(x) else x.contiguous() for x in sources]
+    assert all([x.is_contiguous() or _in_rows(x) for x in targets]), "a target with gaps inside its rows"  # noqa: C419
     dim = prod(targets[0].shape[2:])
     element_bytes = min(sources[0].element_size(), targets[0].element_size())
     vec = _vector(dim, element_bytes)
     cols = LSE_COLS if dim == 1 else TILE_BYTES // element_bytes
     places = next(places for places in PLACES if places >= len(sources))
-    sources, targets = _padded(sources, places), _padded(targets, places)
     kernel[(num_blocks, triton.cdiv(table.heads * dim, cols))](
-        sources,
-        targets,
-        _disguised([x.stride(0) // vec for x in sources]),
-        _disguised([x.stride(0) // vec for x in targets]),
+        _padded(sources, places),
+        _padded(targets, places),
+        _padded([disguised(x.stride(0) // vec) for x in sources], places),
+        _padded([disguised(x.stride(0) // vec) for x in targets], places),
         table.blocks,
         table.index,
         DIM=dim,
@@ -294,8 +294,8 @@ def _disguised(values: Iterable[int]) -> tuple[int, ...]:
     return tuple([disguised(value) for value in values])
 
 
-def _padded(tensors: Sequence[Tensor], places: int) -> tuple[Tensor, ...]:
-    return (*tensors, *([tensors[0]] * (places - len(tensors))))
+def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
+    return (*values, *([values[0]] * (places - len(values))))
 
 
 def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
@@ -311,7 +311,7 @@ def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
 
 def _aligned(tensors: Iterable[Tensor]) -> bool:
     """Whether all begin where accesses of 16 bytes may; all that the pool lends do."""
-    return not any(x.data_ptr() % ACCESS_BYTES for x in tensors)
+    return not any([x.data_ptr() % ACCESS_BYTES for x in tensors])  # noqa: C419  a list is sooner there
 
 
 def _in_rows(x: Tensor) -> bool:
