@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.cost.modules import layer_modules
 from megatron_balance.megatron.planned_model import planned_model
@@ -48,7 +49,7 @@ FLAGS: dict[str, Any] = {
 @contextmanager
 def one_process() -> Iterator[None]:
     """Megatron's groups of one rank, in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mpu.initialize_model_parallel()
         yield
