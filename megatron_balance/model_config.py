@@ -33,7 +33,6 @@ WINDOWED = ("mistral", "mixtral", "phi3")
 """Families whose window, where they have one, is in all layers, though they do not list them."""
 
 UNLIKE: dict[str, str] = {
-    "kv_lora_rank": "multi-latent attention, whose keys and values are not what heads times width says",
     "sliding_window": "a sliding window in some layers; null plans for all keys, which is more than it computes",
 }
 """Keys that make attention cost something else than `Model` says, and why."""
@@ -59,6 +58,7 @@ def facts(config: object) -> dict[str, Any]:
         )
     if found["num_heads"] < 1:
         raise ConfigError(f"{_title(config)}: num_heads must be at least 1, got {found['num_heads']}")
+    found |= _latents(config, found["num_heads"])
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
     found.setdefault("ffn_size", 4 * found["hidden_size"])
@@ -70,6 +70,30 @@ def facts(config: object) -> dict[str, Any]:
         **({} if (window := window_of(config)) is None else {"attention": SlidingWindow(window).name}),
         "gated_ffn": activation in GATED,
         "name": str(value(config, "model_type") or ("custom" if isinstance(config, Mapping) else _title(config))),
+    }
+
+
+def _latents(config: object, num_heads: int) -> dict[str, int]:
+    """Fields of multi-latent attention, if a configuration has it.
+
+    Raises:
+        ConfigError: one of its widths is not said.
+    """
+    if not _first(config, ("kv_lora_rank",)):
+        return {}
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    said = {name: _first(config, (name,)) for name in names}
+    missing = [name for name, number in said.items() if number is None]
+    if missing:
+        raise ConfigError(f"{_title(config)}: kv_lora_rank says multi-latent attention; give {', '.join(missing)} too")
+    rank, plain, rotary, values = (number or 0 for number in said.values())
+    return {
+        "num_kv_heads": num_heads,
+        "head_dim": plain + rotary,
+        "value_dim": values,
+        "latent_rank": rank,
+        "latent_rope": rotary,
+        "query_rank": _first(config, ("q_lora_rank",)) or 0,
     }
 
 

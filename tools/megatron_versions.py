@@ -13,7 +13,9 @@ reviewed, for this run only; the table names them. Exit code 1 if a cell failed 
 1e-5; one that was refused, with a reason, is not a failure.
 
 Experts are compared with two ranks that hold all of them: 0.18 weakens the routers' losses by the
-number of context-parallel ranks, which is its own and stays. A checkout needs its compiled data set
+number of context-parallel ranks, which is its own and stays. Those two ranks have the planner
+`te_ring`, or the cell's own where it makes microbatches of its own: a router's loss is that of a
+microbatch. A checkout needs its compiled data set
 helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
 """
 
@@ -103,7 +105,8 @@ class Version:
         self.folder, self.accept = folder, accept
         self.accepted: dict[str, str] = {}
         self.corpus = write_corpus(folder / "documents", DOCUMENTS * CORPUS_ROUNDS)
-        self._references: dict[bool, tuple[Run, dict[str, Any]]] = {}
+        self._started: dict[bool, dict[str, Any]] = {}
+        self._references: dict[tuple[bool, str], Run] = {}
 
     def train(self, name: str, num_ranks: int, planner: str, flags: dict[str, Any]) -> Run:
         """A run of some steps; again, with the sources accepted that stopped it, if that is asked for.
@@ -124,7 +127,7 @@ class Version:
         (folder / "balance.yaml").write_text(yaml.safe_dump(config))
         ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log"}
         argv = command_line(MODEL, RUN, {"data-path": self.corpus, "train-iters": STEPS}, ours, flags)
-        result = self.trainer.run(Job("pretrain_gpt", num_ranks, tuple(argv), str(folder)))
+        result = self.trainer.run(Job("pretrain_gpt", num_ranks, tuple(argv), str(folder), deadline_s=900.0))
         if result.failed is None:
             return Run(result, tuple(map(json.loads, (folder / "log" / "steps.jsonl").read_text().splitlines())))
         told = result.log(result.failed)
@@ -137,24 +140,31 @@ class Version:
             raise RefusedError(said[-1])
         raise RuntimeError(told)
 
-    def reference(self, *, experts: bool) -> tuple[Run, dict[str, Any]]:
-        """What runs are compared with, and the flags that begin from its weights."""
-        if experts not in self._references:
+    def start(self, *, experts: bool) -> dict[str, Any]:
+        """Flags that begin from one rank's weights."""
+        if experts not in self._started:
             model = EXPERTS if experts else {}
             weights = self.folder / f"weights{int(experts)}"
             saved = {**model, "ckpt-format": "torch_dist", "micro-batch-size": RUN["global-batch-size"]}
             saving = {**saved, "save": weights, "save-interval": 1000, "train-iters": 1, "context-parallel-size": 1}
             self.train(f"save{int(experts)}", 1, "te_ring", saving)
             load = {**model, "ckpt-format": "torch_dist", "load": weights, "finetune": True}
-            load |= {"no-load-optim": True, "no-load-rng": True}
+            self._started[experts] = {**load, "no-load-optim": True, "no-load-rng": True}
+        return self._started[experts]
+
+    def reference(self, planner: str, *, experts: bool) -> tuple[Run, dict[str, Any]]:
+        """The run that a planner's are compared with, and the flags that begin from its weights."""
+        load = self.start(experts=experts)
+        like = planner if experts and PLANNERS[planner].plan_step is not None else "te_ring"
+        if (experts, like) not in self._references:
             num_ranks = 2 if experts else 1
             alike = {**load, "context-parallel-size": num_ranks}
-            self._references[experts] = self.train(f"one{int(experts)}", num_ranks, "te_ring", alike), load
-        return self._references[experts]
+            self._references[experts, like] = self.train(f"one{int(experts)}-{like}", num_ranks, like, alike)
+        return self._references[experts, like], load
 
     def cell(self, planner: str, layout: str) -> Cell:
         """The outcome of a planner on a layout: `difference`, `refused` or `failed`."""
-        reference, load = self.reference(experts=layout == "ep")
+        reference, load = self.reference(planner, experts=layout == "ep")
         found: Cell = {"planner": planner, "layout": layout}
         try:
             _, num_ranks, flags = LAYOUTS[layout]

@@ -32,12 +32,14 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
     """Bytes that one token keeps in one layer for backward.
 
     In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output
-    (H (D + V)), key and value (G (D + V)), and the MLP's inner values (3 ffn when gated, else 2; once
-    per expert a token visits). `full` recomputation keeps the layer's input.
+    (H (D + V)), key and value (G (D + V)), latents before and behind their norms, and the MLP's inner
+    values (3 ffn when gated, else 2; once per expert a token visits). `full` recomputation keeps the
+    layer's input.
     """
     if recompute == "full":
         return float(model.bytes_per_element * model.hidden_size)
     attended = (model.num_heads + model.num_kv_heads) * (model.head_dim + model.value_width)
+    attended += 2 * (model.query_rank + model.latent_rank)
     inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
     return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner))
 

@@ -148,7 +148,7 @@ class AnalyticCost:
                 pairs, launch, num_launches, widths, backward=backward, mask=self.model.mask
             )
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
-        if self.model.latent_rank:
+        if self.model.latent_travels:
             seconds += self._latent_s(kernel.distinct_rows(pairs[:, Pair.KEY], launch, num_launches), backward=backward)
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 

@@ -1,8 +1,9 @@
 """The cost of a token outside attention: FLOPs of matrix products and bytes of the element-wise
 parts between them.
 
-A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary
-embedding, attention, output projection, residual, norm, MLP (gated: SwiGLU), residual. `elements`
+A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v (with
+multi-latent attention: down to latents, norms, and up), rotary embedding, attention, output
+projection, residual, norm, MLP (gated: SwiGLU), residual. `elements`
 count what is read and written between the products, each part a fused kernel of its own; products
 are counted in FLOPs alone, their operands being read beside.
 """
@@ -40,17 +41,25 @@ class Module:
 def layer_modules(model: Model) -> tuple[Module, ...]:
     """The modules of one layer, without attention, in order."""
     hidden, width, kv_width = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    out_width, both = model.num_heads * model.value_width, kv_width + model.num_kv_heads * model.value_width
+    out_width = model.num_heads * model.value_width
     visits = max(1, model.experts_per_token)
     products = 3 if model.gated_ffn else 2
     inner = products - 1  # values that enter the activation: gate and up, or one
-    qkv, out, ffn = hidden * (width + both), out_width * hidden, products * hidden * model.ffn_size
+    out, ffn = out_width * hidden, products * hidden * model.ffn_size
+    made_of_latents = model.latent_flops if model.latent_travels else 0.0  # with weights of this rank
     rope = 2 * (width + kv_width)  # q and k, read and written
+    latents = model.query_rank + model.latent_rank  # each with a norm
     modules = (
         # A norm reads and writes; its backward reads input and gradient and writes the input's. A
         # residual reads two and writes one.
         Module("norms", 0.0, 2 * hidden, 2 * (2 + 3) * hidden, 2 * (3 + 3) * hidden),
-        Module("qkv", 2.0 * qkv, qkv, rope, rope),
+        Module(
+            "qkv",
+            model.projected_flops,
+            (model.projected_flops + made_of_latents) / 2,
+            rope + 2 * latents,
+            rope + 3 * latents,
+        ),
         Module("out", 2.0 * out, out, 0, 0),
         Module(
             "mlp",

@@ -43,10 +43,17 @@ class Model:
     """Width of a head's values and outputs, where it is not that of queries and keys, `head_dim`
     (multi-latent attention)."""
     latent_rank: int = 0
-    """Where the latent of multi-latent attention travels in place of keys and values: its rank. Then
-    all heads share it (`num_kv_heads` 1), and ranks make keys and values of what they received."""
+    """Rank of the latent that keys and values are made of (multi-latent attention); 0: they are
+    projected from the hidden state."""
     latent_rope: int = 0
     """Then also: the width of the rotary key that all heads share."""
+    query_rank: int = 0
+    """Rank of the latent that queries are made of; 0: they are projected from the hidden state."""
+    latent_travels: bool = False
+    """Whether the latent travels in place of keys and values. Then all heads share it (`num_kv_heads`
+    1), and ranks make keys and values of what they received."""
+    latent_split: int = 1
+    """Tensor-parallel ranks over which the rows that are projected down to latents are split."""
     other_attention: str = ""
     """Name of the mask of some of the layers, if not all have the same: plans are made for
     `attention`, priced by it, and run under this one there (`compile.halo`)."""
@@ -75,6 +82,7 @@ class Model:
             num_heads=self.num_heads // tensor,
             num_kv_heads=max(1, self.num_kv_heads // tensor),
             ffn_size=max(1, self.ffn_size // tensor),
+            latent_split=self.latent_split * tensor,
         )
 
     @property
@@ -100,11 +108,11 @@ class Model:
     @property
     def latent_dim(self) -> int | None:
         """Width of what travels in place of keys and values; None: they do."""
-        return self.latent_rank + self.latent_rope if self.latent_rank else None
+        return self.latent_rank + self.latent_rope if self.latent_travels else None
 
     @property
     def latent_flops(self) -> float:
-        """FLOPs of making a token's keys and values, all heads, of its latent; 0: they travel."""
+        """FLOPs of making a token's keys and values, all heads, of its latent; 0: there is none."""
         return 2.0 * self.latent_rank * self.num_heads * (self.head_dim - self.latent_rope + self.value_width)
 
     @property
@@ -115,12 +123,23 @@ class Model:
         return self.num_kv_heads * (self.head_dim + self.value_width) * self.bytes_per_element
 
     @property
+    def projected_flops(self) -> float:
+        """Forward FLOPs of making one token's queries, keys and values; where the latent travels,
+        without those of making keys and values of it, which launches do (`latent_flops`).
+        """
+        both = self.head_dim + self.value_width
+        if not self.latent_rank:
+            return 2.0 * self.hidden_size * (self.num_heads * self.head_dim + self.num_kv_heads * both)
+        down = self.hidden_size * (self.query_rank + self.latent_rank + self.latent_rope) / self.latent_split
+        queries = (self.query_rank or self.hidden_size) * self.num_heads * self.head_dim
+        return 2.0 * (down + queries) + (0.0 if self.latent_travels else self.latent_flops)
+
+    @property
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
-        both = self.head_dim + self.value_width
-        attention = self.hidden_size * both * (self.num_heads + self.num_kv_heads)
+        out = self.hidden_size * self.num_heads * self.value_width
         mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size * max(1, self.experts_per_token)
-        return 2.0 * (attention + mlp)
+        return self.projected_flops + 2.0 * (out + mlp)
 
     @property
     def attention_flops_per_pair(self) -> float:

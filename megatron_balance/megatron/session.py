@@ -40,6 +40,7 @@ from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.masks import masks_of
 from megatron_balance.megatron.place import Place
+from megatron_balance.megatron.planned_model import planned_model
 from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.sub_sequences import Reader
@@ -318,29 +319,8 @@ class Session:
 
         `tensor`: such ranks; None: those of the layout.
         """
-        args, size = self.args, tensor or self.args.tensor_model_parallel_size
-        shape = self.shape_of(size)
-        first, *others = masks_of(args)
-        return Model(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            latent_rank=shape.latent[0] if shape.latent else 0,
-            latent_rope=shape.latent[1] if shape.latent else 0,
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            ffn_size=max(1, args.ffn_hidden_size // size),
-            gated_ffn=bool(args.swiglu),
-            name="job",
-            bytes_per_element=self.dtype.itemsize,
-            num_experts=args.num_experts or 0,
-            experts_per_token=args.moe_router_topk if args.num_experts else 0,
-            vocab_size=args.padded_vocab_size or args.vocab_size or 1,
-            gradient_wire=self.config.gradient_wire,
-            attention=first.name,
-            other_attention=others[0].name if others else "",
-        )
+        size = tensor or self.args.tensor_model_parallel_size
+        return planned_model(self.args, self.config, self.shape_of(size), size)
 
     def planner(self, forward_only: bool) -> StepPlans:
         """The plans of training steps, or of evaluation; they share nothing."""

@@ -40,6 +40,7 @@ from megatron_balance.torch.documents import (
 from megatron_balance.torch.model import model_of
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of
 from megatron_balance.torch.settings import Settings
+from megatron_balance.torch.tracing import LoopTracer
 from megatron_balance.torch.waiting import Dealing, Waiting
 from megatron_balance.training.agree import check_agreement
 from megatron_balance.training.ledger import Ledger
@@ -122,6 +123,7 @@ class SequenceBalancer:
         self._num_microbatches = 1
         self._plans = self._make_plans(None)
         self._evaluation: StepPlans | None = None
+        self._tracer = LoopTracer(settings, self.pool, self.device)
         self._waiting = Waiting(self.pool.rank)
         self._pending: list[Sequences] = []
         self._last: BalancedBatch | None = None
@@ -285,11 +287,12 @@ class SequenceBalancer:
         self._form = None if others is None else Form(others)
 
     def close(self) -> None:
-        """End what runs in the background; `with` does so, too.
+        """End what runs in the background, and a trace that is under way; `with` does so, too.
 
         Balancers of the same ranks share process groups. These end with torch.distributed.
         """
         self._plans.close()
+        self._tracer.end()
 
     def __enter__(self) -> Self:
         return self
@@ -368,7 +371,9 @@ class SequenceBalancer:
     def _run(self, dealing: Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
         """Plan a training step, and deal its tokens."""
         self._at, self._num_microbatches = dealing.first, len(dealing.mine)
+        self._tracer.begin_next()
         self.planned = planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
+        self._tracer.planned(self._spec.name)
         batches = self._deal(dealing, planned, training=True)
         for number in range(self._at, self._at + self._num_microbatches):
             del self._known[number]
@@ -390,7 +395,6 @@ class SequenceBalancer:
         exchange = TokenExchange(apart, planned.plans, self.pool)
         rows = exchange.to_ranks(mine, form.num_columns, ALONE, self.device)
         scale = self._loss_scale(rows)
-        bind = partial(self._bind, training=training)
         batches: list[BalancedBatch] = []
         for at, seqs in enumerate(chain.from_iterable(planned.step.members)):
             local = assemble(rows[at], exchange.layouts[at], self.settings.row_multiple)
@@ -410,7 +414,7 @@ class SequenceBalancer:
                     form.others_of(local.rows),
                     dealt=dealt,
                     loss_scale=scale,
-                    bind=bind,
+                    bind=partial(self._bind, number=at, training=training),
                 )
             )
         self._last = batches[-1]
@@ -425,10 +429,12 @@ class SequenceBalancer:
         dist.all_reduce(targets, group=self._group)
         return LossScale(targets, self._group.size(), self._group)
 
-    def _bind(self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, *, training: bool) -> Bound:
-        model = self.model
+    def _bind(
+        self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, *, number: int, training: bool
+    ) -> Bound:
+        model, recorder = self.model, self._tracer.recorder if training else None
         build_variants(device, dtype, model.head_dim)
-        return bind(
+        bound = bind(
             plan,
             self.pool.rank,
             AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim),
@@ -440,6 +446,10 @@ class SequenceBalancer:
             gradient_wire=self.settings.gradient_wire,
             phases=BOTH_PHASES if training else ("forward",),
         )
+        if recorder is None:
+            return bound
+        recorder.watch(self.pool.groups.streams)
+        return replace(bound, recorder=recorder, number=number)
 
 
 class _Known(Samples):

@@ -43,6 +43,9 @@ class Settings:
         device: of the batches; None: of the mesh.
         prove_every: the process that plans ahead (`SequenceBalancer.steps`) proves the plans of the
             first steps and then of every so many, while nobody waits for it; 0: of none.
+        trace_steps: training steps of the balancer, counted from 1, of which every rank writes a
+            trace. All ranks of the job wait for one another at the beginning of each.
+        trace_folder: where to; `megatron-balance trace` joins its files.
     """
 
     ranks_per_node: int | None = None
@@ -57,6 +60,8 @@ class Settings:
     gradient_wire: GradientWire = "fp32"
     device: torch.device | str | None = None
     prove_every: int = 100
+    trace_steps: tuple[int, ...] = ()
+    trace_folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Check what no planner checks.
@@ -70,6 +75,7 @@ class Settings:
             if number is not None:
                 at_least(1, name, number)
         at_least(0, "prove_every", self.prove_every)
+        self._check_traces()
         if not isinstance(self.shift_labels, bool):
             raise ConfigError(f"shift_labels: expected True or False, got {self.shift_labels!r}")
         if not isinstance(self.cluster, (str, Cluster, NoneType)):
@@ -89,6 +95,16 @@ class Settings:
                 raise ConfigError(f"device: {error}") from None
             except TypeError:
                 raise ConfigError(f"device: expected a torch.device or its name, got {self.device!r}") from None
+
+    def _check_traces(self) -> None:
+        if not isinstance(self.trace_steps, (tuple, list)):
+            raise ConfigError(f"trace_steps: expected numbers of steps, got {self.trace_steps!r}")
+        for step in self.trace_steps:
+            at_least(1, "trace_steps", step)
+        if not isinstance(self.trace_folder, (str, Path, NoneType)):
+            raise ConfigError(f"trace_folder: expected a folder, got {self.trace_folder!r}")
+        if self.trace_steps and self.trace_folder is None:
+            raise ConfigError(f"trace_steps {list(self.trace_steps)}: give trace_folder too, where traces go")
 
     def cluster_of(self, pool: Pool) -> Cluster:
         """The pool as planners see it."""

@@ -35,9 +35,9 @@ FOLDER = "traces"
 class StepTracer:
     """Traces of this rank. All ranks trace the same steps."""
 
-    def __init__(self, folder: Path | None = None, steps: Collection[int] = (), rank: int = 0) -> None:
+    def __init__(self, folder: str | Path | None = None, steps: Collection[int] = (), rank: int = 0) -> None:
         """Write to `folder`. `rank`: in the world. Nothing is traced without steps."""
-        self._folder, self._steps, self._rank = folder, frozenset(steps), rank
+        self._folder, self._steps, self._rank = None if folder is None else Path(folder), frozenset(steps), rank
         self._node: Callable[[], int] = lambda: 0
         self._streams: Callable[[], Streams | None] = lambda: None
         self._step = self._at = 0

@@ -38,7 +38,9 @@ def test_latents_give_what_their_keys_and_values_give(pool: Pool, planner: str, 
     by_latent, by_heads = (sum(received[way] for _, received in runs) for way in (0, 1))
     assert 0 < by_latent < by_heads
     rank, rope = LATENT
-    model = Model(HEADS, 1, DIM, bytes_per_element=8, value_dim=VALUES, latent_rank=rank, latent_rope=rope)
+    model = Model(
+        HEADS, 1, DIM, bytes_per_element=8, value_dim=VALUES, latent_rank=rank, latent_rope=rope, latent_travels=True
+    )
     predicted = plan_statistics(planned, model)["bytes_received_per_rank"]["total"]
     assert all(of_rank[1][0] >= expected for of_rank, expected in zip(runs, predicted, strict=True))
     assert any(predicted)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_balance import cli
 from megatron_balance.planners import PLANNERS
-from tests.support import torch_jobs
+from tests.support import torch_jobs, trace_reader
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Way
 
@@ -141,6 +142,23 @@ def test_every_document_is_trained_once_though_some_wait_and_a_resume_goes_on_al
         assert delayed.ahead >= 4, "coming steps are planned while others compute"
     first = [number for step in straight[0].trained for number in step]
     assert first != sorted(first), "rank 0 read those that wait"
+
+
+def test_a_step_is_traced_as_a_simulated_one(world: Pool, tmp_path: Path) -> None:
+    counted = world.run(torch_jobs.trace, RANKS, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [f"step-2-rank-{r}.json" for r in range(4)]
+    assert cli.main(["trace", str(tmp_path), "--out", str(tmp_path / "joined.json")]) == 0
+    found = trace_reader.read((tmp_path / "joined.json").read_text())
+    assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
+    names = {e["name"] for e in found.spans if found.track(e) == "step"}
+    assert names >= {"plan", "forward 0", "backward 0", "forward 1", "backward 1", "gradient sync", "optimizer"}
+    assert found.arrows
+    for rank, (num_bytes, calls) in enumerate(counted):
+        own = [e for e in found.spans if e["pid"] == rank]
+        assert sum(e["args"].get("received_bytes", 0) for e in own if e["cat"] == "forward") == num_bytes > 0
+        launches = [e for e in own if e["name"] == "attention"]
+        assert 0 < len(launches) <= calls
+        assert {e["args"]["microbatch"] for e in launches} == {0, 1}
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.training")
 
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch._C._distributed_c10d import HashStore
+
+from megatron_balance.cost.modules import layer_modules
+from megatron_balance.megatron.planned_model import planned_model
+from megatron_balance.planning.run import Run
+from megatron_balance.runtime.bind import AttentionShape
 from tests.megatron.conftest import Train, assert_same_training, at_once, started
 from tests.megatron.test_parity import two_nodes
 from tests.support.pipeline_runs import worst_gradient
@@ -28,6 +44,18 @@ FLAGS: dict[str, Any] = {
     "rotary-scaling-factor": 4,
     "train-iters": 2,
 }
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's groups of one rank, in this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mpu.initialize_model_parallel()
+        yield
+    finally:
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -53,3 +81,36 @@ def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_fact
     again = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     run = train(4, "te_ring", {**flags, **parallel, **again, "context-parallel-size": 2}, config={"latent_kv": True})
     assert_same_training(run, two)
+
+
+@pytest.mark.parametrize(("query_rank", "travels"), [(16, False), (None, False), (16, True)])
+def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
+    query_rank: int | None, travels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of a token with a matrix takes two FLOPs for each of its elements."""
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "q_lora_rank": query_rank,
+        "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # for its rotary frequencies
+    with one_process():
+        config = MLATransformerConfig(
+            **sizes, add_bias_linear=False, gated_linear_unit=True, rope_type="rope",
+            use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        )  # fmt: skip
+        spec: Any = get_gpt_layer_local_spec(multi_latent_attention=True)
+        spec.submodules.self_attention.submodules.core_attention = IdentityOp  # its own takes no keys of other width
+        layer: Any = build_module(spec, config=config, layer_number=1)
+    of = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.dim() == 2}
+    args = argparse.Namespace(
+        **sizes, window_size=None, window_attn_skip_freq=None, num_experts=None, moe_ffn_hidden_size=None, swiglu=True,
+        params_dtype=torch.bfloat16, padded_vocab_size=96, multi_latent_attention=True, sequence_parallel=False,
+    )  # fmt: skip
+    shape = AttentionShape(4, 1 if travels else 4, 6, None, (8, 2) if travels else None)
+    model = planned_model(args, Run(source="balance.yaml"), shape, 1)
+    up = of["self_attention.linear_kv_up_proj.weight"]
+    assert model.linear_flops_per_token == 2 * (sum(of.values()) - up * travels)
+    assert model.latent_flops == 2 * up
+    assert sum(module.weights for module in layer_modules(model)) - 2 * model.hidden_size == sum(of.values())
+    halves = model.share(2)
+    assert 2 * halves.linear_flops_per_token == model.linear_flops_per_token

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -444,6 +445,31 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
             balancer.load_state_dict(state)
             steps = balancer.steps(feed(read), microbatches=2)
     return Delayed(done.trained, done.waited, ahead)
+
+
+def trace(world: World, folder: Path) -> tuple[int, int]:
+    """Train three steps of two microbatches, of which the second is traced and the third has no
+    optimizer: bytes that this rank received forward in the second, and its attention launches.
+    """
+    settings = Settings(ranks_per_node=2, trace_steps=(2, 3), trace_folder=folder)
+    balancer = SequenceBalancer("te_ring", MODEL, settings=settings)
+    model = make_model(Way(), balanced=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counted = (0, 0)
+    for step in range(3):
+        bounds: list[Any] = []
+        for batch in balancer.step([documents(step, at)[world.rank :: world.size] for at in range(2)]):
+            losses = nn.functional.cross_entropy(logits_of(Way(), model, batch), batch.labels, reduction="sum")
+            batch.mean_loss(losses).backward()
+            bounds.append(batch.bound(torch.float32, balancer.device))
+        if step < 2:
+            optimizer.step()
+            counted = (
+                sum(each.counters.bytes_received_forward for each in bounds),
+                sum(each.counters.kernel_calls for each in bounds),
+            )
+    balancer.close()
+    return counted
 
 
 def run_example(world: World, script: str, arguments: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which documents a training run trains: labels that count towards a loss, by step, written by rank.
+"""Documents that a training run trains: labels that count towards a loss, by step, written by rank.
 
 In a corpus whose document of number n holds nothing but the token n, a label names its document.
 """
@@ -67,7 +67,7 @@ def trained(folder: Path, steps: range) -> Counter[int]:
 
 
 def microbatches(folder: Path, steps: range) -> list[Counter[int]]:
-    """The same of every microbatch of a rank, in the order in which it ran them."""
+    """List the same of every microbatch of a rank, in the order in which it ran them."""
     found: list[Counter[int]] = []
     for step in steps:
         files = sorted(folder.glob(f"trained.{step}.*.npy"))

@@ -55,6 +55,14 @@ def test_experts_have_their_own_width(tmp_path: Path) -> None:
     assert load_model(written(tmp_path, mixtral)).ffn_size == 200
 
 
+def test_latents_of_deepseek_are_read(tmp_path: Path) -> None:
+    widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
+    model = load_model(written(tmp_path, {**LLAMA, **widths, "q_lora_rank": 12}))
+    assert (model.num_kv_heads, model.head_dim, model.value_dim) == (6, 6, 5)
+    assert (model.latent_rank, model.latent_rope, model.query_rank, model.latent_travels) == (8, 2, 12, False)
+    assert load_model(written(tmp_path, {**LLAMA, **widths, "q_lora_rank": None})).query_rank == 0
+
+
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
     assert load_model(written(tmp_path, {**LLAMA, "sliding_window": 64, "use_sliding_window": False})) == EXPECTED
     assert load_model(written(tmp_path, {**LLAMA, "sliding_window": None})) == EXPECTED
@@ -75,7 +83,10 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
             {**LLAMA, "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
             "sliding_window 4096: a sliding window in some layers",
         ),
-        ({**LLAMA, "kv_lora_rank": 512}, "kv_lora_rank 512: multi-latent attention"),
+        (
+            {**LLAMA, "kv_lora_rank": 512, "v_head_dim": 8},
+            "kv_lora_rank says multi-latent attention; give qk_nope_head_dim, qk_rope_head_dim too",
+        ),
         ({"hidden_size": 96}, r"does not say num_heads \(num_attention_heads"),
         ({**LLAMA, "num_attention_heads": 0}, "num_heads must be at least 1, got 0"),
         ({**LLAMA, "num_key_value_heads": 4}, "num_kv_heads 4 does not divide num_heads 6"),
