@@ -8,7 +8,8 @@ The same batches three ways: the base layout, whose weights are gathered and gra
 reduce-scattered; a mix of pipelines that pulls and pushes; the same with overlap. Without overlap both
 exchanges are timed between barriers, and every NIC's bytes are held against those of the link's rows,
 within 3 %. With overlap, what they add is what a step takes longer than one without them: the step of
-the mix, less its pull and push. Losses of a batch are equal to 1e-5.
+the mix, less its pull and push. Losses of a batch are equal to 1e-5. A change adds nothing else where
+what is left of a step is the same behind another way and behind the same one.
 """
 
 from __future__ import annotations
@@ -71,12 +72,14 @@ class Options:
         return batches
 
     def steps(self, ways: Sequence[int]) -> tuple[Planned, ...]:
-        """A warm-up of each way, then every batch under all of them in turn."""
-        batches = self.lengths()
+        """A warm-up of each way, then every batch twice under each in turn: behind another, and behind
+        itself.
+        """
+        batches, turns = self.lengths(), [way for way in ways for _ in range(2)]
         steps = [Planned("commoncrawl", 0, WARM_UP, way, batches[0]) for way in ways]
         for repeat in range(self.repeats):
             for number, batch in enumerate(batches):
-                steps += [Planned("commoncrawl", number, repeat, way, batch) for way in ways]
+                steps += [Planned("commoncrawl", number, repeat, way, batch) for way in turns]
         return tuple(steps)
 
 
@@ -133,11 +136,24 @@ def _told(records: Sequence[Mapping[str, Any]]) -> int:
         told = f"{max(errors):.1%}" if errors else ""
         table.add_row(name, f"{step_s:.2f}", f"{own_s:.2f}", f"{way[0]['links_s']:.2f}", told)
     Console(width=120).print(table)
+    apart = [_behind(way) for way in by_way[:2]]
+    print(
+        "seconds of a step without O-P, behind another way and behind the same one: "
+        + ", ".join(f"{name} {other:.3f} {same:.3f}" for name, (other, same) in zip(WAYS, apart, strict=False))
+    )
     first = {record["batch"]: record["loss"] for record in by_way[0]}
     losses = max(abs(record["loss"] / first[record["batch"]] - 1) for record in found)
     nics = max(record["nic_error"] for record in found if record["nic_error"] is not None)
     print(f"largest difference of a loss {losses:.1e}; of a NIC's bytes from the link's rows {nics:.1%}")
     return int(losses > 1e-5 or nics > MOST)
+
+
+def _behind(way: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Median seconds of a way's steps without exchanges, behind another way and behind itself."""
+    times: tuple[list[float], list[float]] = [], []
+    for record in way:
+        times[not record["changed"]].append(record["step_s"] - record["exchange_s"])
+    return median(times[0]), median(times[1])
 
 
 def _on_rank(
@@ -297,6 +313,7 @@ class _Meter:
             self.run.record(
                 {
                     "way": planned.variant,
+                    "changed": self.at > 0 and self.run.steps[self.at - 1].variant != planned.variant,
                     "batch": planned.batch,
                     "repeat": planned.repeat,
                     "loss": loss,

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -254,18 +253,8 @@ def _told(console: Console, name: str, runs: Sequence[Run], compared: Compared, 
         f"{len(run.steps)} steps, {changes_of(run)} changes, at least {empty} with empty pipelines; {bits}{seconds} s"
     )
     console.print(f"largest differences: {compared}")
-    console.print(f"median ms of a step behind another strategy and behind the same one: {_step_ms(runs[-1])}")
     console.print(f"limits: {most}")
     return same and compared.within(most)
-
-
-def _step_ms(run: Run) -> str:
-    """By strategy, how long its steps take behind a change and behind none."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    for before, step in itertools.pairwise(run.steps):
-        found.setdefault(step["strategy"], ([], []))[before["strategy"] == step["strategy"]].append(step["step_ms"])
-    both = {name: [median(each) for each in times] for name, times in found.items() if all(times)}
-    return ", ".join(f"{name} {changed:.0f}, {same:.0f}" for name, (changed, same) in sorted(both.items()))
 
 
 if __name__ == "__main__":
