@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -101,6 +102,11 @@ class GroupCosts:
         linear_s = tokens * self.linear_s / self.size
         return work / self.num_groups * (1 + self.backward) + float((exchange_s + 3 * linear_s)[0])
 
+    def even_s(self, num_tokens: float, work: float) -> float:
+        """Seconds if all computation were even and nothing moved. `work`: of all sequences."""
+        linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
+        return work / self.num_groups * (1 + self.backward) + 3 * linear_s
+
     def work_s(self, length: int) -> float:
         """Seconds of a group for the attention of a whole sequence, forward."""
         return self.cost.attention_s(length * (length + 1) / 2, length) / self.heads
@@ -163,6 +169,21 @@ class Estimate:
     num_waves: int
     exposed_s: float
     lead: int = 0
+
+
+def rings_s(groups_of: Sequence[Sequence[int]], lengths: Sequence[int], costs: GroupCosts) -> float:
+    """Seconds of a layer in rings of groups without the keys that show: computation of the slowest
+    group, and its exchanges of heads. `groups_of`: of each sequence the groups of its ring.
+    """
+    counts = np.fromiter(map(len, groups_of), np.int64, len(groups_of))
+    group = np.fromiter(chain.from_iterable(groups_of), np.int64, int(counts.sum()))
+    work, held = (
+        np.bincount(group, weights=np.repeat(np.array(each) / counts, counts), minlength=costs.num_groups)
+        for each in (costs.works_s(lengths), lengths)
+    )
+    trades = _Trades.of(held, costs, None)
+    exchange_s = (1 + costs.replays) * trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s
+    return float((work * (1 + costs.backward) + held * (3 * costs.linear_s / costs.size) + exchange_s).max())
 
 
 class Lead(NamedTuple):
