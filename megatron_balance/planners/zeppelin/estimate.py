@@ -64,6 +64,10 @@ class GroupCosts:
     """Seconds a token of a rank in the linear modules, forward."""
     heads: float = field(init=False)
     """Ranks of a group that the heads divide among evenly: what the rank with most heads has."""
+    trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
+    """Of the all-to-alls of a group, inside a node and between nodes: fixed seconds; seconds a token
+    of the one before attention, and of the one behind it.
+    """
 
     def __post_init__(self) -> None:
         pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
@@ -79,6 +83,15 @@ class GroupCosts:
 
     def _share_heads(self) -> None:
         self.heads = self.model.num_heads / -(-self.model.num_heads // self.size)
+        size, node, cost = self.size, self.cluster.node_size, self.cost
+        copies, here, nics = max(1.0, size / self.model.num_kv_heads), min(size, node), 1 / self.cluster.ranks_per_nic
+        beyond = size - here
+        inside_s = (here - 1) / size**2 * cost.intra_node_s(1.0, 0)
+        across_s = beyond / size**2 * cost.inter_node_s(1.0, 0, nics)
+        queries, keys = cost.query_bytes(1.0), copies * cost.kv_bytes(1.0)
+        fixed = cost.intra_node_s(0.0, here - 1), cost.inter_node_s(0.0, beyond, nics)
+        into, home = ((each * inside_s, each * across_s) for each in (queries + keys, queries))
+        self.trades = fixed, into, home
 
     def of_size(self, size: int) -> GroupCosts:
         """Those of groups of another size."""
@@ -228,19 +241,13 @@ def cheapest(
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
     """Seconds of the all-to-alls before and after attention, forward, of groups of so many tokens."""
-    size, node, cost = costs.size, costs.cluster.node_size, costs.cost
-    if size == 1:
+    if costs.size == 1:
         return np.zeros_like(num_tokens), np.zeros_like(num_tokens)
-    copies, here = max(1.0, size / costs.model.num_kv_heads), min(size, node)
+    (inside_s, across_s), into, home = costs.trades
     seconds: list[Floats] = []
-    for token_bytes in (cost.query_bytes(1.0) + copies * cost.kv_bytes(1.0), cost.query_bytes(1.0)):
-        each = num_tokens * token_bytes / size
-        inside = cost.intra_node_s(0.0, here - 1) + each * ((here - 1) / size * cost.intra_node_s(1.0, 0))
-        if size > node:
-            nics = 1 / costs.cluster.ranks_per_nic
-            across = cost.inter_node_s(0.0, size - node, nics)
-            inside = np.maximum(inside, across + each * ((size - node) / size * cost.inter_node_s(1.0, 0, nics)))
-        seconds.append(inside)
+    for inside, across in (into, home):
+        each = inside_s + num_tokens * inside
+        seconds.append(np.maximum(each, across_s + num_tokens * across) if across else each)
     return seconds[0], seconds[1]
 
 
