@@ -144,7 +144,7 @@ def _in_waves(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Microbatc
         for seq in zone.seqs:
             for group in groups:
                 placed.give(seq, group, 1 / len(groups))
-    own = shared_zone(Chosen(placed.of, plan.lengths, size, estimate(placed, costs)), cluster)
+    own = shared_zone(Chosen(placed.of, plan.lengths, size, estimate(placed, costs), costs), cluster)
     layers = Layers(routing="never", remap=True, remap_when="pays")
     return with_layers(replace(plan, zones=(own,), moves=type(plan.moves)(3), routing=None), cluster, cost, layers)
 

@@ -71,12 +71,17 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone
 from megatron_balance.planners.zeppelin import costed, printed, waves, wide
+from megatron_balance.planners.zeppelin.estimate import rings_s
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
 
 _SHOWS = 1.08
 """Layer over even computation from which on rings of groups are made beside waves."""
+_SURELY = 1.01
+"""By how much waves must be faster than rings of groups by closed forms of their placements, and than
+`_SHOWS`, to be taken without estimates of whole plans.
+"""
 _MOST_NODES = 32
 _WORTH_IT = 0.5
 """Share of what even tokens save that a remap may take before the search without one is made too.
@@ -138,14 +143,15 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
         return nothing
     if options.rule == "waves" and model.attention == "causal":
         rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, {})
-        zone = _in_waves(rings)
-        if zone is not None:
-            return _or_rings(replace(nothing, zones=(zone,)), rings)
+        placed = _in_waves(rings)
+        if placed is not None:
+            zone, chosen = placed
+            return _or_rings(replace(nothing, zones=(zone,)), chosen, rings)
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
-def _in_waves(rings: _Rings) -> SharedZone | None:
-    """The zone of the cheapest shares; None: none keeps to the capacity."""
+def _in_waves(rings: _Rings) -> tuple[SharedZone, waves.Chosen] | None:
+    """The cheapest shares and their zone; None: none keeps to the capacity."""
     lengths, cluster, model, cost, capacity, options, _ = rings
     replays = _replays(sum(lengths), cluster, model)
     asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
@@ -173,19 +179,28 @@ class _Rings(NamedTuple):
         return self.made[size]
 
 
-def _or_rings(found: MicrobatchPlan, rings: _Rings) -> MicrobatchPlan:
+def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> MicrobatchPlan:
     """`found`, or rings of groups where the estimate of whole plans has these ahead. They are asked
-    for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`.
+    for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`; closed
+    forms of the placements say where whole plans need no estimate.
     """
     lengths, cluster, model, cost, capacity, options, _ = rings
     asked = options.group_size is not None or options.num_waves is not None
-    size = wide.group_size(cluster, model, None)
+    size, costs = wide.group_size(cluster, model, None), chosen.costs
     if asked or cluster.num_nodes > _MOST_NODES or cluster.node_size % size:
+        return found
+
+    def surely_ahead(seconds: float) -> bool:
+        return _SURELY * seconds <= rings_s(rings.made[size], lengths, costs.of_size(size))
+
+    most_s = _SURELY * chosen.estimate.seconds
+    hidden = most_s < _SHOWS * costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
+    if hidden or (size in rings.made and surely_ahead(chosen.estimate.seconds)):
         return found
     bounds = Bounds.of(lengths, cluster, model, cost)
     own = plan_estimate(found, bounds.machine)
     placement = None if own is None or own.layer_s < _SHOWS * bounds.even() else rings.over(size)
-    if own is None or placement is None:
+    if own is None or placement is None or surely_ahead(own.layer_s):
         return found
     apart = replace(found, zones=wide.group_zones(placement, wide_ranks(cluster, size), size))
     other = plan_estimate(apart, bounds.machine)

@@ -208,7 +208,11 @@ class Search:
         """The larger sequences under a target, whatever its `fill`."""
         time_s, tokens, wide = key = target.time_s, target.tokens, target.wide
         if key not in self._tried:
-            fills: tuple[Fill, ...] = ("whole",) if wide else ("most", "least", "whole")
+            # Nodes of one rank are whole whatever is filled first.
+            several = self.cluster.node_size > 1
+            fills: tuple[Fill, ...] = (
+                ("whole",) if wide else ("most", "least", "whole") if several else ("most", "least")
+            )
             tries = (Filling(self.sizes, Target(time_s, tokens, fill, wide)) for fill in fills)
             self._tried[key] = next((filling for filling in tries if filling.place_large()), None)
         return self._tried[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -63,6 +64,10 @@ class GroupCosts:
     """Seconds a token of a rank in the linear modules, forward."""
     heads: float = field(init=False)
     """Ranks of a group that the heads divide among evenly: what the rank with most heads has."""
+    trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
+    """Of the all-to-alls of a group, inside a node and between nodes: fixed seconds; seconds a token
+    of the one before attention, and of the one behind it.
+    """
 
     def __post_init__(self) -> None:
         pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
@@ -78,6 +83,15 @@ class GroupCosts:
 
     def _share_heads(self) -> None:
         self.heads = self.model.num_heads / -(-self.model.num_heads // self.size)
+        size, node, cost = self.size, self.cluster.node_size, self.cost
+        copies, here, nics = max(1.0, size / self.model.num_kv_heads), min(size, node), 1 / self.cluster.ranks_per_nic
+        beyond = size - here
+        inside_s = (here - 1) / size**2 * cost.intra_node_s(1.0, 0)
+        across_s = beyond / size**2 * cost.inter_node_s(1.0, 0, nics)
+        queries, keys = cost.query_bytes(1.0), copies * cost.kv_bytes(1.0)
+        fixed = cost.intra_node_s(0.0, here - 1), cost.inter_node_s(0.0, beyond, nics)
+        into, home = ((each * inside_s, each * across_s) for each in (queries + keys, queries))
+        self.trades = fixed, into, home
 
     def of_size(self, size: int) -> GroupCosts:
         """Those of groups of another size."""
@@ -100,6 +114,11 @@ class GroupCosts:
         exchange_s = trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s + again_s
         linear_s = tokens * self.linear_s / self.size
         return work / self.num_groups * (1 + self.backward) + float((exchange_s + 3 * linear_s)[0])
+
+    def even_s(self, num_tokens: float, work: float) -> float:
+        """Seconds if all computation were even and nothing moved. `work`: of all sequences."""
+        linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
+        return work / self.num_groups * (1 + self.backward) + 3 * linear_s
 
     def work_s(self, length: int) -> float:
         """Seconds of a group for the attention of a whole sequence, forward."""
@@ -165,6 +184,21 @@ class Estimate:
     lead: int = 0
 
 
+def rings_s(groups_of: Sequence[Sequence[int]], lengths: Sequence[int], costs: GroupCosts) -> float:
+    """Seconds of a layer in rings of groups without the keys that show: computation of the slowest
+    group, and its exchanges of heads. `groups_of`: of each sequence the groups of its ring.
+    """
+    counts = np.fromiter(map(len, groups_of), np.int64, len(groups_of))
+    group = np.fromiter(chain.from_iterable(groups_of), np.int64, int(counts.sum()))
+    work, held = (
+        np.bincount(group, weights=np.repeat(np.array(each) / counts, counts), minlength=costs.num_groups)
+        for each in (costs.works_s(lengths), lengths)
+    )
+    trades = _Trades.of(held, costs, None)
+    exchange_s = (1 + costs.replays) * trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s
+    return float((work * (1 + costs.backward) + held * (3 * costs.linear_s / costs.size) + exchange_s).max())
+
+
 class Lead(NamedTuple):
     """Own work of groups while the heads of all else are exchanged: tokens, and seconds forward
     [placements, groups].
@@ -207,19 +241,13 @@ def cheapest(
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
     """Seconds of the all-to-alls before and after attention, forward, of groups of so many tokens."""
-    size, node, cost = costs.size, costs.cluster.node_size, costs.cost
-    if size == 1:
+    if costs.size == 1:
         return np.zeros_like(num_tokens), np.zeros_like(num_tokens)
-    copies, here = max(1.0, size / costs.model.num_kv_heads), min(size, node)
+    (inside_s, across_s), into, home = costs.trades
     seconds: list[Floats] = []
-    for token_bytes in (cost.query_bytes(1.0) + copies * cost.kv_bytes(1.0), cost.query_bytes(1.0)):
-        each = num_tokens * token_bytes / size
-        inside = cost.intra_node_s(0.0, here - 1) + each * ((here - 1) / size * cost.intra_node_s(1.0, 0))
-        if size > node:
-            nics = 1 / costs.cluster.ranks_per_nic
-            across = cost.inter_node_s(0.0, size - node, nics)
-            inside = np.maximum(inside, across + each * ((size - node) / size * cost.inter_node_s(1.0, 0, nics)))
-        seconds.append(inside)
+    for inside, across in (into, home):
+        each = inside_s + num_tokens * inside
+        seconds.append(np.maximum(each, across_s + num_tokens * across) if across else each)
     return seconds[0], seconds[1]
 
 

@@ -19,7 +19,7 @@ longest sequences, over all groups, and to deal the others whole (`_spread`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
@@ -98,8 +98,9 @@ class Shares:
 
     def copy(self) -> Shares:
         """Copy, to be changed on its own."""
-        on = [set(own) for own in self.on]
-        return replace(self, of=list(self.of), load=list(self.load), held=list(self.held), on=on, cut=set(self.cut))
+        on, means = [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
+        of, load, held = list(self.of), list(self.load), list(self.held)
+        return Shares(self.work, self.tokens, of, load, held, on, set(self.cut), *means)
 
     def kept(self) -> Kept:
         """As it stands now."""

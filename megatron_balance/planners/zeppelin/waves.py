@@ -101,20 +101,21 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A placement of sequences over groups of `size` ranks and its predicted seconds; `of[seq]`: the
-    share of each group.
+    """A placement of sequences over groups of `size` ranks and its predicted seconds, by `costs`;
+    `of[seq]`: the share of each group.
     """
 
     of: list[dict[int, float]]
     lengths: Sequence[int]
     size: int
     estimate: Estimate
+    costs: GroupCosts
 
 
 def place(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
-) -> SharedZone | None:
-    """The zone of the cheapest placement; None: it does not keep to the capacity.
+) -> tuple[SharedZone, Chosen] | None:
+    """The cheapest placement and its zone; None: it does not keep to the capacity.
 
     Raises:
         ConfigError: groups of a size that does not tile the cluster.
@@ -127,7 +128,7 @@ def place(
         rows = as_array(zone.fragments)
         held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
         if held.max() <= asked.capacity:
-            return zone
+            return zone, chosen
     return None
 
 
@@ -183,7 +184,7 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
         if found is None:
             return so_far
         at, price = found
-        return Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
+        return Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price, costs)
 
     found: Chosen | None = None
     for kept, least in _tried(placed, costs, search):

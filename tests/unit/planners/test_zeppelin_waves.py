@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_balance import make_planner
+from megatron_balance.analysis.estimate import estimate as plan_estimate
+from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.batches import verify_order_of
 from megatron_balance.compile.pipeline import compile_ranks
@@ -19,10 +21,10 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, TaskTable
 from megatron_balance.patterns.waves import schedule
 from megatron_balance.planners import zeppelin
-from megatron_balance.planners.zeppelin.estimate import WAVES, GroupCosts, estimate
+from megatron_balance.planners.zeppelin.estimate import WAVES, GroupCosts, estimate, rings_s
 from megatron_balance.planners.zeppelin.lead import with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, level_tokens, placements, zigzag_edges
 from megatron_balance.planners.zeppelin.waves import Asked, choose, group_sizes
@@ -65,6 +67,23 @@ def test_rings_of_groups_are_taken_where_the_estimate_of_whole_plans_has_them_ah
     monkeypatch.setattr(zeppelin, "_SHOWS", inf)
     assert step_s(rings, own) < step_s(plan_of(lengths, own), own)
     assert isinstance(plan_of(lengths, own).zones[0], SharedZone)
+
+
+@pytest.mark.parametrize("name", ["h200", "a800"])
+def test_the_closed_form_of_rings_of_groups_is_little_below_the_estimate_of_their_plan(name: str) -> None:
+    own = load_cluster(name).build(num_ranks=64, ranks_per_node=8)
+    cost = AnalyticCost(own, MODEL)
+    for lengths in (MIXED, RINGS):
+        plan = plan_of(lengths, own, rule="groups")
+        groups: list[list[int]] = [[] for _ in lengths]
+        for zone in plan.zones:
+            assert not isinstance(zone, SharedZone | TaskTable)
+            for seq in zone.seqs:
+                groups[seq] = sorted({rank // 8 for rank in zone.ranks})
+        found = plan_estimate(plan, Prices.of(own, MODEL, cost))
+        assert found is not None
+        seconds = rings_s(groups, lengths, GroupCosts(cost, own, MODEL, 8, cost.call_s))
+        assert 0.9 * found.layer_s < seconds < 1.01 * found.layer_s
 
 
 def test_by_default_work_and_tokens_are_even_at_once() -> None:
