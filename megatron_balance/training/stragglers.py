@@ -1,4 +1,4 @@
-"""Who holds the others up: a rank that computes slowly, or a link that carries little.
+"""Find out who holds the others up: a rank that computes slowly, or a link that carries little.
 
 Judged from figures of all ranks that each step's record gathers anyway, so all ranks judge alike.
 
@@ -179,7 +179,7 @@ class Stragglers:
         self._judge_links(step, times)
 
     def as_json(self) -> dict[str, list[int] | list[list[int]]]:
-        """Who holds the others up now, as the job numbers ranks."""
+        """The slow ranks and links now, as the job numbers ranks."""
         links = [[self.names[end] for end in link] for link in self.links]
         return {"ranks": [self.names[at] for at in self.ranks], "links": links}
 

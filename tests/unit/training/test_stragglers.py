@@ -1,4 +1,4 @@
-"""Who holds the others up: the rules, on figures of steps, and the links that are measured."""
+"""Rules that say who holds the others up, on figures of steps; the links that are measured."""
 
 from __future__ import annotations
 
