@@ -236,7 +236,7 @@ class StepLog:
             self._failed_writers += 1
 
     def _judge(self, step: int, gathered: Ints) -> Json:
-        """Who holds the others up, and what it is told by."""
+        """Judge the times of all ranks, for the record."""
         assert self._stragglers is not None
         times = times_of(gathered, _COUNTERS)
         self._stragglers.judge(step, times)

@@ -1,4 +1,4 @@
-"""Who holds the others up: a rank that computes slowly, or a link that carries little.
+"""Find out who holds the others up: a rank that computes slowly, or a link that carries little.
 
 Judged from figures of all ranks that each step's record gathers anyway, so all ranks judge alike.
 
@@ -26,6 +26,7 @@ from statistics import median
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.groups import Groups
@@ -43,6 +44,7 @@ SOURCES = 4
 """Of each rank's, those that it waited for longest are told to the others."""
 MOST_NAMED = 4
 
+Floats: TypeAlias = NDArray[np.float64]
 Link: TypeAlias = tuple[int, int]
 """(rank that sends, rank that receives)."""
 
@@ -102,19 +104,25 @@ def times_of(gathered: Ints, names: Sequence[str]) -> list[RankTimes]:
 
 def slow_ranks(ranks: Sequence[RankTimes]) -> dict[int, float]:
     """By slow rank, how many times as long it takes as the median of the others."""
-    known = {at: each for at, each in enumerate(ranks) if each.attended_s and each.pairs and each.calls}
-    found: dict[int, float] = {}
-    for at, own in known.items():
-        others = [each for other, each in known.items() if other != at]
-        if not others:
-            continue
-        per_pair = own.attended_s / own.pairs / median(each.attended_s / each.pairs for each in others)
-        per_call = own.attended_s / own.calls / median(each.attended_s / each.calls for each in others)
-        times = min(per_pair, per_call)
-        lost_s = own.attended_s * (1 - 1 / times)
-        if times >= SLOW_PACE and lost_s >= SLOW_SHARE * max(each.step_s for each in ranks):
-            found[at] = times
-    return found
+    known = [at for at, each in enumerate(ranks) if each.attended_s and each.pairs and each.calls]
+    if len(known) < 2:
+        return {}
+    attended_s, pairs, calls = np.array([(r.attended_s, r.pairs, r.calls) for r in (ranks[at] for at in known)]).T
+    per_pair, per_call = attended_s / pairs, attended_s / calls
+    times = np.minimum(per_pair / median_of_others(per_pair), per_call / median_of_others(per_call))
+    lost_s = attended_s * (1 - 1 / times)
+    slow = (times >= SLOW_PACE) & (lost_s >= SLOW_SHARE * max(each.step_s for each in ranks))
+    return {known[at]: float(times[at]) for at in np.flatnonzero(slow).tolist()}
+
+
+def median_of_others(values: Floats) -> Floats:
+    """For each of n >= 2 values, the median of all others."""
+    order, count = np.argsort(values), len(values) - 1
+    ordered, place = values[order], np.empty(len(values), dtype=np.int64)
+    place[order] = np.arange(len(values))
+    middle = ((count - 1) // 2, count // 2)
+    low, high = (ordered[at + (place <= at)] for at in middle)
+    return (low + high) / 2
 
 
 def waiting_share(ranks: Sequence[RankTimes]) -> float:
@@ -179,7 +187,7 @@ class Stragglers:
         self._judge_links(step, times)
 
     def as_json(self) -> dict[str, list[int] | list[list[int]]]:
-        """Who holds the others up now, as the job numbers ranks."""
+        """The slow ranks and links now, as the job numbers ranks."""
         links = [[self.names[end] for end in link] for link in self.links]
         return {"ranks": [self.names[at] for at in self.ranks], "links": links}
 

@@ -42,7 +42,7 @@ DEADLINE_S = 900.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is disturbed. `victim`: the rank, or the rank whose NIC it is."""
+    """One disturbance. `victim`: the rank, or the rank whose NIC it is."""
 
     kind: str
     planner: str

@@ -22,7 +22,7 @@ from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
-from tools.faults import cases, digests, files, mutants, nccl, plans, soak
+from tools.faults import cases, digests, files, mutants, nccl, plans, slow, soak
 from tools.faults.cases import Outcome, Suite, within
 from tools.gpu_model.races import Recorded
 
@@ -226,3 +226,36 @@ def test_exchanges_of_ranks_that_share_nothing_may_share_an_id() -> None:
         with_second(id=1, group=(2, 3), transfers=Rows.of(8, [])),  # nobody sends what is read
     ):
         assert not mutants.same_but_for_ids(wrong)
+
+
+def recorded(named: dict[str, Any], first: int) -> list[dict[str, Any]]:
+    """Records of a run in which `named` is named from step `first` on."""
+    nobody: dict[str, Any] = {"ranks": [], "links": []}
+    return [
+        {"step": step, "slow": named if step >= first else nobody, "times": {"waited_s": [0.1]}}
+        for step in range(1, slow.STEPS + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "first", "dropped", "ended"),
+    [
+        ("nothing", {}, 1, 0, "nothing: nothing named"),
+        ("nothing", {"ranks": [1]}, slow.FROM + 2, 0, "nothing: not named, or another"),
+        ("rank", {"ranks": [2]}, slow.FROM + 2, 0, "rank: named, 3 steps after"),
+        ("rank", {"ranks": [2]}, slow.FROM - 1, 0, "named before it was slow"),
+        ("rank", {"ranks": [2, 3]}, slow.FROM + 2, 0, "rank: not named, or another"),
+        ("link", {"links": [[2, 0], [2, 1]]}, slow.FROM + 3, 0, "link: named, 4 steps after"),
+        ("link", {"links": [[0, 2]]}, slow.FROM + 3, 0, "link: not named, or another"),
+        ("loss", {"links": [[2, 0]]}, slow.FROM + 3, 7, "loss: named, 4 steps after"),
+        ("loss", {"links": [[2, 0]]}, slow.FROM + 3, 0, "another number of lost packets"),
+        ("loss", {}, 1, 7, "loss: not named, or another"),
+    ],
+)
+def test_a_slow_run_must_name_what_was_disturbed_and_nothing_else(
+    kind: str, named: dict[str, Any], first: int, dropped: int, ended: str
+) -> None:
+    case = slow.Case(kind, "te_ring", False, 2)
+    outcome = slow.judged(case, recorded({"ranks": [], "links": []} | named, first), dropped)
+    assert outcome.kind == ended
+    assert bool(outcome.fault) == (not ended.endswith(("after", "nothing named")))

@@ -1,4 +1,4 @@
-"""Who holds the others up: the rules, on figures of steps, and the links that are measured."""
+"""Rules that say who holds the others up, on figures of steps; the links that are measured."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_balance.training.stragglers import (
     RankTimes,
     Stragglers,
     links_to_measure,
+    median_of_others,
     own_times,
     slow_ranks,
     times_of,
@@ -79,6 +80,13 @@ def test_a_slow_rank_is_named_after_three_steps_and_dropped_when_it_recovers(cap
 )
 def test_a_rank_is_not_slow_for_its_share_of_the_work(own: RankTimes, why: str) -> None:
     assert slow_ranks(with_rank(1, own)) == {}, why
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_the_median_of_the_others_leaves_out_each_value_in_turn(count: int) -> None:
+    values = np.random.default_rng(count).integers(0, 4, count).astype(float)
+    expected = [np.median(np.delete(values, at)) for at in range(count)]
+    assert median_of_others(values).tolist() == expected
 
 
 def test_a_rank_whose_attention_is_little_of_the_step_holds_nobody_up() -> None:
