@@ -1,6 +1,7 @@
 """Megatron's own pretrain_gpt.py, unmodified: its losses alone on one rank, and under our launcher.
 
-    python -m tools.upstream_script SCRIPT [--megatron PATH] [--planners zeppelin te_ring] [--ranks 2]
+    python -m tools.upstream_script SCRIPT [--megatron PATH] [--planners zeppelin te_ring]
+        [--ranks 2] [--context 1]
 
 SCRIPT: `pretrain_gpt.py` of a checkout of Megatron-LM, beside the `gpt_builders.py` and
 `model_provider.py` that it imports. PATH: that checkout, or the folder of `pip install --target PATH
@@ -9,6 +10,9 @@ CPUs on a weighted blend of two corpora, cut at documents (`--reset-position-ids
 `--reset-attention-mask`, `--eod-mask-loss`), evaluated as it trains, with `data: script`. Prints a
 line for each planner: the largest relative difference of a step's loss, and of an evaluation's.
 Megatron prints seven digits. Exit code 1 if one is above 1e-6.
+
+The ranks are replicas, with `--context` ranks each. A script that builds its layers itself (0.18.2)
+needs Transformer Engine for more than one.
 
 A checkout needs its compiled data set helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
 """
@@ -45,7 +49,7 @@ FLAGS: dict[str, Any] = {
     "eval-interval": 2,
 }
 ALONE: dict[str, Any] = {**LOCAL_LAYERS, "distributed-backend": "gloo", "balance-device": False}
-"""What `--balance-device cpu` sets, for a script that does not know it."""
+"""Flags that `--balance-device cpu` sets, for a script that does not know it."""
 TRAINED = re.compile(r"iteration +\d+/.*lm loss: (\S+)")
 EVALUATED = re.compile(r"validation loss at iteration [^|]*\| lm loss value: (\S+)")
 
@@ -85,12 +89,12 @@ class Script:
             raise RuntimeError(result.tail(result.failed))
         return result
 
-    def losses(self, planner: str, num_ranks: int) -> tuple[list[float], list[float]]:
+    def losses(self, planner: str, num_ranks: int, context: int) -> tuple[list[float], list[float]]:
         """Losses of steps (from the log of steps) and of evaluations, under a planner."""
         keys = {"planner": {"name": planner}, "data": "script", "plan_ahead": False}
         config, log = self.folder / f"{planner}.yaml", self.folder / f"{planner}.log"
         config.write_text(yaml.safe_dump(keys))
-        ours = {"balance-config": config, "balance-log": log, "context-parallel-size": num_ranks}
+        ours = {"balance-config": config, "balance-log": log, "context-parallel-size": context}
         result = self.run(planner, "launch", num_ranks, ours)
         steps = map(json.loads, (log / "steps.jsonl").read_text().splitlines())
         return [step["loss"] for step in steps], found(EVALUATED, result, num_ranks - 1)
@@ -112,13 +116,13 @@ def worst(got: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
-def report(script: Script, planners: list[str], num_ranks: int) -> bool:
+def report(script: Script, planners: list[str], num_ranks: int, context: int) -> bool:
     """Print a line for each planner; whether all are as near as they should be."""
     alone = script.run("alone", "plain", 1, ALONE)
     steps, evaluations = found(TRAINED, alone, 0), found(EVALUATED, alone, 0)
     good = True
     for planner in planners:
-        losses, evaluated = script.losses(planner, num_ranks)
+        losses, evaluated = script.losses(planner, num_ranks, context)
         trained, held_out = worst(as_printed(losses), steps), worst(evaluated, evaluations)
         print(
             f"{planner:12} {num_ranks} ranks: {len(steps)} steps {trained:.1e}, {len(evaluations)} evaluations "
@@ -136,6 +140,7 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path)
     parser.add_argument("--planners", nargs="+", default=["zeppelin", "te_ring"])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1)
     args = parser.parse_args()
     if not args.script.is_file():
         parser.error(f"{args.script}: expected pretrain_gpt.py of a checkout of Megatron-LM")
@@ -143,7 +148,7 @@ def main() -> int:
         megatron = args.megatron.resolve() if args.megatron else None
         script = Script(args.script.resolve(), megatron, Path(folder))
         try:
-            return 0 if report(script, args.planners, args.ranks) else 1
+            return 0 if report(script, args.planners, args.ranks, args.context) else 1
         finally:
             script.trainer.close()
 

@@ -21,7 +21,7 @@ from megatron_balance.megatron.data import PADDING
 BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens")
 """Where a batch may say them, the first that is there taking precedence."""
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
-"""What is read of a batch, each [B, S]."""
+"""Columns that are read of a batch, each [B, S]."""
 
 
 @dataclass(frozen=True, slots=True)

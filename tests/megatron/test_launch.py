@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.conftest import EXPERTS, Train, assert_same_training
+from tests.megatron.test_training import validation_losses
 from tests.support.megatron_run import Result
 from tools.megatron_flags import LOCAL_LAYERS
 
@@ -79,6 +80,26 @@ def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train, separate: 
     assert expected == pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
     assert all((n > 2) == separate for n in launched.column("num_sequences")), "2 samples a step"
     assert "train_valid_test_datasets_provider of the script is kept" in launched.result.log(0)
+
+
+def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
+    """One rank drops what Megatron alone drops. On several, each draws for the rows that it holds, so
+    that losses depend on the plan; evaluation drops nothing.
+    """
+    data = {"data-path": None, "mock-data": True, "hidden-dropout": 0.3, "train-iters": 2}
+    evaluated = {"eval-iters": 1, "eval-interval": 1, "lr": 0.0, "min-lr": 0.0, "split": "90,10,0"}
+    flags = {**data, **evaluated}
+    alone = train(1, "te_ring", {**flags, **ON_CPU}, entry="plain", before=(SCRIPT,))
+    one, pooled = (
+        train(ranks, "te_ring", flags, config={"data": "script"}, entry="launch", before=(SCRIPT,)) for ranks in (1, 2)
+    )
+    losses = one.column("loss")
+    assert printed_losses(alone.result, 0) == pytest.approx([losses[0], sum(losses) / 2], rel=1e-5)
+    assert pooled.column("loss") != pytest.approx(losses, rel=1e-4), "drawn for other rows"
+    expected = validation_losses(alone.result.log(0))
+    assert len(expected) > 1
+    assert validation_losses(pooled.result.log(1)) == pytest.approx(expected, rel=1e-5)
+    assert losses != pytest.approx(expected[:2], rel=1e-4), "training does drop"
 
 
 def test_a_script_resumes_through_the_launcher(train: Train, tmp_path: Path) -> None:

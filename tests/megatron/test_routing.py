@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,5 +149,8 @@ def test_planners_that_part_samples_are_refused() -> None:
         config: Any = SimpleNamespace(planner=SimpleNamespace(name=name, planner=PLANNERS[name]))
         with pytest.raises(ConfigError, match=f"planner {name} makes microbatches of its own"):
             check_samples(args, config)
+        with pytest.raises(ConfigError, match=r"seq_aux_loss is a loss.*; --sft averages evaluation"):
+            check_samples(argparse.Namespace(**{**vars(args), "sft": True}), config)
+        check_samples(parse("--sft", "--eval-iters", "0"), config)
     config = SimpleNamespace(planner=SimpleNamespace(name="zeppelin", planner=PLANNERS["zeppelin"]))
     check_samples(args, config)
