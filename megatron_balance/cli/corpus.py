@@ -39,6 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     build.add_argument("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
     build.add_argument("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
+    build.add_argument(
+        "--tokenizer",
+        metavar="FILE|FOLDER",
+        type=Path,
+        help="a tokenizer.json: FILEs are JSONL, a document a line, in its tokens",
+    )
+    build.add_argument("--key", default="text", help="under which a line of JSONL has its text (default: text)")
+    build.add_argument("--force", action="store_true", help="replace another corpus of this name")
     build.add_argument("--limit", type=int, metavar="N", help="at most N documents")
     describe = actions.add_parser("describe", help="check the two files against each other and print the lengths")
     describe.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
@@ -76,6 +84,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     for option, value in (("--max-bytes", args.max_bytes), ("--limit", args.limit)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")
+    if args.tokenizer is not None and (args.stdlib or args.max_bytes is not None):
+        raise ConfigError("corpus build: --tokenizer reads JSONL; leave out --stdlib and --max-bytes")
     if not args.paths and not args.stdlib:
         raise ConfigError("corpus build: no documents; name files or folders after PREFIX, or give --stdlib")
     files = corpus.find_files(args.paths, args.suffix)
@@ -84,7 +94,13 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     if not files:
         ending = f" ending in {args.suffix!r}" if args.suffix else ""
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
-    built = corpus.build(args.prefix, _progress(files), args.max_bytes, args.limit)
+    if args.tokenizer is not None:
+        from megatron_balance.workloads.jsonl_corpus import TextTokenizer, build_jsonl
+
+        tokenizer = TextTokenizer(args.tokenizer)
+        built = build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
+        return {"end_of_document": tokenizer.end, "skipped": {"empty": built.empty, "beyond_limit": built.beyond_limit}}
+    built = corpus.build(args.prefix, _progress(files), args.max_bytes, args.limit, replace=args.force)
     skipped = {"empty": built.empty, "too_large": built.too_large, "beyond_limit": built.beyond_limit}
     return {"end_of_document": corpus.END_OF_DOCUMENT, "skipped": skipped}
 
@@ -116,10 +132,8 @@ def _show(report: dict[str, Any]) -> None:
     print(f"{report['prefix']}.bin/.idx: {size} (largest id {report['largest_token']})")
     if "skipped" in report:
         skipped = report["skipped"]
-        print(
-            f"skipped: {skipped['empty']} empty files, {skipped['too_large']} too large, {skipped['beyond_limit']} "
-            "beyond --limit"
-        )
+        large = f"files, {skipped['too_large']} too large" if "too_large" in skipped else "texts"
+        print(f"skipped: {skipped['empty']} empty {large}, {skipped['beyond_limit']} beyond --limit")
     if report["empty_documents"]:
         print(f"{report['empty_documents']} documents have no tokens and are passed over in training")
     print("tokens per document: " + "  ".join(f"{name} {value:,}" for name, value in report["lengths"].items()))

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -315,15 +314,12 @@ def _numbers(text: str) -> list[int]:
 
 def tokens(word: str) -> int:
     """A number of tokens: 4096, 128k (of 1,024), 1m (of 1,024 k)."""
-    digits = word.strip().lower()
-    unit = {"k": 2**10, "m": 2**20}.get(digits[-1:], 1)
-    try:
-        number = Decimal(digits[:-1]) * unit if unit > 1 else Decimal(int(digits))
-    except (ValueError, ArithmeticError):
-        number = Decimal("NaN")
-    if not number.is_finite() or number != int(number) or abs(number) >= 2**63:
+    from megatron_balance.workloads.lengths import tokens_of
+
+    number = tokens_of(word)
+    if number is None:
         raise argparse.ArgumentTypeError(f"expected whole tokens such as 4096 or 128k, got {word.strip()!r}")
-    return int(number)
+    return number
 
 
 def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:

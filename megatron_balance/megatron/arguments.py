@@ -249,7 +249,13 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         _given("fine_grained_activation_offloading"),
-        "--fine-grained-activation-offloading runs attention on other streams; leave it out",
+        "--fine-grained-activation-offloading runs attention on other streams, and what a plan received would have "
+        "to be offloaded with it; leave it out",
+    ),
+    (
+        lambda args: args.cpu_offloading_num_layers > 0,
+        "--cpu-offloading-num-layers moves what Transformer Engine's own attention saved, and a plan's attention saves "
+        "rows of other ranks; leave it out, or recompute",
     ),
     (_given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
     (_given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
@@ -264,15 +270,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         ),
         "--tensor-parallel-num-weight-shards other than the tensor-parallel size splits the data-parallel group; "
         "leave it out",
-    ),
-    (
-        lambda args: (
-            balances_by_sample(args)
-            and args.pipeline_model_parallel_size > 1
-            and bool({"moe", "mlp"} & set(args.recompute_modules or ()))
-        ),
-        "--recompute-modules moe and mlp route again when a pipeline has gone on to another microbatch, whose samples "
-        "seq_aux_loss would take; recompute whole layers (full), or use aux_loss",
     ),
     (
         _balances_by("quantile_balancing"),

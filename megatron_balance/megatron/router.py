@@ -13,6 +13,7 @@ expert's bias add up by themselves, but in 0.19.2 they cannot be taken where row
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,6 +58,9 @@ class BalancedRouter(TopKRouter):
         self._padding: Tensor | None = None
         self.of_microbatch: BalancedSeqParams | None = None
         """Parameters of what is routed now, where a loss asks for the samples of its rows."""
+        self.to_recompute: deque[BalancedSeqParams] | None = None
+        """Where experts are recomputed (`--recompute-modules moe`), those of all microbatches whose
+        backward is to come, in the order of forwards, as a pipeline's backwards come too."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and map [T, experts] of logits [T, 1, experts].
@@ -146,7 +150,7 @@ class BalancedRouter(TopKRouter):
         """
         if not self.get_aux_loss_coeff("seq_aux_loss"):
             return probs
-        given = self.of_microbatch
+        given = self.of_microbatch if self.to_recompute is None else self.to_recompute.popleft()
         assert given is not None, "the layer was told what it routes (`tell_samples`)"
         assert given.samples is not None, "rows of a planned microbatch say their samples"
         samples = given.samples
@@ -266,10 +270,15 @@ def tell_samples(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, TransformerLayer) and isinstance(router_of(layer), BalancedRouter):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
+            if layer.mlp.moe_layer_recompute:
+                router_of(layer).to_recompute = deque()
 
 
 def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001  a hook's
-    router_of(layer).of_microbatch = kwargs["packed_seq_params"]
+    router = router_of(layer)
+    router.of_microbatch = kwargs["packed_seq_params"]
+    if router.to_recompute is not None and layer.training and torch.is_grad_enabled():
+        router.to_recompute.append(router.of_microbatch)
 
 
 def router_of(layer: Any) -> Any:

@@ -71,7 +71,14 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def build(prefix: str, files: Iterable[Path], max_bytes: int | None = None, limit: int | None = None) -> BuildReport:
+def build(
+    prefix: str,
+    files: Iterable[Path],
+    max_bytes: int | None = None,
+    limit: int | None = None,
+    *,
+    replace: bool = True,
+) -> BuildReport:
     """Write the corpus at `prefix`, one document per file.
 
     Args:
@@ -79,12 +86,13 @@ def build(prefix: str, files: Iterable[Path], max_bytes: int | None = None, limi
         files: in the order of the documents.
         max_bytes: files larger than this are skipped and counted; None: any size.
         limit: most documents; files beyond it are counted, not read; None: no limit.
+        replace: another corpus of this name, which is refused otherwise.
 
     Raises:
         DataError: a file that cannot be read, nothing left to write, or no place to write to.
     """
     documents = tokens = empty = too_large = beyond_limit = 0
-    with CorpusWriter(prefix, TOKEN_TYPE) as writer:
+    with CorpusWriter(prefix, TOKEN_TYPE, replace=replace) as writer:
         for path in files:
             if limit is not None and documents >= limit:
                 beyond_limit += 1

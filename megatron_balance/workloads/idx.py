@@ -277,14 +277,15 @@ class CorpusWriter:
 
     A context manager: the two files appear under their names when the block ends without an error,
     and not before. A corpus that is there already with the same bytes is left alone, so building
-    twice is harmless to a run that reads it.
+    twice is harmless to a run that reads it. Another one is replaced, or refused.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: str = "uint16") -> None:
+    def __init__(self, prefix: str | os.PathLike[str], dtype: str = "uint16", *, replace: bool = True) -> None:
         if dtype not in CODES:
             raise DataError(f"token type {dtype!r} is not one Megatron knows; use one of {', '.join(CODES)}")
         self._prefix = prefix_of(prefix)
         self._dtype = np.dtype(dtype)
+        self._replace = replace
         self._lengths: list[int] = []
         self._folder = Path(self._prefix).parent
 
@@ -357,6 +358,8 @@ class CorpusWriter:
         targets = ((self._new_bin, bin_path(self._prefix)), (self._new_idx, idx_path(self._prefix)))
         if all(old.is_file() and filecmp.cmp(new, old, shallow=False) for new, old in targets):
             return
+        if not self._replace and idx_path(self._prefix).exists():
+            raise DataError(f"{self._prefix}.idx: another corpus is there already; take another PREFIX, or --force")
         # The index goes first and comes back last: whoever opens the corpus in between finds it
         # missing, not mixed.
         with contextlib.suppress(FileNotFoundError):

@@ -8,6 +8,7 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -110,6 +111,7 @@ def read_lengths(path: Path) -> list[Lengths]:
     JSON: `[lengths...]` is one batch, `[[lengths...], ...]` several. Lines of one length each are one
     batch; of several, with commas or blanks between them, a batch each. CSV with a header: the first
     of `workloads.datasets.COLUMNS` that is a number; a column `batch` says which rows belong together.
+    A length of lines or CSV may be 128k.
 
     Raises:
         ConfigError: no such file, nothing of that, or something in it that is not a length; names the
@@ -129,6 +131,27 @@ def read_lengths(path: Path) -> list[Lengths]:
     return [_batch(cast(object, content), f"{path}")]
 
 
+def tokens_of(word: str) -> int | None:
+    """A number of tokens: 4096, 128k (of 1,024), 1m (of 1,024 k); None: it is none."""
+    digits = word.strip().lower()
+    unit = {"k": 2**10, "m": 2**20}.get(digits[-1:], 1)
+    try:
+        number = Decimal(digits[:-1]) * unit if unit > 1 else Decimal(int(digits))
+    except (ValueError, ArithmeticError):
+        return None
+    return int(number) if number.is_finite() and number == int(number) and abs(number) < 2**63 else None
+
+
+def length_of(word: str) -> object:
+    """A length in a file; a word that is none stays."""
+    plain = datasets.whole(word)
+    number = tokens_of(word) if plain == word and word[-1:] in _UNITS and word[:1].isdigit() else None
+    return plain if number is None else number
+
+
+_UNITS = ("k", "K", "m", "M")
+
+
 def _is_json(text: str) -> bool:
     """Whether a text is meant as JSON: what begins with a digit or a name is lines."""
     return not text.strip() or text.lstrip()[0] in '[{"-'
@@ -143,7 +166,7 @@ def _of_lines(text: str) -> list[object]:
     if not rows:
         raise UnreadableError("no lengths in any of its lines")
     header = [word.strip() for word in rows[0]]
-    batches = [[datasets.whole(word) for word in " ".join(row).split()] for row in rows]
+    batches = [[length_of(word) for word in " ".join(row).split()] for row in rows]
     if not all(isinstance(entry, int) for entry in batches[0]):
         return _of_columns(header, rows[1:])
     if all(len(batch) == 1 for batch in batches):
@@ -162,7 +185,7 @@ def _of_columns(header: list[str], rows: list[list[str]]) -> list[object]:
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise UnreadableError(f"line {number} has {len(row)} columns, the first line has {len(header)}")
-        batches.setdefault("" if grouped is None else row[grouped], []).append(datasets.whole(row[at].strip()))
+        batches.setdefault("" if grouped is None else row[grouped], []).append(length_of(row[at].strip()))
     found = list(batches.values())
     return cast("list[object]", found) if grouped is not None else found[0] if found else []
 

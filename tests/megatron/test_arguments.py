@@ -81,10 +81,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--perform-rl-step": ("--perform-rl-step",),
     "--logits-load-dir": ("--logits-load-dir", "x"),
     "--tensor-parallel-num-weight-shards": ("--tensor-parallel-num-weight-shards", "2"),
-    "seq_aux_loss": (
-        *(*EXPERTS, "--moe-router-load-balancing-type", "seq_aux_loss", "--pipeline-model-parallel-size", "2"),
-        *("--recompute-granularity", "selective", "--recompute-modules", "moe"),
-    ),
+    "--cpu-offloading-num-layers": ("--cpu-offloading-num-layers", "1"),
     "quantile_balancing": (*EXPERTS, "--moe-router-load-balancing-type", "quantile_balancing"),
     "--moe-expert-capacity-factor": (*EXPERTS, "--moe-expert-capacity-factor", "1.0"),
 }

@@ -23,7 +23,7 @@ from tests.megatron.test_arguments import EXPERTS as WORDS
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_parity import two_nodes
 from tests.megatron.test_ping_pong_experts import logged
-from tests.support.pipeline_runs import worst_gradient
+from tests.support.pipeline_runs import gradients, worst_gradient
 
 pytestmark = pytest.mark.megatron
 
@@ -127,6 +127,21 @@ def test_the_loss_of_a_sample_is_that_of_one_rank(train: Train, tmp_path_factory
     stages = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}
     run = train(4, "te_ring", {**flags, **stages, "context-parallel-size": 1, "micro-batch-size": 2, "train-iters": 1})
     assert_same_training(run, Run(one.result, one.steps[:1]))
+    two = {
+        **flags,
+        **stages,
+        "context-parallel-size": 1,
+        "micro-batch-size": 2,
+        "global-batch-size": 4,
+        "train-iters": 1,
+    }
+    again = {"recompute-granularity": "selective", "recompute-modules": ["moe", "mlp"]}
+    # The first stage routes again for its first microbatch when it has gone on to the second.
+    kept, recomputed = (train(4, "te_ring", {**two, **more}, entry="gradients") for more in ({}, again))
+    assert_same_training(recomputed, kept, tolerance=1e-6)
+    for name, found in gradients(recomputed.result.logs, 1).items():
+        for got, wanted in zip(found, gradients(kept.result.logs, 1)[name], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6 * float(abs(wanted).max())), name
 
 
 def test_a_sample_alone_in_its_microbatch_has_megatrons_loss(

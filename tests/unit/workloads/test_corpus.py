@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,3 +183,25 @@ def test_a_mistake_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.
 def test_an_abbreviated_option_is_a_mistake(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["corpus", "build", f"{tmp_path}/c", str(folder), "--max-byte", "3"]) == 2
     assert "unknown option '--max-byte'" in capsys.readouterr().err
+
+
+def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 3, "b": 4, "[UNK]": 5, "</s>": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "lines.jsonl").write_text('{"text": "a b a"}\n\n{"text": ""}\n{"text": "b c"}\n{"text": "a"}\n')
+    prefix, line = str(tmp_path / "corpus"), [str(tmp_path / "lines.jsonl"), "--tokenizer", str(tmp_path)]
+    assert main(["corpus", "build", prefix, *line, "--limit", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["end_of_document"], told["skipped"]) == (2, {"empty": 1, "beyond_limit": 1})
+    assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2]
+    assert main(["corpus", "build", prefix, *line]) == 2, "a corpus is there"
+    assert "corpus.idx: another corpus is there already" in capsys.readouterr().err
+    assert main(["corpus", "build", prefix, *line, "--force"]) == 0
+    assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2, 3, 2]
+    assert main(["corpus", "build", prefix, *line, "--force", "--key", "body"]) == 2
+    assert "line 1: no text under 'body'" in capsys.readouterr().err
+    assert main(["corpus", "build", f"{prefix}2", *line[:2], line[0]]) == 2
+    assert "not a tokenizer.json" in capsys.readouterr().err

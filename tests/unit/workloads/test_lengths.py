@@ -179,6 +179,7 @@ def test_lengths_are_read_from_a_file(tmp_path: Path, content: str, batches: lis
         ("4096 5x2\n7", "no column of lengths; it has 4096 5x2"),
         (",\n,,", "no lengths in any of its lines"),
         ("4096\n-1", 'length 1 is "-1"'),
+        ("4096\n1.3k", 'length 1 is "1.3k"'),
         ("a,length\n1,2\n3", "line 3 has 1 columns, the first line has 2"),
         ("a,length\n1,long", 'length 0 is "long"'),
         ("a,length\n", "holds an empty list; expected"),
@@ -209,6 +210,8 @@ def test_bad_files_of_lengths_are_refused(tmp_path: Path, content: str, sentence
     [
         ("one a line.txt", "4096\n512\n\n1\n", [(4096, 512, 1)]),
         ("one.txt", "12", [(12,)]),
+        ("short.txt", "128k\n1M 1.5k\n77\n", [(131072,), (1 << 20, 1536), (77,)]),
+        ("short.csv", "id,length\na,128k\n", [(131072,)]),
         ("a batch a line.txt", "4096, 512\n1 2 3\n", [(4096, 512), (1, 2, 3)]),
         ("lengths.csv", "id,length\na,7\nb,9\n", [(7, 9)]),
         ("batches.tsv", "batch\tnum_tokens\n0\t7\n1\t9\n0\t8\n", [(7, 8), (9,)]),
