@@ -6,12 +6,15 @@ eight, with a remap or a replayed backward, or both, and lengths as GitHub's. Pl
 policy of the backward and what runs take turns at random: two layers of one plan, or two nano-batches
 interleaved. Of each the group calls of all ranks, forward and backward, are compiled; then they must
 have one order (`compile.batches.verify_issue_order`), and must all go through in a model of the hosts
-(`tests.support.rendezvous`). Plan n is the same in every run.
+(`tests.support.rendezvous`). Plan n is the same in every run. Those from `LED` on are zeppelin's
+default, waves with a lead (in five of six), which needs a model and lengths of real size:
+`python -m tools.rendezvous 20000 21400` tries them.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,11 +22,12 @@ from megatron_balance.compile import ping_pong
 from megatron_balance.compile.batches import verify_issue_order
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.errors import BalanceError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.workloads.lengths import draw
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, plan
@@ -32,6 +36,8 @@ LARGE = ((16, 4), (16, 8), (24, 8), (32, 4), (32, 8), (64, 8))
 """(ranks, of a node)."""
 SMALL = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8))
 TOKENS_PER_RANK = 256
+LED = 20_000
+LED_TOKENS_PER_RANK = 4096
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,26 @@ def drawn(number: int) -> Drawn:
     """Program `number`. A planner that finds no plan for a batch is asked for another."""
     rng = random.Random(number)
     large = number % 2 == 1
+    led = number >= LED
+    models = _real_models() if led else (Model(4, 2, 8), Model(2, 2, 8), Model(8, 8, 8), Model(8, 2, 8))
     while True:
         ranks, per_node = rng.choice(LARGE if large else SMALL)
-        planner = rng.choice(ALL_PLANNERS)
+        planner = rng.choice(("zeppelin",) if led else ALL_PLANNERS)
         policy = rng.choice(POLICIES)
         case = Case(
             Batch(()),
-            Cluster(ranks, per_node),
-            rng.choice((Model(4, 2, 8), Model(2, 2, 8), Model(8, 8, 8), Model(8, 2, 8))),
+            _real_cluster(ranks, per_node) if led else Cluster(ranks, per_node),
+            rng.choice(models),
             None,
             seed=rng.randrange(2**16),
             remapped=rng.random() < 0.5 or (large and policy == "keep"),
             routing=rng.choice((None, (1, 1), (2, 1), (1, 16))),
         )
         try:
-            plans = tuple(plan(planner, replace(case, batch=_batch(rng, ranks))) for _ in range(rng.choice((1, 1, 2))))
+            plans = tuple(
+                plan(planner, replace(case, batch=_real_batch(rng, ranks) if led else _batch(rng, ranks)))
+                for _ in range(rng.choice((1, 1, 2)))
+            )
         except BalanceError:
             continue
         return Drawn(planner, plans, policy, large)
@@ -84,6 +95,23 @@ def _batch(rng: random.Random, num_ranks: int) -> Batch:
         return Batch(tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 4))))
     lengths = draw("github", 16 * TOKENS_PER_RANK * num_ranks, 1, rng.randrange(2**16))[0]
     return Batch(tuple(max(1, length // 16) for length in lengths))
+
+
+def _real_batch(rng: random.Random, num_ranks: int) -> Batch:
+    return Batch(tuple(draw("arxiv", LED_TOKENS_PER_RANK * num_ranks, 1, rng.randrange(2**16))[0]))
+
+
+def _real_models() -> tuple[Model, ...]:
+    """LLaMA 7B with as many key-value heads as queries have, or 8."""
+    model = load_model("llama-7b")
+    grouped = replace(model, num_kv_heads=8)
+    return grouped, model, model, grouped
+
+
+def _real_cluster(num_ranks: int, per_node: int) -> Cluster:
+    """H100s; a NIC each, in nodes of whatever size."""
+    machine = load_cluster("h100").build(num_ranks=64)
+    return replace(machine, num_ranks=num_ranks, ranks_per_node=per_node, ranks_per_nic=1)
 
 
 def tried(program: Drawn, *, passing: bool) -> str:
@@ -100,3 +128,21 @@ def tried(program: Drawn, *, passing: bool) -> str:
         said = said or "though there is one order"
         said = f"{len(hangs)} ranks hang, rank {min(hangs)} in {hangs[min(hangs)].name}; {said}"
     return said
+
+
+def main(first: int, stop: int) -> int:
+    """Try programs by number; print those that fail, and how many had a lead."""
+    led = faults = 0
+    for number in range(first, stop):
+        program = drawn(number)
+        led += any(isinstance(zone, SharedZone) and zone.lead > 0 for each in program.plans for zone in each.zones)
+        said = tried(program, passing=True) or tried(program, passing=False)
+        faults += bool(said)
+        if said:
+            print(f"{number}, {program}: {said}")
+    print(f"{faults} of {stop - first} programs hang or have no one order; {led} have a lead")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

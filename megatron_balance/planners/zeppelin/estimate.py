@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
@@ -42,6 +43,12 @@ _GRADIENT = 2.0
 
 _ADDED = 1.5
 """Seconds of adding gradients to others over those of packing them: one more is read."""
+
+_LAUNCHES_OF_RUN = 2
+"""An attention kernel, and what merges its outputs or adds up its gradients."""
+
+_MOVES_OF_EXCHANGE = (1, 2)
+"""Launches beside a group call: packing, in the backward also unpacking or adding."""
 
 
 @dataclass(slots=True)
@@ -314,7 +321,24 @@ def layer_s(
     behind = np.where(waits, behind, ready + own_s * costs.backward)
     behind = np.maximum(behind + ahead_s * costs.backward, behind + trades.late_grads_s[:, :, None])
     behind = behind + trades.first_grads_s[:, :, None]
-    return ahead.max(axis=1) + behind.max(axis=1)
+    # A layer takes no less than hosts do to issue its attention beside the modules outside.
+    ahead_s, behind_s, most_s = ahead.max(axis=1), behind.max(axis=1), linear_s.max(axis=1)[:, None]
+    issued = _issue_s(waits, costs, numbers, has_lead=lead is not None)
+    return np.maximum(ahead_s, most_s + issued[0]) + np.maximum(behind_s, 2 * most_s + issued[1])
+
+
+def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool) -> tuple[Floats, Floats]:
+    """Seconds in which a rank's host issues the attention of a layer, forward and backward, as
+    `simulator.host` counts it, without what messages cost beside their call [placements, numbers of
+    waves]. `waits`: groups that have waves.
+    """
+    waves = numbers * waits.any(axis=1)
+    exchanges = waves + (2 + has_lead) * (costs.size > 1)
+    runs, host = _LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host
+    ahead, behind = (
+        exchanges * host.call_s + (runs + moves * exchanges) * host.launch_s for moves in _MOVES_OF_EXCHANGE
+    )
+    return ahead, behind
 
 
 class _Met:

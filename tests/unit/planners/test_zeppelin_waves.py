@@ -173,6 +173,19 @@ def test_a_lead_hides_the_exchange_of_heads() -> None:
     assert np.ptp(ahead, axis=1).max() <= 1, "every rank of a group holds as much of the lead"
 
 
+def test_hosts_that_are_the_limit_make_fewer_waves() -> None:
+    """Every wave takes a host two group calls and ten launches, forward and backward."""
+    own = cluster()
+    slow = replace(own, host_call_s=350e-6, host_launch_s=300e-6)
+    machine = Machine(slow, MODEL, AnalyticCost(slow, MODEL), host=AnalyticCost(slow, MODEL).host)
+    with_hosts, without = plan_of(MIXED, slow), plan_of(MIXED, own)
+    assert zone_of(with_hosts).waves < zone_of(without).waves
+    at = {plan: simulate_step([plan], machine).step_s for plan in (with_hosts, without)}
+    assert 1.05 * at[with_hosts] < at[without]
+    usual = replace(own, host_call_s=35e-6, host_launch_s=30e-6)  # ahead of their devices
+    assert plan_of(MIXED, usual) == without
+
+
 def test_where_keys_show_it_also_begins_with_rings_of_groups() -> None:
     """Without that it took 0.6 % longer than the rings, with it 0.7 % less."""
     lengths, own = (19597, 18312, 8898, 10139, 8108, 482), cluster(16)  # as drawn for arXiv, 64k
