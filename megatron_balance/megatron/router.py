@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -270,7 +270,7 @@ def tell_samples(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, TransformerLayer) and isinstance(router_of(layer), BalancedRouter):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
-            if layer.mlp.moe_layer_recompute:
+            if cast(Any, layer.mlp).moe_layer_recompute:
                 router_of(layer).to_recompute = deque()
 
 
