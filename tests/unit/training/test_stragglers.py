@@ -126,7 +126,7 @@ def test_a_link_is_named_only_if_it_is_slow_twice_and_slower_than_those_of_the_o
     stragglers = Stragglers(range(RANKS), 2, measure, tells=True)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        for step in range(6):
+        for step in range(8):
             stragglers.judge(step, WAITING)
     assert (once, stragglers.links) == ({}, ())
     assert len(caplog.messages) == 1
