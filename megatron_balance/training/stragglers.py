@@ -10,7 +10,8 @@ Judged from figures of all ranks that each step's record gathers anyway, so all 
   and again when ranks wait `WORSE` times as long beside their own work, or after `AGAIN` steps. A
   link is slow where its rate is at most `SLOW_RATE` of the median of the other links of its kind
   (between nodes, inside one), and no higher than what links of the other kind carry; and where two of
-  at most `MEASURED` measurements, in steps one after the other, find it: one busy core can slow one.
+  at most `MEASURED` measurements, in steps one after the other, find it (`AT_LEAST`, where those find
+  none): one busy core can slow one, and a link that loses packets is fast now and then.
 
 Both must hold in `STEPS` steps in a row before anything is measured or named.
 """
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 STEPS = 3
 SLOW_PACE, SLOW_SHARE = 1.5, 0.05
 WAITING_SHARE, WORSE, AGAIN = 0.2, 1.25, 50
-SLOW_RATE, MEASURED = 0.5, 3
+SLOW_RATE, MEASURED, AT_LEAST = 0.5, 5, 2
 MOST_LINKS = 32
 """Links that are measured: those that most was waited for, and as many between neighbours."""
 SOURCES = 4
@@ -227,7 +228,7 @@ class Stragglers:
         self._measured = (step, beside)
         again = {link: than for link, than in slow.items() if any(link in found for found in self._found)}
         self._found.append(slow)
-        if not again and any(self._found) and len(self._found) < MEASURED:
+        if not again and len(self._found) < (MEASURED if any(self._found) else AT_LEAST):
             return
         self._found, slow = [], again
         self._tell_links(step, min(shares), rates, slow)
