@@ -54,7 +54,9 @@ PLANNERS: dict[str, Planner] = {
         room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
-    "knapformer": Planner(knapformer.plan, knapformer.KnapFormerOptions, room=slack, tries=(Try(),)),
+    "knapformer": Planner(
+        knapformer.plan, knapformer.KnapFormerOptions, room=slack, tries=(Try(least=Bounds.whole_on_groups),)
+    ),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import Machine, most_heads
+from megatron_balance.analysis.estimate.times import ADD, Machine, ZoneTimes, exchange_heads, most_heads
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
+
+_MANY = 1e12
+"""Tokens beside whose seconds fixed costs are nothing."""
+
+_STEPS = 12
+"""Of the bisection for a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +108,47 @@ class Bounds:
         model, num_ranks = self.machine.model, self.machine.cluster.num_ranks
         share = most_heads(model, num_ranks)[0] / model.num_heads
         return max(self.even(), share * sum(self.attention_s) + self.linear_s)
+
+    def whole_on_groups(self) -> float:
+        """Of plans that have each sequence whole on one group that exchanges heads: of a size that
+        divides the heads and is part of a node or some nodes, or all ranks. The least time in which
+        every sequence could be attended to alone, and all computation and exchanges were even.
+        """
+        machine, own = self.machine, np.array(self.lengths, dtype=np.float64)
+        model, cluster, cost = machine.model, machine.cluster, machine.cost
+        if not len(own):
+            return self.even()
+        node, most = cluster.node_size, min(cluster.num_ranks, model.num_heads)
+        fitting = [size for size in range(1, most + 1) if node % size == 0 or size % node == 0]
+        sizes = [*dict.fromkeys([*(size for size in fitting if model.num_heads % size == 0), cluster.num_ranks])]
+        pairs, launch = machine.whole(np.array(self.lengths, dtype=np.int64)), np.arange(len(own))
+        attention = sum(cost.attend_s(pairs, launch, len(own), backward=b) for b in (False, True))
+        token_s = sum(cost.layer_s(_MANY, backward=b) for b in (False, True)) / _MANY
+        heads = np.array([most_heads(model, size)[0] / model.num_heads for size in sizes])[:, None]
+        exchange = np.array([self._exchange_s(size) for size in sizes])[:, None]
+        alone = attention * heads + own * (token_s / np.array(sizes)[:, None] + exchange)
+        shared = exchange * np.array(sizes)[:, None] * own / cluster.num_ranks
+
+        def even(limit: float) -> float:
+            """Seconds of even ranks, each sequence on the cheapest group within a limit."""
+            return self.even() + float(np.where(alone <= limit, shared, np.inf).min(axis=0).sum())
+
+        low = max(self.even(), float(alone.min(axis=0).max()))
+        high = even(low)
+        for _ in range(_STEPS if high > low else 0):
+            middle = (low + high) / 2
+            low, high = (low, middle) if even(middle) <= middle else (middle, high)
+        return low
+
+    def _exchange_s(self, size: int) -> float:
+        """Seconds a token of a group of `size` ranks in its exchanges of heads, latency left out."""
+        if size == 1:
+            return 0.0
+        machine, made = self.machine, ZoneTimes(np.arange(size), 0.0, slice(0, size))
+        exchange_heads(made, range(size), _MANY, most_heads(machine.model, size), machine)
+        seconds = 0.0
+        for bulk in (made.inputs, made.outputs, made.output_grads, made.input_grads):
+            assert bulk is not None
+            packed, placed = (machine.pack_s(float(n)) for n in (bulk.packed_bytes, bulk.placed_bytes))
+            seconds += float(bulk.seconds) + packed + placed * (ADD if bulk.adds else 1.0)
+        return seconds / _MANY

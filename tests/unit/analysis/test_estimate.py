@@ -102,6 +102,20 @@ def test_what_the_bound_of_a_ring_counts() -> None:
     assert bounds.rings() > 1.3 * bounds.even()
 
 
+def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
+    """A long document takes as many ranks as heads reach at most; one of many sizes exchanges more."""
+    model = load_model("llama-7b")
+    cluster = load_cluster("h200").build(num_ranks=256, ranks_per_node=8)
+
+    def over_even(lengths: list[int]) -> float:
+        bounds = Bounds.of(lengths, cluster, model, AnalyticCost(cluster, model))
+        return bounds.whole_on_groups() / bounds.even()
+
+    assert over_even([262144]) > 6
+    assert over_even([2048] * 256) == pytest.approx(1.0, abs=0.01)
+    assert 1.02 < over_even([65536, *[2048] * 480]) < over_even([131072, *[2048] * 448])
+
+
 def test_a_batch_of_nothing_has_an_estimate() -> None:
     plan = make_planner("te_ring", H200, MODEL)([])
     assert estimated(plan, H200, MODEL).layer_s >= 0
