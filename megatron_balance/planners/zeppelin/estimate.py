@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
@@ -55,7 +55,7 @@ _MOVES_OF_EXCHANGE = (1, 2)
 class GroupCosts:
     """Seconds of work and traffic of groups of `size` ranks in a row."""
 
-    cost: CostModel
+    cost: MachineCost
     cluster: Cluster
     model: Model
     size: int

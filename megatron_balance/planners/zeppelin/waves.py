@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.cluster import Cluster
@@ -113,7 +113,7 @@ class Chosen:
 
 
 def place(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: Asked, rings: Rings
 ) -> tuple[SharedZone, Chosen] | None:
     """The cheapest placement and its zone; None: it does not keep to the capacity.
 
@@ -133,7 +133,7 @@ def place(
 
 
 def choose(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked, rings: Rings
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: Asked, rings: Rings
 ) -> Chosen | None:
     """The cheapest placement within the capacity, over groups of the cheapest size."""
     sizes = group_sizes(cluster)
