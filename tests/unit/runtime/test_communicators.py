@@ -4,6 +4,7 @@ may take. NCCL itself is a stand-in.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.run import load_config  # noqa: E402
 from megatron_balance.runtime import groups  # noqa: E402
+from megatron_balance.runtime.issue import Behind  # noqa: E402
 from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
@@ -25,9 +27,9 @@ LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 class Communicator(dist.ProcessGroup):
     """Arguments that `new_group` was called with."""
 
-    def __init__(self, ranks: list[int], options: Any) -> None:
+    def __init__(self, ranks: list[int], options: Any, timeout: Any) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only
-        self.ranks, self.options = ranks, options
+        self.ranks, self.options, self.given_timeout = ranks, options, timeout
         self.log: list[str] = []
 
     def abort(self) -> None:
@@ -45,8 +47,8 @@ class Nccl:
         self.log: list[tuple[str, Any]] = []
 
     def new_group(self, ranks: list[int], *, timeout: Any, backend: Any, pg_options: Any) -> Any:
-        del timeout, backend
-        group = Communicator(list(ranks), pg_options)
+        del backend
+        group = Communicator(list(ranks), pg_options, timeout)
         self.log.append(("new", group))
         return group if self.rank in ranks else object()
 
@@ -104,6 +106,12 @@ def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_ord
     assert all(order == orders[0] for order in orders)
 
 
+def test_every_communicator_has_the_timeout_it_was_given(make):
+    """Torch's own would hold a job up for ten minutes where a rank is frozen."""
+    _, nccl = make(0, [list(range(8))], 4, timeout=timedelta(seconds=7))
+    assert {group.given_timeout for what, group in nccl.log if what == "new"} == {timedelta(seconds=7)}
+
+
 def test_two_pools_make_each_others_groups_in_the_same_order(make):
     logs = [make(rank, [[0, 2], [1, 3]], 1)[1].log for rank in range(4)]
     created = [[tuple(group.ranks) for what, group in log if what == "new"] for log in logs]
@@ -118,7 +126,11 @@ def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
         group.log = log
     transport = object.__new__(Streamed)
     transport.groups = made
+    issued: list[str] = []
+    made.issues.put(made, lambda: issued.append("a later leg"), Behind.LAUNCH)
     transport.fail()
+    made.issues.flush()
+    assert issued == [], "peers are gone: nothing more is issued"
     assert log == ["start", *["abort"] * len(mine), "end"]
     assert not any(group.log for what, group in nccl.log if what == "new" and 0 not in group.ranks)
     groups.single().abort()  # there is nothing to abort
