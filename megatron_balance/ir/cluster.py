@@ -17,7 +17,7 @@ SAME_KERNEL = {"torch_varlen": "flash_attn"}
 
 
 MOST_RANKS = 1 << 20
-"""What a rank's number in a program has room for."""
+"""Room for the number of a rank in a program: 20 bits."""
 RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",

@@ -5,6 +5,7 @@ may take. NCCL itself is a stand-in.
 from __future__ import annotations
 
 from datetime import timedelta
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,9 @@ def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_ord
 def test_every_communicator_has_the_timeout_it_was_given(make):
     """Torch's own would hold a job up for ten minutes where a rank is frozen."""
     _, nccl = make(0, [list(range(8))], 4, timeout=timedelta(seconds=7))
-    assert {group.given_timeout for what, group in nccl.log if what == "new"} == {timedelta(seconds=7)}
+    new = [group for what, group in nccl.log if what == "new"]
+    assert {group.given_timeout for group in new} == {timedelta(seconds=7)}
+    assert {group.options._timeout for group in new} == {timedelta(seconds=7)}, "torch warns of another"
 
 
 def test_two_pools_make_each_others_groups_in_the_same_order(make):
@@ -147,6 +150,21 @@ def test_limits_reach_the_communicators_of_their_link(make):
     for name, group in zip(names, new[3:], strict=True):
         assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
         assert group.options.high == name.startswith(("inter_node", "dispatch", "combine"))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_the_stand_in_asks_for_nothing_that_torchs_nccl_has_not():
+    """Its options take no field that they do not know, and need no GPU."""
+    timeout = timedelta(seconds=7)
+    options = groups.nccl_options("inter_node moved", {"inter_node": 4, "intra_node": 12}, timeout)
+    assert (options.config.max_ctas, options.is_high_priority_stream, options._timeout) == (4, True, timeout)
+    inside, own = groups.nccl_options("intra_node", {}), dist.ProcessGroupNCCL.Options()
+    assert (inside.config.max_ctas, inside.is_high_priority_stream) == (own.config.max_ctas, False)
+    assert {"ranks", "timeout", "backend", "pg_options"} <= signature(dist.new_group).parameters.keys()
+    for name in ("_group_start", "_group_end"):
+        assert hasattr(dist.ProcessGroupNCCL, name)
+    for name in ("abort", "_get_backend"):
+        assert hasattr(dist.ProcessGroup, name)
 
 
 def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
