@@ -20,7 +20,7 @@ step "site";     "$bin/mkdocs" build --strict --quiet
 step "tests"
 # One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
-checks=("$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu and not product" --durations 15)
+checks=("$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not product" --durations 15)
 if [ $# -gt 0 ]; then
   exec "${checks[@]}" "$@"
 fi

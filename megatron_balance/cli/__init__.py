@@ -2,8 +2,8 @@
 exit code`.
 
 Results go to stdout, progress and messages to stderr. A user's mistake is one line `error: ...` and
-exit code 2; what turns out not to hold (a plan that does not verify) is exit code 1. Torch is never
-imported here.
+exit code 2; what turns out not to hold (a plan that does not verify) is exit code 1; a fault of ours
+is a traceback and exit code 70. Torch is never imported here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
@@ -33,6 +34,8 @@ from megatron_balance.cli import (
 from megatron_balance.errors import BalanceError, suggest
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+FAULT = os.EX_SOFTWARE
+"""Exit code of an error that nobody foresaw: never the one of a plan that does not hold."""
 VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, trace, corpus, doctor)
 
 
@@ -67,6 +70,17 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code."""
+    try:
+        return _main(argv)
+    except MemoryError as error:
+        print(f"error: not enough memory: {' '.join(str(error).split()) or 'ask for less'}", file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return FAULT
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:

@@ -352,6 +352,8 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
         recompute=args.recompute,
         microbatches=1 if args.microbatches is None else args.microbatches,
     )
+    if args.microbatches is not None and args.microbatches > MOST_MICROBATCHES:
+        raise ConfigError(f"--microbatches {args.microbatches}: expected at most {MOST_MICROBATCHES}")
     if args.global_tokens is not None:
         _deal_global(args, shape)
     if args.microbatches is None:
@@ -368,6 +370,8 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
     return replace(given, planners=tuple(with_replicas(choice, given) for choice in given.planners))
 
 
+MOST_MICROBATCHES = 1 << 16
+"""Of a step."""
 ROOM = 1.25
 """Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
 choice."""

@@ -16,6 +16,8 @@ SAME_KERNEL = {"torch_varlen": "flash_attn"}
 """Kernels of the runtime that are another one's code: torch's own is FlashAttention-2."""
 
 
+MOST_RANKS = 1 << 20
+"""Room for the number of a rank in a program: 20 bits."""
 RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
@@ -73,6 +75,8 @@ class Cluster:
                 f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, "
                 f"{self.ranks_per_node} per node"
             )
+        if self.num_ranks > MOST_RANKS:
+            raise ConfigError(f"a cluster of {self.num_ranks} ranks: expected at most {MOST_RANKS}")
         if self.num_ranks % self.ranks_per_node and self.num_ranks > self.ranks_per_node:
             raise ConfigError(
                 f"{self.num_ranks} ranks are not divisible by {self.ranks_per_node} ranks per node; "

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
+from megatron_balance.files import parse_json
 from megatron_balance.ir.columns import Move, Placed, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.rows import Rows
@@ -174,7 +175,7 @@ def from_json(text: str) -> MicrobatchPlan:
     Raises ConfigError: not a plan, or one of another format.
     """
     try:
-        loaded: Any = json.loads(text)
+        loaded: Any = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"not a plan: {error}") from None
     return from_body(loaded)

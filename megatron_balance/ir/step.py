@@ -21,6 +21,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
+from megatron_balance.files import parse_json
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
@@ -93,7 +94,7 @@ class Carry:
             ConfigError: the text is not a carry.
         """
         try:
-            return cls.from_body(json.loads(text))
+            return cls.from_body(parse_json(text))
         except ValueError as error:
             raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {text!r:.80}") from None
 
@@ -329,7 +330,7 @@ def from_json(source: str) -> StepPlan:
         ConfigError: the text is not a step, or one of another format.
     """
     try:
-        loaded: Any = json.loads(source)
+        loaded: Any = parse_json(source)
     except ValueError as error:
         raise ConfigError(f"not the plan of a step: {error}") from None
     return from_body(loaded)

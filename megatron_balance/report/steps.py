@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import parse_json
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
 
@@ -122,7 +123,7 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
             continue
         where = f"{file}, line {at + 1}"
         try:
-            loaded: Any = json.loads(line)
+            loaded: Any = parse_json(line)
         except ValueError as error:
             if at == last and at == len(lines) - 1:  # no newline after it: the writer was stopped
                 notes.append(

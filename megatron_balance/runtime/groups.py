@@ -144,7 +144,7 @@ def make_groups(
                 if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node)
                 else "intra_node"
             )
-            options = nccl_options(link, sms or {}) if nccl else None
+            options = nccl_options(link, sms or {}, timeout) if nccl else None
             group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
                 by_ranks[members] = group
@@ -159,7 +159,7 @@ def make_groups(
     return Groups(pool.index(me), len(pool), pool, whole, by_ranks, streams=streams, safe=safe)
 
 
-def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
+def nccl_options(stream: str, sms: Mapping[str, int], timeout: timedelta | None = None) -> Any:
     """NCCL's options for a communicator of `stream`.
 
     NCCL's kernels run on a stream of the communicator's own, which has the priority of ours. Dispatch
@@ -171,6 +171,8 @@ def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
     limit = sms.get("inter_node" if inter_node else "intra_node")
     if limit is not None:
         options.config.max_ctas = limit
+    if timeout is not None:
+        options._timeout = timeout  # torch takes the group's, and warns where the options have another
     return options
 
 
@@ -192,7 +194,7 @@ def _make_streams(
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
         for name, members in stream_groups(len(pool), ranks_per_node):
-            ranks, options = [pool[i] for i in members], nccl_options(name, sms)
+            ranks, options = [pool[i] for i in members], nccl_options(name, sms, timeout)
             group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine and dist.get_rank() in ranks:
                 groups[name] = group

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_balance.errors import MALFORMED, ConfigError
+from megatron_balance.files import parse_json
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 
 
@@ -98,7 +99,7 @@ class Ledger:
             ConfigError: the text is not a ledger.
         """
         try:
-            body: Any = json.loads(text)
+            body: Any = parse_json(text)
             held = tuple(Held(*map(int, each)) for each in body["held"])
             made = cls(Carry.from_body(body["carry"]), held, *(int(body[n]) for n in ("behind", "drawn", "trained")))
             corpus = str(body["corpus"])

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import parse_json
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.run import as_yaml
@@ -294,7 +295,7 @@ def _clear(pool: Pool) -> None:
 def _is_of_step(line: bytes, step: int) -> bool:
     """Whether a line is the record of this step or a later one; a torn or foreign line is not."""
     try:
-        record = json.loads(line)
+        record = parse_json(line.decode())
     except ValueError:
         return False
     number = record.get("step") if isinstance(record, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -41,16 +41,17 @@ def find_files(paths: Iterable[Path], suffix: str = "", leave_out: tuple[str, ..
     to folders are not followed.
 
     Raises:
-        DataError: a path that does not exist, or a folder that cannot be read.
+        DataError: a path that does not exist, or is a device or a pipe, which may have no end; or a
+            folder that cannot be read.
     """
     files: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
             files.update(dict.fromkeys(_below(path, suffix, leave_out)))
-        elif path.exists():
+        elif path.is_file():
             files[path] = None
         else:
-            raise DataError(f"{path}: no such file or folder")
+            raise DataError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
     first_of: dict[Path, Path] = {}
     for path in files:
         first_of.setdefault(path.resolve(), path)

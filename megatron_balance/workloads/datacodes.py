@@ -25,6 +25,8 @@ CLIP_FRAMES, CLIP_LATENTS = 17, 5
 TEXT_TOKENS = 392
 ASPECT = (0.96, 1.04)
 
+MOST_SAMPLES = 10**7
+"""Of one drawing, in all batches."""
 LOW_RESOLUTION = "g32b32i256f1s0"
 MIXED_RESOLUTION = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 IMAGES_AND_VIDEOS = (
@@ -94,9 +96,12 @@ def draw_by_gpu(text: str, batches: int, seed: int | Sequence[int]) -> list[tupl
     """Batches of lengths as the loaders hand them out: [batches][GPUs][samples], in tokens.
 
     Raises:
-        ConfigError: not data codes.
+        ConfigError: not data codes, or more samples than `MOST_SAMPLES`.
     """
     codes, generator = parse(text), np.random.default_rng(seed)
+    samples = batches * sum(code.num_gpus * code.samples for code in codes)
+    if samples > MOST_SAMPLES:
+        raise ConfigError(f"data codes {text}, {batches} batches: {samples} samples, expected at most {MOST_SAMPLES}")
     return [tuple(_samples(code, generator) for code in codes for _ in range(code.num_gpus)) for _ in range(batches)]
 
 

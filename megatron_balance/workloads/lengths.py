@@ -25,6 +25,8 @@ from megatron_balance.workloads.documents import CutPolicy, open_stream
 Lengths = tuple[int, ...]
 """Lengths in tokens of the sequences of one batch."""
 
+MOST_TOKENS, MOST_BATCHES = 10**11, 10**6
+"""Of one drawing: more is a typing mistake, which would take hours and the machine's memory."""
 DATASETS = tuple(DISTRIBUTIONS)
 """Names of the distributions (`workloads.distributions` has their sources); data codes and paths
 are taken too.
@@ -60,6 +62,11 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
     """
     if batches < 1 or (tokens is not None and tokens < 1):
         raise ConfigError(f"--tokens {tokens} --batches {batches}: both must be at least 1")
+    if batches > MOST_BATCHES or (tokens or 0) * batches > MOST_TOKENS:
+        raise ConfigError(
+            f"--tokens {tokens} --batches {batches}: expected at most {MOST_TOKENS} tokens in all, in {MOST_BATCHES} "
+            "batches at most"
+        )
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if min(seeds) < 0:
         raise ConfigError(f"--seed {seed}: must be at least 0")

@@ -70,6 +70,7 @@ container_options() {
   [ -n "${CHECKPOINTS:-}" ] && mounts+=,$CHECKPOINTS:$CHECKPOINTS
   [ -n "${SCRIPT:-}" ] && mounts+=,$(dirname "$SCRIPT"):$(dirname "$SCRIPT")
   [ -f "${CLUSTER:-}" ] && mounts+=,$(dirname "$(realpath "$CLUSTER")"):$(dirname "$(realpath "$CLUSTER")")
+  [ -n "${BALANCE_CONFIG:-}" ] && mounts+=,$(dirname "$(realpath "$BALANCE_CONFIG")"):$(dirname "$(realpath "$BALANCE_CONFIG")")
   [ -n "${MOUNTS:-}" ] && mounts+=,$MOUNTS
   printf '%s\n' "--container-image=$IMAGE" "--container-mounts=$mounts" "--container-workdir=$1" --no-container-mount-home
 }
@@ -88,6 +89,7 @@ launch() {
   [ -f "$repo/scripts/slurm/training.args" ] || fail "$repo is no checkout of megatron_balance; submit from there, or set REPO"
   [ -f "$model" ] || fail "EXPERIMENT=$experiment: no $model; there are: $(cd "$repo/scripts/slurm/models" && printf '%s ' *.args)"
   [ -f "$config" ] || fail "BALANCE_CONFIG=$config: no such file"
+  config=$(realpath "$config")
   local planners=$repo/configs/planner
   [ -z "$technique" ] || [ -f "$planners/$technique.yaml" ] || fail "TECHNIQUE=$technique: no such planner; there are: $(names_in "$planners")"
   if [ -n "$cluster" ] && [ ! -f "$cluster" ]; then

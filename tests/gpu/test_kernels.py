@@ -452,6 +452,7 @@ def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
 @pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
 @pytest.mark.parametrize("name", [name for name, offer in KERNELS.items() if "cpu" not in offer.devices])
 def test_cuda_kernel_equals_plain(name, entries):

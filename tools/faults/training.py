@@ -97,7 +97,7 @@ class Runs:
         entry = job.pop("entry", "pretrain_gpt")
         ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log", "data-path": self.corpus}
         argv = command_line(MODEL, RUN, {"distributed-timeout-seconds-after-init": TIMEOUT_S}, ours, flags)
-        return self.trainer.run(Job(entry, ranks, tuple(argv), str(folder), **job))
+        return self.trainer.run(Job(entry, ranks, tuple(argv), str(folder), spawns=True, **job))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The records of a run."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.planners import PLANNERS
+
+ROOT = Path(__file__).resolve().parents[3]
 
 LENGTHS = "3000,1200,700,64,64,17,1"
 RESULT_KEYS = {
@@ -180,6 +184,14 @@ def test_table_says_what_the_layers_do(run):
     _, out, _ = run(f"plan --planner te_ring --ranks 8 --ranks-per-node 4 --lengths {LENGTHS}")
     assert "in attention" not in out
     assert "routing" not in out
+
+
+def test_the_page_on_keep_and_replay_shows_what_its_command_prints(run):
+    page = (ROOT / "docs" / "backward.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```\n(backward: .+)\n```", page)
+    (options,) = re.findall(r"`megatron-balance plan --config configs/([^`]+)`", page)
+    printed = run.printed(f"plan --config {ROOT}/configs/{options}")
+    assert shown in " ".join(printed.split())
 
 
 def test_capacity_equal_to_the_average_is_legal(run):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance import __version__
-from megatron_balance.cli import main
+from megatron_balance.cli import main, planfile
 from megatron_balance.cli.inputs import tokens
 from tests.support.cli import CommandLine
 
@@ -80,3 +80,42 @@ def test_a_full_disk_is_a_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+NUMBERS = [
+    ("plan --planner te_ring --ranks 8 --dataset github --tokens 99999999999999999", "expected at most 100000000000"),
+    ("plan --planner te_ring --ranks 8 --dataset github --tokens 4096 --batches 999999999", "in 1000000 batches at"),
+    ("plan --planner te_ring --ranks 8 --dataset g8b4i256f1s0 --batches 999999999", "expected at most 10000000"),
+    ("plan --planner te_ring --ranks 8000000 --lengths 8", "a cluster of 8000000 ranks: expected at most 1048576"),
+    ("simulate --planner te_ring --ranks 8 --lengths 8 --microbatches 99999999", "--microbatches 99999999: expected"),
+    ("simulate --planner te_ring --ranks 8 --dataset github --global-tokens 99999999999999999", "expected at most"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), NUMBERS, ids=[said for _, said in NUMBERS])
+def test_numbers_that_no_machine_has_room_for_are_refused_at_once(run: CommandLine, command: str, said: str) -> None:
+    assert said in run.error(command)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyError("of nobody"), 70, "KeyError: 'of nobody'\n"),
+        (RecursionError("too deep"), 70, "RecursionError: too deep\n"),
+        (PermissionError(1, "not here"), 70, "PermissionError: [Errno 1] not here\n"),
+        (MemoryError("466 TiB for an array"), 2, "error: not enough memory: 466 TiB for an array\n"),
+    ],
+)
+def test_a_traceback_has_an_exit_code_of_its_own(
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, said: str
+) -> None:
+    """1 says that a plan does not hold."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(planfile, "read", fails)
+    answer = run("verify plan.json")
+    assert (answer.code, answer.out) == (code, "")
+    assert answer.err.endswith(said)
+    assert ("Traceback" in answer.err) == (code == 70)

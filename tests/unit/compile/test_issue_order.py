@@ -53,6 +53,7 @@ def test_the_next_steps_keys_pass_the_current_gradients_and_no_more() -> None:
     replayed = issue_orders(by_hand.pool("ring", (64,), 4), "replay").backward
     # Even: keys of a round again; odd: gradients of the round.
     assert sorted_ids(replayed, {1, 3, 5}, 6) == [0, 2, 1, 4, 3, 5]
+    assert sorted_ids(IssueOrder(), {1}, 4) == [0, 2, 1, 3]
     assert sorted_ids(BY_ID, {1, 3, 5}, 6) == list(range(6))
 
 

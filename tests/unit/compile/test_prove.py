@@ -120,3 +120,20 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     stuck = [(ops, [step for step in steps if not isinstance(step, Start)]) for ops, steps in lowered]
     with pytest.raises(InvalidProgramError, match="4 ranks wait for ever: rank 0 for exchange 0 of rank"):
         verify_meeting(stuck)
+
+
+def test_steps_of_either_phase_and_meetings_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ranks = expand(PLANNED, "keep"), compile_ranks(PLANNED, "keep")
+    for phase in ("forward", "backward"):
+        order = getattr(ranks[1], phase)
+        late = next(at for at, step in enumerate(order.steps) if isinstance(step, Finish))
+        moved = [*order.steps[:late], *order.steps[late + 1 :], order.steps[late]]
+        wrong = replace(ranks[1], **{phase: order._replace(steps=moved)})
+        monkeypatch.setattr(prove, "compile_ranks", lambda *_, wrong=wrong, **__: [ranks[0], wrong, *ranks[2:]])
+        with pytest.raises(InvalidProgramError, match="rank 1: op"):
+            prove.verify_runs(PLANNED, program)
+    met: list[int] = []
+    monkeypatch.setattr(prove, "compile_ranks", lambda *_, **__: ranks)
+    monkeypatch.setattr(prove, "verify_meeting", lambda lowered: met.append(len(lowered)))
+    prove.verify_runs(PLANNED, program)
+    assert met == [PLANNED.num_ranks] * 2

@@ -89,6 +89,8 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_said_also_where_another_run_
             'imbalance_after.tokens: expected a number, got "x"',
         ),
         ('{"step": 2, "step_ms": 3, "planner": 7}', "planner: expected a name, got 7"),
+        ("[" * 100_000, "line 2: is damaged (not JSON that can be read: brackets nest too deeply)"),
+        ('{"loss": ' + "9" * 5000 + "}", "line 2: is damaged (a whole number beyond 64 bits: 99999999999999999999...)"),
     ],
 )
 def test_a_damaged_line_is_named_with_what_was_expected(tmp_path, line, message):

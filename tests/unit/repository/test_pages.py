@@ -63,6 +63,40 @@ def test_paths_on_the_pages_that_send_a_reader_to_files_exist(page):
     )
 
 
+def names_by_file() -> dict[str, list[str]]:
+    """Names of the tests of every file, whose path is told from the folder of tests."""
+    folder = ROOT / "tests"
+    return {
+        path.relative_to(folder).as_posix(): re.findall(
+            r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        for path in folder.rglob("*.py")
+    }
+
+
+def test_tests_that_pages_name_are_there():
+    """In full, by their beginning, or with dots for what is left out; behind a file's name, in it."""
+    files = names_by_file()
+    everywhere = [name for names in files.values() for name in names]
+    modules = {Path(path).stem for path in files}
+    missing = []
+    for page in PAGES:
+        text = without_outputs(page.read_text(encoding="utf-8"))
+        for path, names in re.findall(r"`(?:tests/)?((?:[a-z]+/)+test_\w+\.py)`(?: \(((?:[^()]*`[^()]*)+)\))?", text):
+            wanted = re.findall(r"`(test_[\w.]+)`", names)
+            if path not in files or any(not known(name, files[path]) for name in wanted):
+                missing.append((ids(page), path, wanted))
+        named = set(re.findall(r"`(test_[\w.]+?)`", text))
+        missing += [(ids(page), name) for name in sorted(named) if not (name in modules or known(name, everywhere))]
+    assert missing == []
+
+
+def known(name: str, names: list[str]) -> bool:
+    """Whether one of the names begins with `name`, "..." in which stands for anything."""
+    pattern = re.compile(".*".join(map(re.escape, name.removesuffix(".py").split("..."))))
+    return any(pattern.match(other) for other in names)
+
+
 def test_every_page_is_reached_from_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"index.md"}

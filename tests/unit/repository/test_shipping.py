@@ -413,6 +413,17 @@ def test_one_variable_names_the_machine_and_without_it_the_machine_says(cluster)
     assert config.cluster.build().ranks_per_nic == 2
 
 
+def test_a_configuration_of_ones_own_is_there_in_the_container(cluster):
+    """With what it names beside it, such as a cost table."""
+    own = cluster.folder / "mine" / "balance.yaml"
+    own.parent.mkdir()
+    own.write_text("planner: zeppelin\n")
+    command = cluster.printed("single_node.sbatch", IMAGE="/images/balance.sqsh", BALANCE_CONFIG=str(own))
+    assert after(command, "--balance-config") == str(own)
+    mounts = next(word for word in command if word.startswith("--container-mounts=")).partition("=")[2].split(",")
+    assert f"{own.parent}:{own.parent}" in mounts
+
+
 def test_with_an_image_the_job_runs_in_a_container(cluster):
     own = cluster.folder / "mine" / "pretrain_gpt.py"
     own.parent.mkdir()

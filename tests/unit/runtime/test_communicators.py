@@ -4,6 +4,8 @@ may take. NCCL itself is a stand-in.
 
 from __future__ import annotations
 
+from datetime import timedelta
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.run import load_config  # noqa: E402
 from megatron_balance.runtime import groups  # noqa: E402
+from megatron_balance.runtime.issue import Behind  # noqa: E402
 from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
@@ -25,9 +28,9 @@ LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 class Communicator(dist.ProcessGroup):
     """Arguments that `new_group` was called with."""
 
-    def __init__(self, ranks: list[int], options: Any) -> None:
+    def __init__(self, ranks: list[int], options: Any, timeout: Any) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only
-        self.ranks, self.options = ranks, options
+        self.ranks, self.options, self.given_timeout = ranks, options, timeout
         self.log: list[str] = []
 
     def abort(self) -> None:
@@ -45,8 +48,8 @@ class Nccl:
         self.log: list[tuple[str, Any]] = []
 
     def new_group(self, ranks: list[int], *, timeout: Any, backend: Any, pg_options: Any) -> Any:
-        del timeout, backend
-        group = Communicator(list(ranks), pg_options)
+        del backend
+        group = Communicator(list(ranks), pg_options, timeout)
         self.log.append(("new", group))
         return group if self.rank in ranks else object()
 
@@ -104,6 +107,14 @@ def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_ord
     assert all(order == orders[0] for order in orders)
 
 
+def test_every_communicator_has_the_timeout_it_was_given(make):
+    """Torch's own would hold a job up for ten minutes where a rank is frozen."""
+    _, nccl = make(0, [list(range(8))], 4, timeout=timedelta(seconds=7))
+    new = [group for what, group in nccl.log if what == "new"]
+    assert {group.given_timeout for group in new} == {timedelta(seconds=7)}
+    assert {group.options._timeout for group in new} == {timedelta(seconds=7)}, "torch warns of another"
+
+
 def test_two_pools_make_each_others_groups_in_the_same_order(make):
     logs = [make(rank, [[0, 2], [1, 3]], 1)[1].log for rank in range(4)]
     created = [[tuple(group.ranks) for what, group in log if what == "new"] for log in logs]
@@ -118,7 +129,11 @@ def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
         group.log = log
     transport = object.__new__(Streamed)
     transport.groups = made
+    issued: list[str] = []
+    made.issues.put(made, lambda: issued.append("a later leg"), Behind.LAUNCH)
     transport.fail()
+    made.issues.flush()
+    assert issued == [], "peers are gone: nothing more is issued"
     assert log == ["start", *["abort"] * len(mine), "end"]
     assert not any(group.log for what, group in nccl.log if what == "new" and 0 not in group.ranks)
     groups.single().abort()  # there is nothing to abort
@@ -135,6 +150,21 @@ def test_limits_reach_the_communicators_of_their_link(make):
     for name, group in zip(names, new[3:], strict=True):
         assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
         assert group.options.high == name.startswith(("inter_node", "dispatch", "combine"))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_the_stand_in_asks_for_nothing_that_torchs_nccl_has_not():
+    """Its options take no field that they do not know, and need no GPU."""
+    timeout = timedelta(seconds=7)
+    options = groups.nccl_options("inter_node moved", {"inter_node": 4, "intra_node": 12}, timeout)
+    assert (options.config.max_ctas, options.is_high_priority_stream, options._timeout) == (4, True, timeout)
+    inside, own = groups.nccl_options("intra_node", {}), dist.ProcessGroupNCCL.Options()
+    assert (inside.config.max_ctas, inside.is_high_priority_stream) == (own.config.max_ctas, False)
+    assert {"ranks", "timeout", "backend", "pg_options"} <= signature(dist.new_group).parameters.keys()
+    for name in ("_group_start", "_group_end"):
+        assert hasattr(dist.ProcessGroupNCCL, name)
+    for name in ("abort", "_get_backend"):
+        assert hasattr(dist.ProcessGroup, name)
 
 
 def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):

@@ -4,7 +4,7 @@ transport, and connecting before the step."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,6 +21,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
+from megatron_balance.runtime.issue import Behind, IssueQueue
 from megatron_balance.workloads.lengths import draw
 from tests.support import host_threads
 from tests.support.rendezvous import GroupCall, Meeting, calls_of, hanging
@@ -149,6 +150,21 @@ def test_the_safe_order_changes_the_order_of_calls_and_nothing_else() -> None:
     for passing, safe in zip(*orders, strict=True):
         assert passing != safe
         assert Counter(passing) == Counter(safe)
+
+
+def test_the_safe_order_holds_no_batch_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even behind a launch, as later legs and late receives are otherwise."""
+    planned, put, seen = plan("zeppelin", SMALL), IssueQueue.put, set[Behind]()
+
+    def noted(queue: IssueQueue, key: object, issue: Callable[[], None], behind: Behind = Behind.NOTHING) -> None:
+        seen.add(behind)
+        put(queue, key, issue, behind)
+
+    monkeypatch.setattr(IssueQueue, "put", noted)
+    for safe in (False, True):
+        seen.clear()
+        host_threads.run([planned], "replay", safe=safe, connects=False)
+        assert (seen == {Behind.NOTHING}) == safe
 
 
 # Connecting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tools.bench.host import budget, counted, plans
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "measurements" / "host-time.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", budget.BUDGETS)
@@ -19,6 +22,8 @@ def test_a_layer_keeps_its_budget_of_host_time(name):
     assert found.group_calls > 0
     assert found.launches > 0
     assert found.copies == 1  # all tables of the microbatch
+    counts = (found.group_calls, found.launches, found.operators, found.copies)
+    assert f"| {name} | {' | '.join(map(str, counts))} |" in PAGE, f"docs/measurements/host-time.md is of old: {found}"
     host = budget.host_time(found, plan, budget.PYTHON_S[name])
     assert host.ratio <= budget.BUDGETS[name], f"{found}, {host}"
 

@@ -5,8 +5,11 @@ reading.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from megatron_balance.analysis.backward import USABLE, Stage, microbatch_bytes, step_bytes
 from megatron_balance.analysis.memory import Sharding
@@ -15,7 +18,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.runtime.groups import single
+from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, JobLayers, Keeping, RankMemory
 from megatron_balance.training.plans import PlannedStep
 from tests.support import by_hand
@@ -35,9 +38,11 @@ def predicted(tokens: int, keeping: int) -> float:
     return float(step_bytes([microbatch_bytes(step(tokens).plans, MODEL)], MODEL, stage).peak(keeping).max())
 
 
-def keeping(memory: float | None, asked: Backward = "auto", counted: float | None = None) -> Keeping:
+def keeping(
+    memory: float | None, asked: Backward = "auto", counted: float | None = None, groups: Groups | None = None
+) -> Keeping:
     agreed = AgreedMemory(memory, (STATE,))
-    return Keeping(asked, agreed, JobLayers(MODEL, (STAGE,)), single(), lambda: counted, agreement_every=100)
+    return Keeping(asked, agreed, JobLayers(MODEL, (STAGE,)), groups or single(), lambda: counted, agreement_every=100)
 
 
 def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
@@ -70,6 +75,22 @@ def test_a_step_that_runs_again_is_decided_once():
 def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping():
     memory = predicted(4000, 2) / USABLE
     job = keeping(memory, counted=1.2 * predicted(4000, 2))
+    found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
+    assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
+    assert found[-1] < 2
+
+
+def test_the_most_that_any_device_counted_is_agreed_on(monkeypatch):
+    """A rank whose own count is as predicted decides as the one whose count is not."""
+    memory, excess = predicted(4000, 2) / USABLE, 0.2 * predicted(4000, 2)
+
+    def reduced(most, op, group):
+        assert (op, group) == (dist.ReduceOp.MAX, "pool")
+        most.clamp_(min=excess)  # another rank's
+
+    monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", reduced)
+    job = keeping(memory, counted=predicted(4000, 2), groups=replace(single(), pool=cast("Any", "pool")))
     found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
     assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
     assert found[-1] < 2

@@ -77,6 +77,11 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         find_files([tmp_path / "none"])
 
 
+def test_a_device_without_an_end_is_no_document() -> None:
+    with pytest.raises(DataError, match="/dev/zero: neither a file nor a folder"):
+        find_files([Path("/dev/zero")])
+
+
 def test_a_file_that_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, tmp_path: Path) -> None:
     (folder / "gone.py").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"gone\.py: cannot be read \(No such file"):
