@@ -10,9 +10,10 @@ beside one rank. Candidates may differ from one rank by twice as much in each fi
 
 For every way: how often the strategy changed, how many steps each ran, the largest differences of
 loss and gradient norm from one rank's, relative, and of any parameter's gradient, to its largest
-element: in the first step under each candidate alone, and in any step, where weights differ by
-rounding already. The first way runs twice, and must have the same bits. The suite has a short form
-(tests/megatron/test_changes.py).
+element: in the first step under each candidate alone; in any step, where weights differ by rounding
+already, which Adam makes much of; and in the worst of these when one rank goes on from the weights
+that the run itself had before it. The first way runs twice, and must have the same bits. The suite
+has a short form (tests/megatron/test_changes.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.megatron.conftest import Run, Train, at_once, started, train_with, write_corpus
-from tests.megatron.test_changes import LONG, SAMPLES, changes_of
+from tests.megatron.test_changes import GOING_ON, LONG, SAMPLES, changes_of
 from tests.megatron.test_parity import SLOW
 from tests.support.megatron_run import Trainer
 from tests.support.pipeline_runs import worst_gradient
@@ -161,16 +162,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 loaded = started(train, folders.mktemp("checkpoint"), flags)
                 one = train(1, "te_ring", at_once(loaded), entry="gradients", deadline_s=DEADLINE_S)
                 given = {**loaded, "context-parallel-size": 1, "use-distributed-optimizer": True, **way.flags}
-                run = functools.partial(_run, train, way, given)
-                runs = [run(way.strategies, entry=each) for each in ("gradients", *["pretrain_gpt"] * way.twice)]
-                each = [run((one_of_them,), 1) for one_of_them in way.strategies if one_of_them != way.layout]
-                most = Compared(*[MOST] * 3)
+                run = functools.partial(_run, train, way)
+                kept = {"save": folders.mktemp("kept"), "save-interval": 1, "dist-ckpt-optim-fully-reshardable": True}
+                runs = [run({**given, **kept}, way.strategies)]
+                runs += [run(given, way.strategies, entry="pretrain_gpt") for _ in range(way.twice)]
+                each = [run(given, (one_of_them,), 1) for one_of_them in way.strategies if one_of_them != way.layout]
+                compared = Compared.of(runs[0], each, one)
+                compared = replace(compared, own=_from_own_weights(train, {**loaded, **kept}, runs[0], one))
+                most = Compared(*[MOST] * 3, own=MOST)
                 if way.bf16:
                     own = functools.partial(_run, train, way, {**given, "use-distributed-optimizer": False})
                     alone = Compared.of(own(()), [own((), 1)], one)
                     console.print(f"{name}: the base layout alone: {alone}")
-                    most = alone.times(2)
-                failed |= not _told(console, name, runs, Compared.of(runs[0], each, one), most)
+                    most = replace(alone.times(2), own=2 * alone.later)
+                failed |= not _told(console, name, runs, compared, most)
         finally:
             trainer.close()
     return int(failed)
@@ -196,16 +201,33 @@ def _run(
     return train(8, planner, flags, config=way.config, entry=entry, deadline_s=DEADLINE_S)
 
 
+def _from_own_weights(train: Train, given: Mapping[str, Any], run: Run, one: Run) -> float:
+    """The largest difference of a gradient in the run's worst step but the first, from that of one
+    rank with the weights and moments of the run (`given`: where it saved them after every step).
+    """
+    behind = run.column("step")[1:]
+    if not behind:
+        return 0.0
+    worst = max(behind, key=lambda step: worst_gradient(run.result.logs, one.result.logs, step))
+    again = {**GOING_ON, "load": given["save"], "ckpt-step": worst - 1, "exit-interval": worst, "save": None}
+    flags = {**at_once(dict(given)), "use-distributed-optimizer": True, **again}
+    alone = train(1, "te_ring", flags, entry="gradients", deadline_s=DEADLINE_S)
+    assert alone.column("step") == [worst]
+    return worst_gradient(run.result.logs, alone.result.logs, worst, 1)
+
+
 @dataclass(frozen=True)
 class Compared:
     """Largest relative differences from one rank: of loss and gradient norm in all steps; of a
-    gradient in the first step under each candidate alone, and in any step.
+    gradient in the first step under each candidate alone, in any step, and in the worst of these
+    from the run's own weights.
     """
 
     loss: float
     norm: float
     gradient: float
     later: float = math.inf
+    own: float = 0.0
 
     @classmethod
     def of(cls, run: Run, each: Sequence[Run], one: Run) -> Compared:
@@ -228,7 +250,7 @@ class Compared:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, gradients from one checkpoint {self.gradient:.1e}, "
-            f"in any step {self.later:.1e}"
+            f"in any step {self.later:.1e}, there from the run's own weights {self.own:.1e}"
         )
 
 

@@ -279,17 +279,25 @@ def _arrows(spans: Sequence[Span], numbers: Sequence[int]) -> list[dict[str, Any
 
 
 def _counters(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """The bytes that each rank has under way, sent and received, whenever they change."""
-    changes: defaultdict[int, Counter[float]] = defaultdict(Counter)
+    """The bytes that each rank has under way, sent and received, whenever they change; what changes
+    at once, but for rounding, is one change.
+    """
+    changes: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for span in spans:
         num_bytes = sum(span.sent.values()) + sum(span.received.values())
         if num_bytes:
-            changes[span.rank][span.start_s] += num_bytes
-            changes[span.rank][span.stop_s] -= num_bytes
+            changes[span.rank] += [(span.start_s, num_bytes), (span.stop_s, -num_bytes)]
     made: list[dict[str, Any]] = []
     for rank, of in sorted(changes.items()):
-        level = 0
-        for at, change in sorted(of.items()):
-            level += change
-            made.append({"name": "bytes under way", "ph": "C", "ts": at * _US, "pid": rank, "args": {"bytes": level}})
+        levels: list[tuple[float, int]] = []
+        for at, change in sorted(of):
+            before, level = levels[-1] if levels else (at, 0)
+            if levels and at - before <= _SAME_S:
+                levels[-1] = before, level + change
+            else:
+                levels.append((at, level + change))
+        made += [
+            {"name": "bytes under way", "ph": "C", "ts": at * _US, "pid": rank, "args": {"bytes": level}}
+            for at, level in levels
+        ]
     return made

@@ -104,6 +104,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"what finds the remap's moves; all find equally good ones (default {Layers().solver})",
     )
     parser.add_argument(
+        "--once-per-node",
+        action=argparse.BooleanOptionalAction,
+        help="rows that several ranks of a node need cross its NICs once, where that pays: for planners that dispatch "
+        f"tasks (default: {_own(lambda layers: 'yes' if layers.once_per_node else 'no')})",
+    )
+    parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
         help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
@@ -367,7 +373,8 @@ def _layers(args: argparse.Namespace, config: Run, name: str) -> Layers:
         args.remap and isinstance(remap, RemapChoice)
     ):  # --remap keeps how the configuration does it
         remap = args.remap
-    layers = choose_layers(name, routing, remap)
+    once = config.once_per_node if args.once_per_node is None else args.once_per_node
+    layers = choose_layers(name, routing, remap, once)
     return layers if args.remap_solver is None else dataclasses.replace(layers, solver=args.remap_solver)
 
 

@@ -195,17 +195,22 @@ class Bench:
 
     def bound_s(self) -> float:
         """Seconds of even computation of a step (`simulator.bound`): the mean over the steps."""
+        return fmean(self.bound_s_per_step())
+
+    def bound_s_per_step(self) -> list[float]:
+        """Seconds of even computation of each step."""
         from megatron_balance.simulator.bound import bound_s
 
         batches = self.given.batches
         groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
-        return fmean(bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups)
+        return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
 
     def described(self) -> dict[str, Any]:
         """Description of the bench, for JSON."""
         given = self.given
         return {
             "bound_s": self.bound_s(),
+            "bound_s_per_step": self.bound_s_per_step(),
             "cluster": given.cluster.name,
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,

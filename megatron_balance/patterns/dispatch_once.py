@@ -12,14 +12,13 @@ second one needs what it brings.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
@@ -105,14 +104,14 @@ def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int, mask: Mas
     rows = as_array(transfers(zone, *heads, mask)[0])
     src_node, dst_node = (rows[:, Transfer.ENDS] // ranks_per_node).T
     crossing = src_node != dst_node
-    needed: defaultdict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    columns = [Transfer.KIND, Transfer.SEQ, Transfer.SRC, Transfer.DST, Transfer.START, Transfer.STOP]
-    for kind, seq, src, dst, start, stop in rows[crossing][:, columns].tolist():
-        needed[kind, seq, src, dst // ranks_per_node].append((start, stop, dst))
-    load: defaultdict[int, int] = defaultdict(int)
+    to_one, to_several = _by_node(rows[crossing], dst_node[crossing])
+    weights = (to_one[:, Transfer.STOP] - to_one[:, Transfer.START]) * np.where(
+        to_one[:, Transfer.KIND] == Kind.Q, heads[0], 2 * heads[1]
+    )
+    load = sums(to_one[:, Transfer.DST], weights, int(rows[:, Transfer.DST].max(initial=-1)) + 1).tolist()
     alone: list[tuple[int, ...]] = []
     shared: list[tuple[int, tuple[int, int, int], tuple[int, int], tuple[int, ...]]] = []
-    for (kind, seq, src, _), spans in sorted(needed.items()):
+    for (kind, seq, src), spans in to_several:
         weight = heads[0] if kind == Kind.Q else 2 * heads[1]
         for start, stop, ranks in _pieces(spans):
             if len(ranks) == 1:
@@ -127,12 +126,33 @@ def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int, mask: Mas
         region = (kind, seq, *span, 0, heads[kind != Kind.Q])
         alone.append((*region, src, first))
         on += [(*region, first, other) for other in ranks if other != first]
-    there = np.concatenate([rows[~crossing], _table(alone)])
+    there = np.concatenate([rows[~crossing], _sorted(np.concatenate([to_one, _table(alone)]))])
     return as_rows(there), as_rows(_table(on))
 
 
+def _by_node(rows: Ints, node: Ints) -> tuple[Ints, list[tuple[tuple[int, int, int], list[tuple[int, int, int]]]]]:
+    """Rows that a node needs one of from a rank and sequence, and of all others (kind, seq, src) with
+    their spans (start, stop, dst); `node`: of each row's receiver.
+    """
+    keys = np.column_stack([rows[:, [Transfer.KIND, Transfer.SEQ, Transfer.SRC]], node])
+    order = np.lexsort(keys.T[::-1])
+    rows, keys = rows[order], keys[order]
+    first = np.flatnonzero(np.append(True, (keys[1:] != keys[:-1]).any(axis=1))[: len(rows)])
+    count = np.diff(np.append(first, len(rows)))
+    several: list[tuple[tuple[int, int, int], list[tuple[int, int, int]]]] = []
+    spans = rows[:, [Transfer.START, Transfer.STOP, Transfer.DST]]
+    for at, size in zip(first[count > 1].tolist(), count[count > 1].tolist(), strict=True):
+        kind, seq, src, _ = keys[at].tolist()
+        several.append(((kind, seq, src), [(a, b, dst) for a, b, dst in spans[at : at + size].tolist()]))
+    return rows[first[count == 1]], several
+
+
 def _table(rows: Sequence[tuple[int, ...]]) -> Ints:
-    return np.array(sorted(rows), dtype=np.int64).reshape(-1, Transfer.WIDTH)
+    return _sorted(np.array(rows, dtype=np.int64).reshape(-1, Transfer.WIDTH))
+
+
+def _sorted(rows: Ints) -> Ints:
+    return rows[np.lexsort(rows.T[::-1])]
 
 
 def _pieces(spans: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:

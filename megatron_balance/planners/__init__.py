@@ -29,6 +29,7 @@ from megatron_balance.planners.base import Planner, Try, slack
 from megatron_balance.planners.wlb_llm import tuning
 
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays")
+_ONCE_PER_NODE = Layers(once_per_node=True)
 _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
 _POOL_GATHER = (Try(least=Bounds.pool_gather),)
@@ -38,7 +39,7 @@ PLANNERS: dict[str, Planner] = {
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
     "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
     "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, tries=(Try(least=Bounds.pool_heads),)),
-    "packing": Planner(packing.plan, packing.PackingOptions, tries=(Try(least=Bounds.even_tokens),)),
+    "packing": Planner(packing.plan, packing.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)),
     "hybrid_dp": Planner(
         hybrid_dp.plan,
         hybrid_dp.HybridDpOptions,
@@ -69,6 +70,7 @@ PLANNERS: dict[str, Planner] = {
     "distca": Planner(
         distca.plan,
         distca.DistcaOptions,
+        _ONCE_PER_NODE,
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,

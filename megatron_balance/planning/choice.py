@@ -195,7 +195,10 @@ def choose_planner(
 
 
 def choose_layers(
-    name: str, routing: When | RoutingChoice | None = None, remapping: bool | RemapChoice | None = None
+    name: str,
+    routing: When | RoutingChoice | None = None,
+    remapping: bool | RemapChoice | None = None,
+    once_per_node: bool | None = None,
 ) -> Layers:
     """The layers around planner `name`: its own, but for what is given. A remap that is asked for
     is made whether it pays or not.
@@ -205,6 +208,8 @@ def choose_layers(
         layers = dataclasses.replace(layers, routing=routing.when, pieces=routing.pieces)
     elif routing is not None:
         layers = dataclasses.replace(layers, routing=routing)
+    if once_per_node is not None:
+        layers = dataclasses.replace(layers, once_per_node=once_per_node)
     if remapping is None:
         return layers
     if not remapping:

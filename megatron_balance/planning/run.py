@@ -45,7 +45,7 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
         if section.name in PLANNERS:
             given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
         chosen = choose_planner(section.name, given, where)
-        chosen = under_layers(chosen, choose_layers(section.name, config.routing, config.remap))
+        chosen = under_layers(chosen, choose_layers(section.name, config.routing, config.remap, config.once_per_node))
     keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     keys["planner"] = chosen
     return Run(**keys)
@@ -56,7 +56,9 @@ def resolved(config: Run) -> dict[str, Any]:
     result.
     """
     planner, cluster, model = config.planner, config.cluster, config.model
-    told = {"routing", "remap"} if planner is not None else set[str]()  # then the planner's layers say so
+    told = (
+        {"routing", "remap", "once_per_node"} if planner is not None else set[str]()
+    )  # then the planner's layers say so
     body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
     sections: dict[str, Any] = {}
     if planner is not None:
@@ -65,6 +67,7 @@ def resolved(config: Run) -> dict[str, Any]:
         how = RemapChoice(when=layers.remap_when, solver=layers.solver, objective=layers.objective, sides=layers.sides)
         sections["routing"] = RoutingChoice(when=layers.routing, pieces=layers.pieces).model_dump()
         sections["remap"] = how.model_dump() if layers.remap else False
+        sections["once_per_node"] = layers.once_per_node
     if cluster is not None:
         sections["cluster"] = dict(cluster.given)
     if model is not None:

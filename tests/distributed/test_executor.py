@@ -138,6 +138,19 @@ def test_one_bound_plan_serves_many_calls_at_once(pool: Pool, planner: str) -> N
         assert replay.counters["bytes_received_backward"] >= keep.counters["bytes_received_backward"]
 
 
+@pytest.mark.parametrize(
+    "planner", ["te_ring", "distca", "zeppelin, rule groups", "random_shares", "random_once_per_node"]
+)
+def test_sources_that_come_late_at_random_change_no_bit(pool: Pool, planner: str) -> None:
+    """Head rings, waves, dispatches: sums are made in the program's order, not as their parts come."""
+    planned = plan(planner, replace(SOME, routing=(1, 1)))
+    for run in EITHER_WAY:
+        for ran in pool.run(jobs.attend_late, 4, planned, 8, run, range(4)):
+            first, *others = ran
+            for name in ("out", "q_grad", "k_grad", "v_grad"):
+                assert {getattr(other, name).tobytes() for other in others} == {getattr(first, name).tobytes()}, name
+
+
 def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
     """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank:
     counted where they run."""

@@ -5,6 +5,9 @@ order.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,11 +34,11 @@ SECOND = ((41,), (), (25, 9), (7, 1, 5))
 """Of the same microbatches, of which one has no second nano-batch."""
 
 
-def dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+def dealt(lengths: tuple[int, ...], owned: Rows, pattern: str = "dispatch") -> MicrobatchPlan:
     """Shards of 8 queries dealt to all ranks, with or without tokens of their own."""
     shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in owned for a in range(start, stop, 8)]
     tasks = sorted((at % RANKS, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
-    zones = (by_hand.task_table(owned, tasks),) if lengths else ()
+    zones = (replace(by_hand.task_table(owned, tasks), pattern=pattern),) if lengths else ()
     return by_hand.plan(lengths, RANKS, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
@@ -49,26 +52,38 @@ def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
 
 
 def nano_batch_step(
-    microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1
+    microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1, pattern: str = "dispatch"
 ) -> NanoBatchStep:
     plans = tuple(spread(lengths, RANKS // num_stages) for lengths in microbatches)
-    return NanoBatchStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, dealt))
+    in_tick = functools.partial(dealt, pattern=pattern)
+    return NanoBatchStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, in_tick))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("num_stages", "num_chunks", "nano_batches", "way"),
+    ("num_stages", "num_chunks", "nano_batches", "way", "pattern"),
     [
-        pytest.param(2, 1, (FIRST,), Way(again=True), id="whole, again"),
-        pytest.param(2, 1, (FIRST, SECOND), Way(streams=True), id="nano-batches", marks=pytest.mark.product),
-        pytest.param(2, 2, (FIRST, SECOND), Way(again=True, streams=True), id="nano-batches, chunks, again"),
-        pytest.param(4, 2, (FIRST, SECOND), Way(), id="nano-batches, four stages", marks=pytest.mark.product),
+        pytest.param(2, 1, (FIRST,), Way(again=True), "dispatch", id="whole, again"),
+        pytest.param(
+            2, 1, (FIRST, SECOND), Way(streams=True), "dispatch", id="nano-batches", marks=pytest.mark.product
+        ),
+        pytest.param(
+            2, 2, (FIRST, SECOND), Way(again=True, streams=True), "dispatch_once", id="nano-batches, chunks, again"
+        ),
+        pytest.param(
+            4, 2, (FIRST, SECOND), Way(), "dispatch", id="nano-batches, four stages", marks=pytest.mark.product
+        ),
     ],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
-    pool: Pool, num_stages: int, num_chunks: int, nano_batches: tuple[tuple[tuple[int, ...], ...], ...], way: Way
+    pool: Pool,
+    num_stages: int,
+    num_chunks: int,
+    nano_batches: tuple[tuple[tuple[int, ...], ...], ...],
+    way: Way,
+    pattern: str,
 ) -> None:
-    steps = [nano_batch_step(microbatches, num_stages, num_chunks) for microbatches in nano_batches]
+    steps = [nano_batch_step(microbatches, num_stages, num_chunks, pattern) for microbatches in nano_batches]
     ranks = pool.run(attend_in_ticks, RANKS, steps, DIM, way)
     for number, attended in enumerate(ranks):
         stage, rank = divmod(number, RANKS // num_stages)

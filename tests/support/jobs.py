@@ -4,10 +4,11 @@ hypothesis.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.transport.gloo import Gloo
 from megatron_balance.training.agree import check_agreement
 from tests.support import dense
 from tests.support.pool import World
@@ -122,6 +124,26 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
         tensors = (t.detach().cpu().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
         results.append(Ran(*tensors, counters=asdict(bound.counters)))
     return results
+
+
+def attend_late(world: World, plan: MicrobatchPlan, head_dim: Widths, run: Run, seeds: Sequence[int]) -> list[Ran]:
+    """As `attend`, once per seed. What this rank sends in an exchange leaves late, by what the seed
+    draws for the rank.
+    """
+    start, found = Gloo.start, list[Ran]()
+    for seed in seeds:
+        late = random.Random(f"{seed} {world.rank}")
+
+        def start_late(*args: Any, late: random.Random = late) -> None:
+            time.sleep(late.choice((0.0, 0.0, 0.002, 0.01)))
+            start(*args)
+
+        Gloo.start = start_late  # type: ignore[method-assign]
+        try:
+            found += attend(world, plan, head_dim, [run])
+        finally:
+            Gloo.start = start  # type: ignore[method-assign]
+    return found
 
 
 def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[list[Floats]]:

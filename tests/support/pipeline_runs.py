@@ -155,11 +155,11 @@ def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def worst_gradient(ours: Path, theirs: Path, step: int) -> float:
+def worst_gradient(ours: Path, theirs: Path, step: int, of_theirs: int | None = None) -> float:
     """The largest difference of two runs' gradients at a step, relative to the largest of its
-    parameter; `theirs` is of one rank.
+    parameter; `theirs` is of one rank, whose step is `of_theirs`, counted from the run's first.
     """
-    wanted, found = gradients(theirs, step), gradients(ours, step)
+    wanted, found = gradients(theirs, of_theirs or step), gradients(ours, step)
     assert found.keys() == wanted.keys(), f"parameters {found.keys() ^ wanted.keys()} are in one of the runs alone"
     return max(
         float(np.abs(got - whole).max() / np.abs(whole).max())

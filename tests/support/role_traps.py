@@ -25,10 +25,12 @@ looked up; by any), and why."""
 def install() -> None:
     """Set the traps, from now on. Weights are NaN before each pull. Inside a role `parallel_state` is
     not asked, and nothing goes over the world's group. Behind the first pull no group and no model is
-    made. Each step moves the bytes that the link's rows say.
+    made. Each step moves the bytes that the link's rows say. Losses of roles are scaled as Megatron's
+    own, which `train` sets up when roles are made already.
     """
     import torch
     import torch.distributed as dist
+    from megatron.core.utils import get_model_config
     from torch.distributed import distributed_c10d
 
     from megatron_balance.megatron.roles import Role, Roles
@@ -53,6 +55,7 @@ def install() -> None:
         inner = schedule(self, transfers)
 
         def run(**kwargs: Any) -> Any:
+            assert get_model_config(self.model).grad_scale_func is not None, "a role's loss is not scaled"
             with no_parallel_state(), no_world_group():
                 return inner(**kwargs)
 

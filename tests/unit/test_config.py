@@ -130,6 +130,9 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
         ),
         ("planner: te_ring\nremap: {when: pays}", Layers(remap=True, remap_when="pays")),
         ("planner: te_ring", Layers()),
+        ("planner: distca", Layers(once_per_node=True)),
+        ("planner: distca\nonce_per_node: false", Layers()),
+        ("planner: packing\nonce_per_node: true", Layers(once_per_node=True)),
         ("planner: te_ring\nrouting: always\nremap: true", Layers(routing="always", remap=True)),
         ("planner: zeppelin\nrouting: never\nremap: false", Layers()),
         ("planner: te_ring\nremap: {solver: highs, sides: send}", Layers(remap=True, solver="highs", sides="send")),
@@ -148,6 +151,7 @@ def test_layers_are_the_planners_own_unless_given_and_are_written_out(write, tex
     assert written["routing"] == {"when": layers.routing, "pieces": layers.pieces}
     how = {"when": layers.remap_when, "solver": layers.solver, "objective": layers.objective, "sides": layers.sides}
     assert written["remap"] == (how if layers.remap else False)
+    assert written["once_per_node"] == layers.once_per_node
 
 
 def test_a_planner_prices_the_layers_that_a_run_has_unless_told_otherwise(write):

@@ -76,6 +76,17 @@ def test_prices_of_hosts_are_shown_beside_seconds_without_them(run, tmp_path):
     assert found[1]["step_with_host_s"]["median"] > 32 * 2 * 0.03 > found[1]["step_s"]["median"]
 
 
+def test_the_bound_of_each_step_and_their_mean_are_in_the_json(run, tmp_path):
+    path, on = tmp_path / "lengths.json", "--planner te_ring --ranks 8 --ranks-per-node 4 --json"
+    path.write_text("[[6000, 900, 300], [2000, 2000]]")
+    for verb in ("simulate", "compare"):
+        long, short = (run.json(f"{verb} {on} --lengths {lengths}") for lengths in ("6000,900,300", "2000,2000"))
+        both = run.json(f"{verb} {on} --lengths-file {path}")
+        assert both["bound_s_per_step"] == [long["bound_s"], short["bound_s"]]
+        assert both["bound_s"] == pytest.approx(sum(both["bound_s_per_step"]) / 2)
+        assert long["bound_s"] > short["bound_s"]
+
+
 def test_a_straggler_and_a_replay_change_what_they_should(run):
     usual, slow, replayed = (
         run.json(f"simulate --planner te_ring {INPUTS} --json {more}") for more in ("", "--slow 3=4", "--policy replay")

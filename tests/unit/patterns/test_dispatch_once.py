@@ -11,10 +11,18 @@ from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verif
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
 from megatron_balance.ir.layers import Layers
 from megatron_balance.patterns.dispatch import task_table
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import simulate
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.training import simulate_planned
+from megatron_balance.workloads.lengths import draw
 from tests.support import by_hand
 
 CLUSTER, MODEL = Cluster(8, 4, nic_bytes_per_s=1e9), Model(num_heads=4, num_kv_heads=2, head_dim=16)
@@ -50,12 +58,28 @@ def test_a_row_crosses_once_and_is_passed_on_inside() -> None:
 
 
 def test_the_layer_chooses_it_where_the_busiest_nic_gains() -> None:
-    plain = make_planner("distca", CLUSTER, MODEL, block=16)(LENGTHS)
-    chosen = make_planner("distca", CLUSTER, MODEL, Layers(once_per_node=True), block=16)(LENGTHS)
+    plain = make_planner("distca", CLUSTER, MODEL, Layers(), block=16)(LENGTHS)
+    chosen = make_planner("distca", CLUSTER, MODEL, block=16)(LENGTHS)  # the system's own layers
     assert chosen == once(plain)
     sent = [max(map(max, plan_statistics(plan, MODEL)["bytes_sent_per_nic"])) for plan in (plain, chosen)]
     assert sent[1] < sent[0]
     seconds = [simulate(plan, CLUSTER, MODEL)["mean_step_s"] for plan in (plain, chosen)]
     assert seconds[1] < seconds[0]
     alone = Cluster(8, 8)
-    assert make_planner("distca", alone, MODEL, Layers(once_per_node=True))(LENGTHS).zones[0].pattern == "dispatch"
+    assert make_planner("distca", alone, MODEL)(LENGTHS).zones[0].pattern == "dispatch"
+
+
+@pytest.mark.parametrize("ping_pong", [True, False])
+def test_distca_does_not_lose_to_a_ring_on_slow_links(ping_pong: bool) -> None:
+    """a800, llama-7b, 131,072 tokens of github on 32 ranks: each row to each of its ranks, it does."""
+    cluster, model = load_cluster("a800").build(num_ranks=32, ranks_per_node=8), load_model("llama-7b")
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    lengths = (tuple(draw("github", 131072, 1, 0)[0]),)
+
+    def step_s(name: str, layers: Layers | None = None) -> float:
+        choice = choose_planner(name, {}, layers=layers)
+        asked = StepContext(cluster, model, machine.cost, ping_pong=ping_pong and name == "distca")
+        step, _ = choice.plan_step(lengths, asked)
+        return simulate_planned(step, machine, machine, Setup()).step_s
+
+    assert step_s("distca") < step_s("te_ring") < step_s("distca", Layers())

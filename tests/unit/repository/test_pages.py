@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_balance.patterns import PATTERNS
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_balance"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -106,3 +108,13 @@ def test_every_page_is_reached_from_the_index():
 def test_the_glossary_has_at_most_25_terms():
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert 0 < len([row for row in rows if row not in ("word", "---")]) <= 25
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_comm_pattern_has_a_drawing_and_its_bytes(pattern):
+    """On the page of patterns, in a section that names it in its heading."""
+    sections = re.split(r"^## ", (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    (own,) = [section for section in sections if f"`{pattern}`" in section.splitlines()[0]]
+    assert re.search(r"^```$.*?^```$", own, re.DOTALL | re.MULTILINE), "no drawing"
+    assert re.search(r"^\| bytes a rank .*bytes of the busiest NIC \| rounds \| launches \|$", own, re.MULTILINE)
+    assert "Wins" in own, "it does not say when it wins"
