@@ -12,10 +12,12 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
+from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TextIO, cast
 
 MOST_BYTES = 256 * 2**20
 """Of a file that is read as a whole: plans of a thousand ranks take a tenth of it."""
@@ -48,10 +50,75 @@ def open_bytes(path: Path) -> IO[bytes]:
         return path.open("rb")
     for name in ZSTD:
         try:
-            return import_module(name).open(path, "rb")
+            module = import_module(name)
         except ModuleNotFoundError:
             continue
-    raise UnreadableError("compressed by Zstandard, which needs Python 3.14 or the package zstandard; or decompress it")
+        # The package's own `open` ends at the first frame, and in the middle of one without a word.
+        return BufferedReader(_Frames(path, module)) if name == "zstandard" else module.open(path, "rb")
+    raise UnreadableError(
+        "compressed by Zstandard, which needs Python 3.14 or the package zstandard (pip install zstandard); or "
+        "decompress it"
+    )
+
+
+class _Frames(RawIOBase):
+    """The bytes of a .zst file by the package zstandard: of all its frames, each to its end."""
+
+    MOST_COMPRESSED = 1024
+    """Bytes that are decompressed at once: they become 32 MB at most."""
+
+    def __init__(self, path: Path, zstandard: Any) -> None:
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._waiting = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._waiting:
+            left = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
+            given = left or self._file.read(self.MOST_COMPRESSED)
+            if not given:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("it ends before its last frame does")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._new_frame()
+            self._waiting = self._frame.decompress(given)
+        size = min(len(buffer), len(self._waiting))
+        buffer[:size], self._waiting = self._waiting[:size], self._waiting[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def open_lines(path: Path) -> Generator[TextIO]:
+    """A file of text to read line by line, decompressed where its name says that it is compressed.
+
+    Raises:
+        OSError: it cannot be read.
+        UnreadableError: nothing here reads Zstandard; inside the block, also of text that is not
+            UTF-8, and of a file that is not what it was compressed as.
+    """
+    with open_bytes(path) as stream:
+        try:
+            yield TextIOWrapper(stream, encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UnreadableError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+        except Exception as error:
+            if not _is_damage(error):
+                raise
+            raise UnreadableError(f"not what its name says it is compressed as: {error}") from error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether an error is of compressed bytes that are none: each module has its own."""
+    return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) or type(error).__name__ == "ZstdError"
 
 
 def uncompressed(path: Path) -> Path:
@@ -83,7 +150,9 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 def _part(stream: IO[bytes]) -> bytes:
     try:
         return stream.read(PART_BYTES)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except Exception as error:
+        if not _is_damage(error):
+            raise
         raise UnreadableError(f"not what its name says it is compressed as: {error}") from None
 
 

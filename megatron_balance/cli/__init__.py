@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import NoReturn, TextIO, cast
 
 from megatron_balance import __version__
 from megatron_balance.cli import (
@@ -40,7 +40,12 @@ VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, p
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are one line that says what would be right."""
+    """An ArgumentParser whose mistakes are one line that says what would be right, and which says so
+    where its help cannot be written: argparse itself passes over that.
+    """
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        print(message, end="", file=cast("TextIO", file or sys.stderr), flush=True)
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message}. See '{self.prog} --help'", self)

@@ -21,6 +21,11 @@ from megatron_balance.errors import ConfigError
 
 MEGATRON_CORE = "0.19.2"
 """The version that is installed with the extra `train`."""
+TRAIN_ELSEWHERE = (
+    "python3.12 -m venv .venv && .venv/bin/pip install 'megatron-balance[train]' (before 3.12 pip leaves torch and "
+    "megatron-core out of [train] without a word)"
+)
+"""The advice about training on a Python that Megatron does not run on."""
 MEGATRON_REVIEWED = ("0.18.2", "0.19.")
 """Versions, or their beginnings, whose sources the patches were reviewed against."""
 
@@ -212,7 +217,7 @@ def _planning() -> list[Check]:
             "plan",
             version if sys.version_info >= (3, 11) else None,
             ">= 3.11",
-            "install Python 3.12: pyenv install 3.12",
+            "install Python 3.12 and make an environment with it: python3.12 -m venv .venv",
             version,
         )
     ]
@@ -222,10 +227,14 @@ def _planning() -> list[Check]:
 
 def _training() -> list[Check]:
     version = platform.python_version()
+    new_enough = sys.version_info >= (3, 12)
     mend_torch, mend_core = (
         "pip install 'megatron-balance[train]'",
         f"pip install --no-deps megatron-core=={MEGATRON_CORE}",
     )
+    if not new_enough:
+        # pip would leave both out without a word: the extra asks for them from 3.12 on
+        mend_torch, mend_core = (TRAIN_ELSEWHERE,) * 2
     torch = _probe_torch()
     core = _version("megatron-core")
     core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
@@ -234,9 +243,9 @@ def _training() -> list[Check]:
         _check(
             "python for Megatron",
             "train",
-            version if sys.version_info >= (3, 12) else None,
+            version if new_enough else None,
             ">= 3.12",
-            "pyenv install 3.12",
+            TRAIN_ELSEWHERE,
             version,
         ),
         _check("torch", "train", torch.get("torch"), ">= 2.6", mend_torch, broken),
@@ -301,7 +310,7 @@ def _optional() -> list[Check]:
             "apex",
             "apex",
             "optional",
-            "use NVIDIA's PyTorch image, which has it, or pip install --no-build-isolation 'megatron-balance[apex]'",
+            "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.09",
         ),
         _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
         _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
@@ -309,6 +318,11 @@ def _optional() -> list[Check]:
         _package("or-tools", "ortools", "optional", "pip install 'megatron-balance[ortools]'"),
         _package("plotly", "plotly", "optional", "pip install 'megatron-balance[report]'"),
         _package("pyarrow", "pyarrow", "optional", "pip install 'megatron-balance[data]'"),
+        *(
+            [_package("zstandard", "zstandard", "optional", "pip install zstandard")]
+            if sys.version_info < (3, 14)
+            else []
+        ),
         _namespaces(),
     ]
 
@@ -403,10 +417,16 @@ def _show(checks: list[Check], ready: dict[str, bool]) -> None:
     if not console.is_terminal:
         console.width = 140  # a pipe or a file has no width of its own
     table = Table(title="What this machine has", title_justify="left")
-    for column in ("part", "for", "status", "found", "wanted", "to mend it"):
+    for column in ("part", "for", "status", "found", "wanted"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        table.add_row(check.name, check.needed_for, check.status, check.found, check.wanted, check.mend)
+        table.add_row(check.name, check.needed_for, check.status, check.found, check.wanted)
     console.print(table)
+    told = [check for check in checks if check.mend]
+    if told:  # below the table, each on a line of its own, however long: commands are copied from here
+        print("to mend what is not ok:")
+        width = max(len(check.name) for check in told)
+        for check in told:
+            print(f"  {check.name:<{width}}  {check.mend}")
     for purpose, yes in ready.items():
         console.print(f"ready to {purpose.replace('_', ' ')}: {'yes' if yes else 'no'}")

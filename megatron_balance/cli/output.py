@@ -11,15 +11,16 @@ from megatron_balance.errors import ConfigError
 STDOUT = Path("-")
 
 
-def check(args: argparse.Namespace) -> bool:
-    """Whether `--out` means standard output, which then holds nothing else.
+def check(args: argparse.Namespace, option: str = "--out") -> bool:
+    """Whether an option that names a file means standard output, which then holds nothing else.
 
     Raises:
         ConfigError: `--json` would write there too.
     """
-    if args.out == STDOUT and args.json:
-        raise ConfigError("--out - and --json both write to standard output; leave one out, or name a file")
-    return args.out == STDOUT
+    means = getattr(args, option.removeprefix("--").replace("-", "_")) == STDOUT
+    if means and args.json:
+        raise ConfigError(f"{option} - and --json both write to standard output; leave one out, or name a file")
+    return means
 
 
 def write(path: Path, text: str, option: str = "--out") -> None:

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BalanceError: a user's mistake, or a batch that does not fit.
     """
+    alone = output.check(args, "--trace")
     given = laboratory.read(args)
     bench = laboratory.bench(args, given)
     if args.trace and len(given.planners) > 1:
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     reports = {each.name: {"planner": each.name, **bench.simulate(each), **bench.described()} for each in planned}
     if args.trace:
         _write_trace(args.trace, bench, planned[0])
+    if alone:
+        return 0
     if args.json:
         print(json.dumps(next(iter(reports.values())) if len(reports) == 1 else {"planners": reports}))
     else:

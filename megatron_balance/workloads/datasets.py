@@ -9,13 +9,10 @@ bytes.
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from io import TextIOWrapper
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -25,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.files import UnreadableError, open_bytes, parse_json, uncompressed
+from megatron_balance.files import UnreadableError, open_lines, parse_json, uncompressed
 from megatron_balance.workloads.idx import read_index
 
 log = logging.getLogger(__name__)
@@ -137,7 +134,7 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with TextIOWrapper(open_bytes(path), encoding="utf-8") as stream:
+        with open_lines(path) as stream:
             first = stream.readline(PEEK)
             if "\0" in first:
                 raise DataError(f"{path}: not text, so not JSONL (has a NUL byte)")
@@ -148,14 +145,10 @@ def _lines(path: Path) -> Iterator[str]:
                     raise DataError(f"{path}: a line of more than {LONGEST_LINE} characters; expected a document each")
                 if line.strip():
                     yield line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not what its name says it is compressed as: {error}") from error
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from error
     except UnreadableError as error:
-        raise ConfigError(f"--dataset {path}: {error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text, so not JSONL ({error.reason} at byte {error.start})") from error
+        raise DataError(f"{path}: {error}") from None
 
 
 def _choose(columns: list[str], wanted: str, where: str) -> str:

@@ -308,7 +308,7 @@ class CorpusWriter:
             token_ids: [T] token ids, the end-of-document token included.
 
         Raises:
-            DataError: no tokens, or an id that the token type cannot hold.
+            DataError: no tokens, an id that the token type cannot hold, or a disk that is full.
         """
         document = len(self._lengths)
         if token_ids.ndim != 1 or not 0 < len(token_ids) < 1 << 31:
@@ -323,7 +323,10 @@ class CorpusWriter:
                 f"{limits.max}, "
                 "choose a wider type"
             )
-        self._stream.write(token_ids.astype(self._dtype).tobytes())
+        try:
+            self._stream.write(token_ids.astype(self._dtype).tobytes())
+        except OSError as failed:
+            raise self._unwritten(failed) from failed
         self._lengths.append(len(token_ids))
 
     def __exit__(
@@ -336,11 +339,15 @@ class CorpusWriter:
             if kind is None:
                 self._commit()
         except OSError as failed:
-            raise DataError(f"{self._prefix}.bin: cannot be written ({failed.strerror})") from failed
+            raise self._unwritten(failed) from failed
         finally:
-            self._stream.close()
+            with contextlib.suppress(OSError):  # it flushes what is left, and fails as that did
+                self._stream.close()
             for path in (self._new_bin, self._new_idx):
                 path.unlink(missing_ok=True)
+
+    def _unwritten(self, failed: OSError) -> DataError:
+        return DataError(f"{self._prefix}.bin: cannot be written ({failed.strerror})")
 
     def _commit(self) -> None:
         """Write the index and give both files their names."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.files import UnreadableError, parse_json
+from megatron_balance.files import UnreadableError, open_lines, parse_json
 from megatron_balance.workloads.corpus import BuildReport
 from megatron_balance.workloads.idx import CorpusWriter
 
@@ -87,7 +87,7 @@ def build_jsonl(
 
 def _texts(path: Path, key: str) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with open_lines(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -99,7 +99,7 @@ def _texts(path: Path, key: str) -> Iterator[str]:
                 if not isinstance(text, str):
                     raise DataError(f"{path}: line {number}: no text under {key!r}; expected {{{key!r}: '...'}}")
                 yield text
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8 text") from None
+    except UnreadableError as error:
+        raise DataError(f"{path}: {error}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import os
-from collections.abc import Callable
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from megatron_balance.cli.planfile import read as read_plans
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import BalanceError, ConfigError
-from megatron_balance.files import UnreadableError, parse_json, read_text
+from megatron_balance.files import UnreadableError, open_lines, parse_json, read_text
 from megatron_balance.report.steps import read as read_steps
 from megatron_balance.strict_yaml import read_yaml
 from megatron_balance.workloads.datasets import _of_jsonl  # pyright: ignore[reportPrivateUsage]
@@ -121,3 +126,36 @@ def test_two_clusters_may_not_be_based_on_each_other(tmp_path: Path) -> None:
         (tmp_path / f"{name}.yaml").write_text(f"base: ./{base}.yaml\n")
     with pytest.raises(ConfigError, match=r"is based on itself \(one.yaml -> two.yaml -> one.yaml\)"):
         load_cluster(str(tmp_path / "one.yaml"))
+
+
+class Frames:
+    """Stands in for the package zstandard: zlib's objects answer the same calls."""
+
+    def __init__(self, max_window_size: int) -> None:
+        assert max_window_size == 2**31, "files of zstd --long"
+
+    def decompressobj(self) -> Any:
+        return zlib.decompressobj(wbits=31)
+
+
+def test_a_zst_file_is_read_to_the_end_of_its_last_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own `open` ends at the first frame, and in the middle of one without a word."""
+    monkeypatch.setitem(sys.modules, "zstandard", SimpleNamespace(ZstdDecompressor=Frames))
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ("zstandard",))
+    parts = [random.Random(0).randbytes(3000).hex(), "a", "b" * 200_000]
+    frames, file = [gzip.compress(part.encode()) for part in parts], tmp_path / "lines.zst"
+    file.write_bytes(b"".join(frames))
+    assert read_text(file) == "".join(parts)
+    with open_lines(file) as lines:
+        assert next(iter(lines)) == "".join(parts)
+    file.write_bytes(b"".join(frames)[:-20])
+    for read in (read_text, lambda path: list(lines_of(path))):
+        with pytest.raises(UnreadableError, match="it ends before its last frame does"):
+            read(file)
+    file.write_bytes(b"")
+    assert read_text(file) == ""
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    with open_lines(path) as lines:
+        yield from lines

@@ -67,16 +67,16 @@ def test_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
     assert "'table3'" in run.error("reproduce zeppelin table2 --json table3")
 
 
-def test_a_full_disk_is_a_line() -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("this system has no /dev/full")
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_balance",
-        *["plan", "--planner", "te_ring", "--ranks", "2", "--lengths", "9", "--out", "-"],
-    ]
-    with open("/dev/full", "w") as full:
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "words", ["plan --planner te_ring --ranks 2 --lengths 9 --out -", "--version", "", "plan --help"]
+)
+def test_a_full_disk_is_a_line(words: str) -> None:
+    with FULL.open("w") as full:
+        command = [sys.executable, "-m", "megatron_balance", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: standard output cannot be written: No space left on device\n"
@@ -119,3 +119,10 @@ def test_a_traceback_has_an_exit_code_of_its_own(
     assert (answer.code, answer.out) == (code, "")
     assert answer.err.endswith(said)
     assert ("Traceback" in answer.err) == (code == 70)
+
+
+def test_a_trace_on_standard_output_is_the_trace_alone(run: CommandLine, tmp_path: Path) -> None:
+    command = "simulate --planner zeppelin --ranks 4 --model gpt-tiny --lengths 900,20 --trace"
+    run.printed(command, tmp_path / "trace.json")
+    assert run.printed(f"{command} -") == (tmp_path / "trace.json").read_text()
+    assert "--trace - and --json both write to standard output" in run.error(f"{command} - --json")

@@ -35,6 +35,24 @@ def test_nothing_installed_names_a_mend_for_every_part(stack):
     assert all(check.mend for check in checks.values() if check.status != "ok")
 
 
+def test_before_python_312_training_needs_another_python_and_no_command_that_brings_nothing(stack, monkeypatch):
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 11, 7))
+    checks = stack()
+    for part in ("python for Megatron", "torch", "gloo", "megatron-core"):
+        assert checks[part].mend.startswith("python3.12 -m venv"), checks[part]
+    assert "pip leaves torch and megatron-core out of [train] without a word" in checks["torch"].mend
+
+
+def test_commands_are_below_the_table_whole_and_on_a_line_of_their_own(stack, run):
+    checks = stack()
+    said = run.printed("doctor")
+    table, below = said.split("to mend what is not ok:\n")
+    assert "pip install" not in table
+    told = dict(line.strip().split("  ", 1) for line in below.splitlines() if line.startswith("  "))
+    mends = {check.name: check.mend for check in checks.values() if check.mend}
+    assert {name: command.strip() for name, command in told.items()} == mends
+
+
 def test_another_megatron_is_wrong_and_the_pin_is_said(stack):
     check = stack(**{"megatron-core": "0.17.1"})["megatron-core"]
     assert (check.status, check.found, check.wanted) == ("wrong", "0.17.1", "0.19.x or 0.18.2")

@@ -93,11 +93,9 @@ def test_the_pins_of_the_gpu_extras_fit_each_other():
     table = extras()
     parsed = {
         name: [requirements.Requirement(word) for word in table[name]]
-        for name in ("te", "apex", "nccl", "gurobi", "data", "train")
+        for name in ("te", "nccl", "gurobi", "data", "train")
     }
-    assert {str(r.specifier) for name in ("te", "apex", "nccl") for r in parsed[name] if r.name == "torch"} == {
-        "==2.13.0"
-    }
+    assert {str(r.specifier) for name in ("te", "nccl") for r in parsed[name] if r.name == "torch"} == {"==2.13.0"}
     assert all(r.specifier.contains("2.13.0") for r in parsed["train"] if r.name == "torch")
     pytest.importorskip("torch")
     if importlib.metadata.version("torch").split("+")[0] != "2.13.0":
@@ -108,6 +106,12 @@ def test_the_pins_of_the_gpu_extras_fit_each_other():
         pytest.skip("this build of torch brings no NCCL")
     ours = next(r for r in parsed["nccl"] if r.name.startswith("nvidia-nccl"))
     assert (ours.name, str(ours.specifier)) == (nccl[0].name, str(nccl[0].specifier))
+
+
+def test_no_requirement_names_a_url_since_an_index_refuses_the_upload():
+    requirements = pytest.importorskip("packaging.requirements")
+    words = [word for group in (*extras().values(), project()["dependencies"]) for word in group]
+    assert not [word for word in words if requirements.Requirement(word).url]
 
 
 def test_each_cuda_has_extras_of_its_own():

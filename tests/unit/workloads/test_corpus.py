@@ -1,8 +1,10 @@
 """Files to a corpus, and the verb `corpus`."""
 
 import argparse
+import gzip
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +192,17 @@ def test_an_abbreviated_option_is_a_mistake(folder: Path, tmp_path: Path, capsys
     assert "unknown option '--max-byte'" in capsys.readouterr().err
 
 
-def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def save_tokenizer(folder: Path) -> None:
+    """A `tokenizer.json` of two words."""
     tokenizers: Any = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"a": 3, "b": 4, "[UNK]": 5, "</s>": 2}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tokenizer(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"text": "a b a"}\n\n{"text": ""}\n{"text": "b c"}\n{"text": "a"}\n')
     prefix, line = str(tmp_path / "corpus"), [str(tmp_path / "lines.jsonl"), "--tokenizer", str(tmp_path)]
     assert main(["corpus", "build", prefix, *line, "--limit", "2", "--json"]) == 0
@@ -210,3 +217,41 @@ def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, capsys: p
     assert "line 1: no text under 'body'" in capsys.readouterr().err
     assert main(["corpus", "build", f"{prefix}2", *line[:2], line[0]]) == 2
     assert "not a tokenizer.json" in capsys.readouterr().err
+
+
+def test_compressed_jsonl_is_read_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gzip` stands in for the modules of Zstandard, which have the same `open`."""
+    save_tokenizer(tmp_path)
+    whole = gzip.compress(b'{"text": "a b a"}\n{"text": "b"}\n')
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ("gzip",))
+    for name in ("lines.jsonl.gz", "lines.jsonl.zst"):
+        (tmp_path / name).write_bytes(whole)
+        prefix, line = str(tmp_path / name), ["--tokenizer", str(tmp_path), "--json"]
+        assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 0
+        assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 2]
+        (tmp_path / name).write_bytes(whole[:-9])
+        capsys.readouterr()
+        assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 2
+        assert f"{name}: not what its name says it is compressed as" in capsys.readouterr().err
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ())
+    assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 2
+    assert (
+        "needs Python 3.14 or the package zstandard (pip install zstandard); or decompress" in capsys.readouterr().err
+    )
+
+
+def test_a_disk_that_fills_up_is_said_of_the_corpus_and_leaves_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "large.txt").write_bytes(b"x" * 200_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        code = main(["corpus", "build", f"{tmp_path}/out/c", str(folder)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert f"error: {tmp_path}/out/c.bin: cannot be written (File too large)" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
