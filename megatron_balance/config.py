@@ -24,7 +24,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Backward
-from megatron_balance.model_config import NAMES, check_attention, facts
+from megatron_balance.model_config import NAMES, check_attention, pretrained
 from megatron_balance.strict_yaml import (
     STRICT,
     checked,
@@ -414,7 +414,7 @@ def _model_json(path: Path) -> dict[str, Any]:
         text = described.get("text_config")  # of a model with several modalities
         described = cast("dict[str, Any]", text) if isinstance(text, dict) else described
         check_attention(described)
-        return facts(described)
+        return pretrained(described)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}; a model is a YAML, or Transformers' config.json"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.analysis.layer_runs import Recompute, held_layers
-from megatron_balance.analysis.memory import LOGIT_BYTES, Sharding, layer_activation_bytes, rank_memory
+from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
 from megatron_balance.analysis.received import ReceivedBytes, received_bytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.cost.base import Floats
@@ -144,7 +144,7 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
     again = layers.again * layer_activation_bytes(model) * tokens
     at_work = (working + again).max(axis=0)
     if stage.is_last:  # logits are there when no layer is at work
-        at_work = np.maximum(at_work, LOGIT_BYTES * model.vocab_size * tokens.max(axis=0))
+        at_work = np.maximum(at_work, logit_bytes(model) * tokens.max(axis=0))
     # What a run that is computed again received is there for one microbatch only.
     apart = any(number > layers.again for number in layers.numbers) and stage.recompute.what != "core_attention"
     held = _in_flight(kept, passes, stage.chunks) if apart else kept.max(axis=0)

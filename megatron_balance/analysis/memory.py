@@ -9,9 +9,9 @@ bytes a parameter on d ranks, 18 without).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from megatron_balance.cost.modules import head_module, num_parameters
+from megatron_balance.cost.modules import expert_parameters, head_module, num_parameters, num_tables
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Policy
 
@@ -40,7 +40,7 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
         return float(model.bytes_per_element * model.hidden_size)
     attended = (model.num_heads + model.num_kv_heads) * (model.head_dim + model.value_width)
     attended += 2 * (model.query_rank + model.latent_rank)
-    inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
+    inner = (3 if model.gated_ffn else 2) * model.visited_ffn_size
     return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner))
 
 
@@ -50,7 +50,7 @@ class Sharding:
 
     `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as
     usual; `stage`: this rank's pipeline stage; `experts`: ranks that share out the experts of a
-    layer.
+    layer, so that `experts` times fewer hold the same ones and share out their optimizer's state.
     """
 
     tensor: int = 1
@@ -64,6 +64,11 @@ class Sharding:
         et al., 2021, section 2.2.1).
         """
         return min(self.pipeline - self.stage, num_microbatches)
+
+    @property
+    def optimizer_of_experts(self) -> float:
+        """Ranks that share out the optimizer's state of the same experts."""
+        return max(1.0, self.optimizer / self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +116,48 @@ def rank_memory(
     use, one arriving), so `received_tokens` is then the most that one round brings. The fp32
     partial outputs are of one layer at a time.
     """
-    parameters = _parameters_of_rank(model, sharding)
+    others, experts = parameters_of_rank(model, sharding)
+    parameters = others + experts
     in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight
     layers = model.num_layers / sharding.pipeline * in_flight
     one_layer = PARTIAL_BYTES * model.num_heads * (model.value_width + 1)
     if holding.recompute == "full":
         one_layer += layer_activation_bytes(model)
     if sharding.stage == sharding.pipeline - 1:
-        one_layer = max(one_layer, LOGIT_BYTES * model.vocab_size)  # logits are there when no layer is at work
+        # Logits are there when no layer is at work; those of multi-token prediction at once.
+        one_layer = max(one_layer, logit_bytes(model))
     per_token = layers * layer_activation_bytes(model, holding.recompute) + one_layer
     held = 2.0 if holding.policy == "replay" else 1.0 if holding.recompute == "full" else layers
     return Memory(
         weights=WEIGHT_BYTES * parameters,
         gradients=GRADIENT_BYTES * parameters,
-        optimizer=OPTIMIZER_BYTES * parameters / sharding.optimizer,
+        optimizer=OPTIMIZER_BYTES * (others / sharding.optimizer + experts / sharding.optimizer_of_experts),
         activations=per_token * num_tokens / sharding.tensor,
         received=held * received_tokens * model.kv_bytes_per_token / sharding.tensor,
     )
 
 
-def _parameters_of_rank(model: Model, sharding: Sharding) -> float:
-    tables = head_module(model).weights
-    experts = 0.0
-    if model.num_experts:
-        experts = (
-            model.num_layers
-            * (3 if model.gated_ffn else 2)
-            * model.hidden_size
-            * model.ffn_size
-            * float(model.num_experts)
-        )
-    layers = num_parameters(model) - tables - experts
-    # Embedding on the first stage, output matrix on the last; on one stage both.
-    ends = (sharding.stage == 0) + (sharding.stage == sharding.pipeline - 1)
-    return (
-        layers + experts / sharding.experts
-    ) / sharding.pipeline / sharding.tensor + ends * tables / 2 / sharding.tensor
+def logit_bytes(model: Model) -> float:
+    """Bytes of a token's logits and their gradient, on a rank of the last stage."""
+    return LOGIT_BYTES * model.vocab_size * (1.0 + model.mtp_layers)
+
+
+class Parameters(NamedTuple):
+    """Parameters of a rank: those that all ranks of its stage have, and those of its experts."""
+
+    others: float
+    experts: float
+
+
+def parameters_of_rank(model: Model, sharding: Sharding) -> Parameters:
+    """Number of the parameters that a rank holds."""
+    head, experts = head_module(model).weights, expert_parameters(model)
+    layers = num_parameters(model) - head - experts
+    table = float(model.hidden_size * model.vocab_size)
+    first, last = sharding.stage == 0, sharding.stage == sharding.pipeline - 1
+    # Embedding on the first stage, output matrix on the last; on one stage both, unless they are one.
+    ends = table * (num_tables(model) if first and last else first + last)
+    if last:
+        ends += head - num_tables(model) * table
+    spread = sharding.pipeline * sharding.tensor
+    return Parameters(layers / spread + ends / sharding.tensor, experts / spread / sharding.experts)

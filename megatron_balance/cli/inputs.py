@@ -192,7 +192,7 @@ class StepShape:
     def capacity(self, cluster: Cluster, model: Model) -> int:
         """Tokens that a rank can hold (`planning.choice.capacity`)."""
         stages = stages_of(
-            model,
+            in_stages(model, self.pipeline * self.interleave),
             cluster.num_ranks,
             recompute=self.recompute,
             pipeline=self.pipeline,
@@ -203,6 +203,14 @@ class StepShape:
 
 
 ONE_STAGE = StepShape()
+
+
+def in_stages(model: Model, chunks: int) -> Model:
+    """The model with as many layers as fill the pipeline's chunks, as the fullest sets the pace; jobs
+    leave the places that are over to embedding and logits (`--pipeline-model-parallel-layout`).
+    """
+    chunks = max(1, chunks)
+    return replace(model, num_layers=-(-model.num_layers // chunks) * chunks)
 
 
 def read(
@@ -225,7 +233,13 @@ def read(
     default = shape.capacity(cluster, model) if len(told) < len(chosen) else 0
     planners = tuple(_with_capacity(choice, default) for choice in chosen)
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
-    _check_capacity(batches, cluster, planners, assumed=not told)
+    full = replace(shape, recompute="full")
+    _check_capacity(
+        batches,
+        cluster,
+        planners,
+        "" if told else _whence(tokens_per_rank, shape, full.capacity(cluster, model)),
+    )
     plan_costs = args.plan_costs or config.plan_costs
     assumed, width = _assumed(args, config, cluster, model), shape.tensor_parallel
     return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, width)
@@ -401,10 +415,17 @@ def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
     return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
-def _check_capacity(
-    batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool
-) -> None:
-    """Reject batches of more tokens than the ranks hold that a planner lets hold tokens.
+def _whence(tokens_per_rank: int, shape: StepShape, with_full: int) -> str:
+    """The end of an error about a capacity that nobody said."""
+    said = ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it"
+    if shape.recompute == "full" or with_full <= tokens_per_rank:
+        return said
+    return f"{said}, and --recompute full (of simulate, compare and report) makes it {with_full}"
+
+
+def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], whence: str) -> None:
+    """Reject batches of more tokens than the ranks hold that a planner lets hold tokens. `whence`: a
+    sentence on where the capacity comes from.
 
     Raises:
         InfeasibleError: a batch of more.
@@ -415,11 +436,6 @@ def _check_capacity(
             check_pool(batch.lengths, num_ranks, each)
         except InfeasibleError as error:
             which = f"batch {number}: " if len(batches) > 1 else ""
-            whence = (
-                ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it"
-                if assumed
-                else ""
-            )
             raise InfeasibleError(f"{which}{error}{whence}") from None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_balance.cli import experts, inputs
 from megatron_balance.cli.inputs import Inputs
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +34,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
+
+
+MOST_MICROBATCHES = 1 << 16
+"""Of a step."""
+
+ROOM = 1.25
+"""Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
+choice."""
+
+PER_STAGE = 4
+"""Microbatches of a pipeline stage in a step of --global-tokens, at least: stages then wait for a
+quarter of what they work, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +284,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=int,
         metavar="M",
-        help="batches of a step (default 1; with --global-tokens: as many as the ranks need)",
+        help="batches of a step (default 1; with --global-tokens: as many as the ranks need, and at least "
+        f"{PER_STAGE} a pipeline stage)",
     )
     parser.add_argument(
         "--global-tokens",
@@ -363,7 +376,9 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
         _deal_global(args, shape)
     if args.microbatches is None:
         args.microbatches = 1
+    shape = replace(shape, microbatches=args.microbatches)  # those in flight at once take memory
     given = inputs.read(args, shape, lengths)
+    given = replace(given, assumed=_with_places(given, shape))
     for option, table in (("--costs", args.costs), ("--plan-costs", given.plan_costs)):
         if table is not None and args.tensor_parallel > 1:
             raise ConfigError(
@@ -375,16 +390,19 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
     return replace(given, planners=tuple(with_replicas(choice, given) for choice in given.planners))
 
 
-MOST_MICROBATCHES = 1 << 16
-"""Of a step."""
-ROOM = 1.25
-"""Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
-choice."""
+def _with_places(given: Inputs, shape: inputs.StepShape) -> str:
+    """The assumptions, with the layers of the fullest stage where not all have as many."""
+    model, chunks = given.model, shape.pipeline * shape.interleave
+    places = inputs.in_stages(model, chunks).num_layers
+    if places == model.num_layers:
+        return given.assumed
+    note = f"{model.num_layers} layers in {chunks} chunks of at most {places // chunks}, as if all were full"
+    return f"{given.assumed}; {note}" if given.assumed else note
 
 
 def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
     """Say by --tokens, --microbatches and --batches what --global-tokens says: the fewest microbatches
-    that leave ranks `ROOM`.
+    that leave ranks `ROOM`, and `PER_STAGE` of them where there are pipeline stages.
 
     Raises:
         ConfigError: options that say the same otherwise, or no data set to draw from.
@@ -398,8 +416,10 @@ def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
         raise ConfigError(f"--global-tokens {total} goes with --dataset NAME, which is not given")
     if args.microbatches is None:
         cluster, model = inputs.machine(args, shape.tensor_parallel)
-        each = args.tokens_per_rank or shape.capacity(cluster, model)
-        args.microbatches = max(1, ceil(ROOM * total / (each * cluster.num_ranks)))
+        least = 1 if shape.pipeline == 1 else PER_STAGE * shape.pipeline
+        each = args.tokens_per_rank or replace(shape, microbatches=least).capacity(cluster, model)
+        needed = max(least, ceil(ROOM * total / (each * cluster.num_ranks)))
+        args.microbatches = min(total, -(-needed // shape.pipeline) * shape.pipeline)
     args.tokens = total // max(1, args.microbatches)
     args.batches = (1 if args.batches is None else args.batches) * args.microbatches
 
@@ -413,10 +433,17 @@ def with_replicas(choice: PlannerChoice, given: Inputs) -> PlannerChoice:
     options = choice.options
     if not choice.planner.replicas or options.strategy is not None:
         return choice
-    if options.context_parallel is not None:
-        check_context(options.context_parallel, given.cluster)
-        return choice
     size = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
+    if (asked := options.context_parallel) is not None:
+        check_context(asked, given.cluster)
+        longest = max(length for batch in given.batches for length in batch.lengths)
+        if longest > asked * options.tokens_per_rank:
+            raise InfeasibleError(
+                f"context_parallel {asked}: the longest sequence has {longest:,} tokens, and {asked} ranks of "
+                f"{options.tokens_per_rank:,} tokens hold {asked * options.tokens_per_rank:,}; use {size}, the fewest "
+                "that hold it, or leave it out"
+            )
+        return choice
     return replace(choice, options=replace(options, context_parallel=size))
 
 
@@ -450,7 +477,10 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     )
     perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
     slow = _slowdown(args.slow, given.cluster.num_ranks)
-    machine = Machine(given.cluster, given.model, _cost(args, given, given.cluster), slow)
+    given_stages = args.pipeline * args.interleave
+    machine = Machine(
+        given.cluster, inputs.in_stages(given.model, given_stages), _cost(args, given, given.cluster), slow
+    )
     return Bench(
         given,
         machine,
@@ -468,7 +498,8 @@ def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> M
     from megatron_balance.simulator.machine import Machine
 
     cluster = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)
-    return Machine(cluster, given.model, _cost(args, given, cluster), slow * args.pipeline)
+    model = inputs.in_stages(given.model, args.pipeline * args.interleave)
+    return Machine(cluster, model, _cost(args, given, cluster), slow * args.pipeline)
 
 
 def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:

@@ -46,6 +46,7 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
     products = 3 if model.gated_ffn else 2
     inner = products - 1  # values that enter the activation: gate and up, or one
     out, ffn = out_width * hidden, products * hidden * model.ffn_size
+    visited = model.visited_ffn_size
     made_of_latents = model.latent_flops if model.latent_travels else 0.0  # with weights of this rank
     rope = 2 * (width + kv_width)  # q and k, read and written
     latents = model.query_rank + model.latent_rank  # each with a norm
@@ -63,10 +64,10 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
         Module("out", 2.0 * out, out, 0, 0),
         Module(
             "mlp",
-            2.0 * ffn * visits,
-            ffn * max(1, model.num_experts),
-            (inner + 1) * model.ffn_size * visits,
-            (2 * inner + 1) * model.ffn_size * visits,
+            2.0 * products * hidden * visited,
+            ffn * max(1, model.num_experts) + products * hidden * model.shared_ffn_size,
+            (inner + 1) * visited,
+            (2 * inner + 1) * visited,
         ),
     )
     if not model.num_experts:
@@ -78,17 +79,48 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
 
 
 def head_module(model: Model) -> Module:
-    """Embedding, logits and loss of one token."""
-    table = model.hidden_size * model.vocab_size
+    """Embedding, logits and loss of one token, those of multi-token prediction and the matrix that
+    makes its layers' input of two hidden states included.
+    """
+    hidden, times = model.hidden_size, 1 + model.mtp_layers
+    table, joined = hidden * model.vocab_size, model.mtp_layers * 2 * hidden * hidden
     logits = model.vocab_size * LOGIT_BYTES / model.bytes_per_element
     # Logits are written, read for the loss, and overwritten by their gradient; the embedding reads
     # and writes a row.
-    return Module("head", 2.0 * table, 2 * table, 3 * logits + 2 * model.hidden_size, logits + 2 * model.hidden_size)
+    return Module(
+        "head",
+        2.0 * (times * table + joined),
+        num_tables(model) * table + joined,
+        times * (3 * logits + 2 * hidden),
+        times * (logits + 2 * hidden),
+    )
+
+
+def num_tables(model: Model) -> int:
+    """Matrices of vocabulary by width: the embedding, and the output matrix unless it is the same."""
+    return 1 if model.tied_embeddings else 2
 
 
 def num_parameters(model: Model) -> float:
-    """Parameters of the whole model: layers, embedding and output matrix (not tied)."""
-    return model.num_layers * sum(module.weights for module in layer_modules(model)) + head_module(model).weights
+    """Parameters of the whole model: layers, embedding and output matrix."""
+    layers = model.num_layers * sum(module.weights for module in layer_modules(model))
+    return layers - model.dense_layers * _spared(model) + head_module(model).weights
+
+
+def expert_parameters(model: Model) -> float:
+    """Parameters of all experts; 0: there are none."""
+    if not model.num_experts:
+        return 0.0
+    each = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
+    return each * float(model.num_experts) * (model.num_layers - model.dense_layers)
+
+
+def _spared(model: Model) -> float:
+    """Weights of a layer with experts that a dense layer does without: experts that no token
+    visits, and the router.
+    """
+    each = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
+    return each * (model.num_experts - max(1, model.experts_per_token)) + model.hidden_size * model.num_experts
 
 
 def model_flops(model: Model, lengths: Iterable[int]) -> float:
@@ -99,7 +131,8 @@ def model_flops(model: Model, lengths: Iterable[int]) -> float:
     the pairs of whole documents where that has those of a full context.
     """
     lengths = list(lengths)
-    tokens, pairs = sum(lengths), sum(int(model.mask.num_pairs(length)) for length in lengths)
+    tokens = sum(lengths)
+    pairs = sum(share * sum(int(mask.num_pairs(length)) for length in lengths) for mask, share in model.mask_shares)
     products = model.num_layers * layer_flops(model) + head_module(model).flops
     attention = model.num_layers * model.attention_flops_per_pair
     return (1 + BACKWARD_PRODUCTS) * (tokens * products + pairs * attention)

@@ -34,6 +34,22 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
     return replace(cost, cluster=cluster, tensor_parallel=gpus)
 
 
+def of_model(cost: MachineCost, model: Model) -> MachineCost:
+    """`cost` of the same ranks running `model`.
+
+    Raises:
+        ConfigError: a cost model that knows nothing of models.
+    """
+    if isinstance(cost, PerturbedCost):
+        return replace(cost, base=of_model(cost.base, model))
+    if not isinstance(cost, AnalyticCost | MeasuredCost):
+        raise ConfigError(
+            f"costs of layers of another mask: expected the costs of a data sheet or of a cost table, got "
+            f"{type(cost).__name__}"
+        )
+    return replace(cost, model=model)
+
+
 def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
     """`cost` of one tensor-parallel rank's share of the model, without what the ranks exchange.
 

@@ -57,10 +57,23 @@ class Model:
     other_attention: str = ""
     """Name of the mask of some of the layers, if not all have the same: plans are made for
     `attention`, priced by it, and run under this one there (`compile.halo`)."""
+    other_layers: int = 0
+    """Number of these layers."""
+    shared_ffn_size: int = 0
+    """Width of the MLP that every token visits beside its experts (shared experts); 0: none."""
+    dense_layers: int = 0
+    """Layers of a model with experts that have an MLP in their place. It counts as the experts and
+    the shared MLP that a token visits elsewhere, which computes as much in DeepSeek-V3."""
+    mtp_layers: int = 0
+    """Layers of `num_layers` that predict further tokens (multi-token prediction): each makes its
+    input of two hidden states, and logits of its own."""
+    tied_embeddings: bool = False
+    """Whether the output matrix is the embedding: one stage then holds one of them."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             object.__setattr__(self, what, at_least(1, f"model {self.name}: {what}", getattr(self, what)))
+        self._check_layers()
         if self.value_dim is not None:
             object.__setattr__(self, "value_dim", at_least(1, f"model {self.name}: value_dim", self.value_dim))
         for name in filter(None, (self.attention, self.other_attention)):
@@ -75,6 +88,19 @@ class Model:
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
             )
 
+    def _check_layers(self) -> None:
+        """Reject more layers of a kind than there are, and kinds that say nothing."""
+        for what in ("other_layers", "dense_layers", "mtp_layers", "shared_ffn_size"):
+            object.__setattr__(self, what, at_least(0, f"model {self.name}: {what}", getattr(self, what)))
+        for what in ("other_layers", "dense_layers", "mtp_layers"):
+            if getattr(self, what) > self.num_layers:
+                raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} of {self.num_layers} layers")
+        if self.other_layers and not self.other_attention:
+            raise ConfigError(f"model {self.name}: other_layers {self.other_layers} goes with other_attention")
+        for what in ("shared_ffn_size", "dense_layers"):
+            if getattr(self, what) and not self.num_experts:
+                raise ConfigError(f"model {self.name}: {what} {getattr(self, what)} goes with num_experts")
+
     def share(self, tensor: int) -> Model:
         """The model as one of `tensor` tensor-parallel ranks has it: its part of heads and MLP."""
         return replace(
@@ -82,6 +108,7 @@ class Model:
             num_heads=self.num_heads // tensor,
             num_kv_heads=max(1, self.num_kv_heads // tensor),
             ffn_size=max(1, self.ffn_size // tensor),
+            shared_ffn_size=self.shared_ffn_size // tensor,
             latent_split=self.latent_split * tensor,
         )
 
@@ -94,6 +121,18 @@ class Model:
     def masks(self) -> tuple[Mask, ...]:
         """Masks of its layers, the one that plans are made for first."""
         return (self.mask, mask_named(self.other_attention)) if self.other_attention else (self.mask,)
+
+    @property
+    def mask_shares(self) -> tuple[tuple[Mask, float], ...]:
+        """Masks that layers have, each with its share of the layers."""
+        other = self.other_layers / self.num_layers
+        found = ((self.mask, 1 - other), (self.masks[-1], other))
+        return tuple((mask, share) for mask, share in found if share)
+
+    @property
+    def visited_ffn_size(self) -> int:
+        """Width of all MLPs that a token visits in a layer: its experts and the shared one."""
+        return self.ffn_size * max(1, self.experts_per_token) + self.shared_ffn_size
 
     @property
     def value_width(self) -> int:
@@ -138,7 +177,7 @@ class Model:
     def linear_flops_per_token(self) -> float:
         """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
         out = self.hidden_size * self.num_heads * self.value_width
-        mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size * max(1, self.experts_per_token)
+        mlp = (3 if self.gated_ffn else 2) * self.hidden_size * self.visited_ffn_size
         return self.projected_flops + 2.0 * (out + mlp)
 
     @property

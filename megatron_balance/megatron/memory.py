@@ -10,6 +10,7 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_balance.analysis.backward import Stage
+from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Sharding
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
@@ -25,14 +26,9 @@ def keeping(job: PlannedJob, model: Any) -> Keeping:
     device, args = job_device(), job.args
     mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))
     recompute = recompute_of(get_model_config(chunks[0]))
-    virtual = args.virtual_pipeline_model_parallel_size or 1
 
     def layers(tensor: int, num_stages: int) -> JobLayers:
-        stages = [
-            Stage(args.num_layers // num_stages, Sharding(pipeline=num_stages, stage=at), recompute, virtual)
-            for at in range(num_stages)
-        ]
-        return JobLayers(_activations(job.model(tensor), args, tensor), tuple(stages))
+        return JobLayers(_activations(job.model(tensor), args, tensor), stages_of(args, num_stages, recompute))
 
     def of_strategy(strategy: Strategy | None) -> list[JobLayers]:
         if strategy is None or strategy == job.layout:
@@ -47,6 +43,16 @@ def keeping(job: PlannedJob, model: Any) -> Keeping:
         lambda: float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
         agreement_every=job.config.agreement_every,
         of_strategy=of_strategy,
+    )
+
+
+def stages_of(args: Any, num_stages: int, recompute: Recompute) -> tuple[Stage, ...]:
+    """The pipeline stages of a job; the last has the layers of multi-token prediction, too."""
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    further = [0] * (num_stages - 1) + [args.mtp_num_layers or 0]
+    return tuple(
+        Stage(args.num_layers // num_stages + more, Sharding(pipeline=num_stages, stage=at), recompute, virtual)
+        for at, more in enumerate(further)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
+from megatron_balance.report.standing import runs, why_not
 from megatron_balance.report.tries import recommended
 
 FIRST = 3
@@ -28,9 +29,15 @@ def _fastest(base: Figures, best: Figures) -> str:
             f"{today} takes {words.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
             "against that fits in memory and plans within a step."
         )
+    if not runs(best):
+        return (
+            f"No planner that was compared fits in memory and plans within a step; the nearest, {best['planner']}, "
+            f"takes {words.seconds(best['step_s'])} a step (simulated)."
+        )
     versus = f"{words.seconds(best['step_s'])} instead of {words.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
-        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {today}: {versus}."
+        cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
+        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {today}: {versus}.{cannot}"
     return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
 
 

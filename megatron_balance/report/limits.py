@@ -26,8 +26,9 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
 from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import Call, attention_call, linear_tokens
+from megatron_balance.simulator.attention import Call, attention_call, linear_tokens, mean_call
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.masks import by_mask
 from megatron_balance.simulator.memory import settled
 from megatron_balance.simulator.step import Setup
 
@@ -153,7 +154,12 @@ def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
 
 
 def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> Call:
-    return attention_call(plan, machine, setup.drawn, enter_s, setup.engine, setup.transport)
+    return mean_call(
+        [
+            (attention_call(own, on, setup.drawn, enter_s, setup.engine, setup.transport), share)
+            for own, on, share in by_mask(plan, machine)
+        ]
+    )
 
 
 def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:

@@ -46,7 +46,7 @@ def _row(study: Figures, name: str) -> Figures:
 
 
 def _short(study: Figures) -> Section:
-    best, limits = _row(study, study["best"]), study["limits"][study["best"]]
+    best, limits = _row(study, study["shown"]), study["limits"][study["shown"]]
     part = limits["largest_loss"]
     cards = [
         Card(
@@ -70,7 +70,8 @@ def _short(study: Figures) -> Section:
         Card(
             "memory of a rank, at most",
             words.size(best["peak_bytes"]),
-            f"of {words.size(study['asked']['cluster']['memory_bytes'])}",
+            f"of {words.size(study['asked']['cluster']['memory_bytes'])}"
+            f"{'' if best['fits'] else ', so it does not fit'}",
             "simulated",
         ),
     ]
@@ -206,7 +207,7 @@ def _lengths(study: Figures) -> Section:
 
 def _planners(study: Figures) -> Section:
     rows = study["rows"]
-    best, base = _row(study, study["best"]), study["baseline"]
+    best, base = _row(study, study["shown"]), study["baseline"]
     slowest = max(rows, key=lambda row: row["step_s"])
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "

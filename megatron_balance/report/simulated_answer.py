@@ -58,7 +58,7 @@ def limits(study: Figures) -> Section:
 
 def _kernels(study: Figures) -> list[Item]:
     """A note where one planner computes the same attention much faster than the baseline."""
-    base, best = (study["limits"][study[key]] for key in ("baseline", "best"))
+    base, best = (study["limits"][study[key]] for key in ("baseline", "shown"))
     slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
     if slow < 1.15 * fast:
         return []
@@ -77,7 +77,7 @@ def what_next(study: Figures) -> Section:
     """Suggestions, and all that was tried."""
     tried = study["try_next"]
     rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
-    best = study["best"]
+    best = study["shown"]
     items: list[Item] = [Bullets(tuple(tried["suggestions"]))]
     if rows:
         top = sorted(rows, key=standing)[:SHOWN_TRIES]

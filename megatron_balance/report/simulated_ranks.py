@@ -9,7 +9,7 @@ from megatron_balance.report.page import HtmlTable, Item, Plot, Section, Text
 
 def _shown(study: Figures) -> list[str]:
     """The baseline, and the best planner if it is another."""
-    return list(dict.fromkeys((study["baseline"], study["best"])))
+    return list(dict.fromkeys((study["baseline"], study["shown"])))
 
 
 def places(study: Figures) -> Section:

@@ -19,6 +19,13 @@ def runs(row: Row) -> bool:
     return row["fits"] and row["hides"]
 
 
+def why_not(row: Row) -> str:
+    """The reason why a job cannot run these steps; empty: it can."""
+    if not row["fits"]:
+        return "does not fit in memory"
+    return "" if row["hides"] else "takes longer to plan than a step"
+
+
 def standing(row: Row) -> tuple[bool, bool, float]:
     """The order: what a job can run, then what fits, then the rest; the fastest first."""
     return not runs(row), not row["fits"], row["step_s"]
@@ -45,9 +52,11 @@ def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
 def saving(row: Row, base: Row, price: float | None) -> str:
     """A sentence on what `row` saves beside `base`; `price`: of a GPU-hour, in any currency."""
     hours, saved = row["gpu_hours"], row["gpu_hours_saved"]
+    cannot = why_not(base)
+    note = f"; {base['planner']} {cannot}, so no job spends them" if cannot else ""
     cost = "" if price is None else f", {price * saved:,.2f} at {price:g} an hour"
     return (
         f"{row['planner']} takes {hours:,.1f} GPU-hours for a billion tokens, {base['planner']} "
         f"{base['gpu_hours']:,.1f}: {saved:,.1f} saved ({saved / base['gpu_hours']:.0%}{cost}); MFU {row['mfu']:.1%} "
-        f"instead of {base['mfu']:.1%}"
+        f"instead of {base['mfu']:.1%}{note}"
     )

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.report import advice, lanes, lengths, limits, load, placement, tries
 from megatron_balance.report.cases import Asked, Case, Figures, Played, Progress
-from megatron_balance.report.standing import hold_against, runs, saving, standing
+from megatron_balance.report.standing import best_of, hold_against, runs, saving, standing
 from megatron_balance.simulator.timeline import MOST_RANKS
 
 
 def study(asked: Asked, progress: Progress) -> Figures:
-    """Compare all planners; of the baseline and the fastest other one also where everything goes,
-    when, and what limits them.
+    """Compare all planners; of the baseline and the fastest other one (`shown`) also where everything
+    goes, when, and what limits them. `best`: as in `compare`; None: no job can run any of them.
 
     Raises:
         ConfigError: the baseline cannot place the batch.
@@ -38,13 +38,14 @@ def study(asked: Asked, progress: Progress) -> Figures:
         "kind": "simulated",
         "answer": [
             *advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
-            *([saving(best.row, base.row, asked.price) + "."] if best is not base else []),
+            *([saving(best.row, base.row, asked.price) + "."] if best is not base and runs(best.row) else []),
         ],
         "asked": described(asked, case),
         "lengths": lengths.of_batches(case.batches, case.machine.model.mask),
         "rows": rows,
         "baseline": base.name,
-        "best": best.name,
+        "best": best_of(rows),
+        "shown": best.name,
         "left_out": left_out,
         "placement": {each.name: placement.of_plan(each.first_plan) for each in shown},
         "load": {each.name: load.of_plan(each.first_plan, case.machine.model, ranks_per_nic) for each in played},

@@ -35,7 +35,10 @@ class Around:
         """
         if self.machine.cluster.num_ranks == 1:
             return 0.0
-        seconds = parallel.gradient_sync_s(self._num_parameters(), self._group())
+        held = self._held()
+        seconds = parallel.gradient_sync_s(held.others, self._group())
+        if held.experts and self.machine.num_ranks > self.setup.experts:
+            seconds += parallel.gradient_sync_s(held.experts, self._group_of_experts())
         if not self.setup.overlap_sync:
             return seconds
         # The first layer's gradients come last and have nothing left to hide behind.
@@ -53,17 +56,21 @@ class Around:
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer's update."""
-        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(
-            self.machine.slow().max()
-        )
+        ranks, held = self.machine.num_ranks, self._held()
+        own = held.others / ranks + held.experts / max(1.0, ranks / self.setup.experts)
+        return self.machine.cost.optimizer_s(own) * float(self.machine.slow().max())
 
-    def _num_parameters(self) -> float:
-        """Parameters of the stage with the most."""
+    def _held(self) -> memory.Parameters:
+        """Parameters of a rank of the stage with the most."""
         ends = (0, self.setup.pipeline - 1)
-        return (
-            max(memory.rank_memory(self.machine.model, 0, 0, self.sharding(s)).weights for s in ends)
-            / memory.WEIGHT_BYTES
-        )
+        return max((memory.parameters_of_rank(self.machine.model, self.sharding(s)) for s in ends), key=sum)
+
+    def _group_of_experts(self) -> Group:
+        """The ranks that have the same experts, one of `experts`, with that part of a node's NICs."""
+        every, whole = self.setup.experts, self._group()
+        here = max(1, whole.ranks_per_node // every)
+        inter = Link(whole.inter.alpha_s, whole.inter.bytes_per_s * here / whole.ranks_per_node)
+        return Group(whole.num_ranks // every, here, whole.intra, inter)
 
     def _group(self) -> Group:
         machine = self.machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,6 +63,19 @@ def attention_call(
     if name == "rounds" or (name == "auto" and not small):
         return Call(*rounds.play(plan, machine, policy, (forward_s, backward_s)))
     return events(plan, machine, policy, (forward_s, backward_s), transport)
+
+
+def mean_call(calls: Sequence[tuple[Call, float]]) -> Call:
+    """The mean of layers' calls, each with its share of the layers."""
+    if len(calls) == 1:
+        return calls[0][0]
+
+    def mean(name: str, backward: bool) -> Floats:
+        return np.sum([share * getattr(call[backward], name) for call, share in calls], axis=0)
+
+    return Call(
+        *(Outcome(mean("end_s", each), mean("compute_s", each), mean("bytes_moved", each)) for each in (False, True))
+    )
 
 
 def check_engine(name: EngineName, machine: Machine) -> None:

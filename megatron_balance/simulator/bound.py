@@ -14,6 +14,7 @@ import numpy as np
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.step import Lengths
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.masks import under_mask
 from megatron_balance.simulator.setup import PLAIN, Setup
 
 
@@ -31,12 +32,14 @@ def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
 
 def _microbatch_s(lengths: Sequence[int], machine: Machine, setup: Setup) -> float:
     cost, model, ranks = machine.cost, machine.model, machine.num_ranks
+    costs = [(under_mask(machine, mask).cost, share) for mask, share in model.mask_shares]
     pairs = np.zeros((len(lengths), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     tokens, launch = sum(lengths) / ranks, np.zeros(len(lengths), dtype=np.int64)
     forward, backward = (
-        float(cost.attend_s(pairs, launch, 1, backward=b)[0]) / ranks + cost.layer_s(tokens, backward=b)
+        sum(share * float(each.attend_s(pairs, launch, 1, backward=b)[0]) for each, share in costs) / ranks
+        + cost.layer_s(tokens, backward=b)
         for b in (False, True)
     )
     again = forward if setup.recompute == "full" else 0.0

@@ -1,10 +1,11 @@
 """A whole training step: layers around attention calls, the pipeline, gradient synchronisation and
 the optimizer.
 
-All layers are alike, so one is simulated and counted as often as there are; so are microbatches
-with the same plan. Ranks that exchange anything in a layer go through the layers in step: their
-clock is that of the slowest. Ranks that do not, drift apart until the gradients are synchronised. A
-microbatch given as two plans runs as two nano-batches interleaved (`simulator.ping_pong`).
+All layers are alike but for their masks, so one of each mask is simulated and counted as often as
+there are; so are microbatches with the same plan. Ranks that exchange anything in a layer go
+through the layers in step: their clock is that of the slowest. Ranks that do not, drift apart until
+the gradients are synchronised. A microbatch given as two plans runs as two nano-batches interleaved
+(`simulator.ping_pong`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.simulator import memory, ping_pong, pipeline
 from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
+from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens, mean_call
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.experts import added_s
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.masks import by_mask
 from megatron_balance.simulator.pipeline import Clocks, Pass
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
@@ -167,14 +169,20 @@ class _Run:
         forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts.forward_s
         backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts.backward_s
         heads = tuple(of_tokens([cost.head_s(n, backward=b) for n in counts.tolist()]) for b in (False, True))
-        call = _mean(
-            [
-                (attention_call(plan, machine, policy, (forward, backward), setup.engine, setup.transport), share)
-                for policy, share in self.shares
-            ]
-        )
-        group = coupled(plan)
-        forward_s, backward_s = (_together(outcome.end_s, group) for outcome in call)
+        calls = [
+            (
+                mean_call(
+                    [
+                        (attention_call(own, on, policy, (forward, backward), setup.engine, setup.transport), share)
+                        for policy, share in self.shares
+                    ]
+                ),
+                part,
+            )
+            for own, on, part in by_mask(plan, machine)
+        ]
+        call, group = mean_call(calls), coupled(plan)
+        forward_s, backward_s = _layers_s(calls, group)
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
         return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
@@ -186,12 +194,19 @@ class _Run:
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         experts = [added_s(plan, self.around) for plan in plans]
         mode = ping_pong.PingPongMode("keep", setup.interleaved, engine=setup.engine, transport=setup.transport)
-        passes = _mean(
-            [
-                (Call(*ping_pong.layers(plans, machine, num_layers, replace(mode, policy=policy), experts)), share)
-                for policy, share in self.shares
-            ]
-        )
+        calls = [
+            (
+                mean_call(
+                    [
+                        (Call(*ping_pong.layers(own, on, num_layers, replace(mode, policy=policy), experts)), share)
+                        for policy, share in self.shares
+                    ]
+                ),
+                part,
+            )
+            for own, on, part in _nano_batches_by_mask(plans, machine)
+        ]
+        passes = mean_call(calls)
         linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(
@@ -200,7 +215,7 @@ class _Run:
         )
         groups = np.array([coupled(plan) for plan in plans])
         group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
-        forward_s, backward_s = (_together(outcome.end_s, group) / num_layers for outcome in passes)
+        forward_s, backward_s = (seconds / num_layers for seconds in _layers_s(calls, group))
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
         attention = (
@@ -297,24 +312,32 @@ class _Run:
         }
 
 
+def _layers_s(calls: Sequence[tuple[Call, float]], group: Ints) -> tuple[Floats, Floats]:
+    """Seconds of the mean layer, forward and backward, where the ranks of a group go through layers of
+    each mask in step; each call with its share of the layers.
+    """
+
+    def seconds(backward: bool) -> Floats:
+        return np.sum([part * _together(call[backward].end_s, group) for call, part in calls], axis=0)
+
+    return seconds(False), seconds(True)
+
+
+def _nano_batches_by_mask(
+    plans: Sequence[MicrobatchPlan], machine: Machine
+) -> list[tuple[list[MicrobatchPlan], Machine, float]]:
+    """The nano-batches under each mask of the model's layers, as if layers of one mask followed one
+    another.
+    """
+    found = [by_mask(plan, machine) for plan in plans]
+    return [([each.plan for each in alike], alike[0].machine, alike[0].share) for alike in zip(*found, strict=True)]
+
+
 def _shares(decision: Decision) -> list[tuple[Policy, float]]:
     """The policies, each with the share of layers that it has."""
     keeping = decision.keeping / max(1, decision.layers)
     shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
     return [(policy, share) for policy, share in shares if share]
-
-
-def _mean(calls: Sequence[tuple[Call, float]]) -> Call:
-    """The mean of layers under each policy, weighted by their shares of the layers."""
-    if len(calls) == 1:
-        return calls[0][0]
-
-    def mean(name: str, backward: bool) -> Floats:
-        return np.sum([share * getattr(call[backward], name) for call, share in calls], axis=0)
-
-    return Call(
-        *(Outcome(mean("end_s", each), mean("compute_s", each), mean("bytes_moved", each)) for each in (False, True))
-    )
 
 
 def _together(seconds: Floats, group: Ints) -> Floats:

@@ -105,6 +105,7 @@ def test_projections_are_priced_by_the_parameters_of_megatrons_layer(
     args = argparse.Namespace(
         **sizes, window_size=None, window_attn_skip_freq=None, num_experts=None, moe_ffn_hidden_size=None, swiglu=True,
         params_dtype=torch.bfloat16, padded_vocab_size=96, multi_latent_attention=True, sequence_parallel=False,
+        mtp_num_layers=None, untie_embeddings_and_output_weights=True,
     )  # fmt: skip
     shape = AttentionShape(4, 1 if travels else 4, 6, None, (8, 2) if travels else None)
     model = planned_model(args, Run(source="balance.yaml"), shape, 1)

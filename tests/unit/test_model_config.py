@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.config import load_model
+from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
@@ -78,11 +79,11 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096: a sliding window in some layers"),
-        (
-            {**LLAMA, "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
-            "sliding_window 4096: a sliding window in some layers",
-        ),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096: in which layers"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types linear_attention: known are"),
+        ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size: layers that attend inside chunks"),
+        ({**LLAMA, "attn_layer_period": 8}, "attn_layer_period: layers without attention"),
+        ({**LLAMA, "index_topk": 2048}, "index_topk: sparse attention"),
         (
             {**LLAMA, "kv_lora_rank": 512, "v_head_dim": 8},
             "kv_lora_rank says multi-latent attention; give qk_nope_head_dim, qk_rope_head_dim too",
@@ -97,6 +98,116 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_for_is_a_sentence(tmp_path: Path, keys: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_model(written(tmp_path, keys))
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+LLAMA_3_2_1B = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN_MOE = {
+    "model_type": "qwen2_moe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "billions"),
+    [(DEEPSEEK_V3, 671.0), (GEMMA, 11.77), (GPT_OSS, 20.9), (LLAMA_3_2_1B, 1.236), (QWEN_MOE, 14.3)],
+    ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
+)
+def test_models_have_the_parameters_that_their_makers_say(tmp_path: Path, keys: Any, billions: float) -> None:
+    assert num_parameters(load_model(written(tmp_path, keys))) / 1e9 == pytest.approx(billions, rel=3e-3)
+
+
+def test_layers_that_predict_further_tokens_are_layers(tmp_path: Path) -> None:
+    model = load_model(written(tmp_path, {**DEEPSEEK_V3, "num_nextn_predict_layers": 1}))
+    assert (model.num_layers, model.mtp_layers, model.dense_layers) == (62, 1, 3)
+
+
+def test_windows_in_some_layers_are_counted(tmp_path: Path) -> None:
+    def other(keys: Any) -> tuple[str, str, int]:
+        model = load_model(written(tmp_path, keys))
+        return model.attention, model.other_attention, model.other_layers
+
+    assert other(GPT_OSS) == ("causal", "window_128", 12)
+    assert other({**GPT_OSS, "layer_types": None}) == ("causal", "window_128", 12)
+    assert other(GEMMA) == ("causal", "window_1024", 40)
+    assert other({**GEMMA, "sliding_window_pattern": 4}) == ("causal", "window_1024", 36)
+    qwen = {**LLAMA, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert other(qwen) == ("causal", "window_64", 1)
+
+
+def test_one_head_of_keys_is_falcons_multi_query(tmp_path: Path) -> None:
+    falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
+    assert load_model(written(tmp_path, {**falcon, "multi_query": True})).num_kv_heads == 1
+    newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
+    assert load_model(written(tmp_path, newer)).num_kv_heads == 6
 
 
 def test_a_config_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_balance.analysis.memory import (
     layer_activation_bytes,
     rank_memory,
 )
-from megatron_balance.cost.modules import layer_flops, num_parameters
+from megatron_balance.cost.modules import head_module, layer_flops, num_parameters
 
 MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000)
 LAYER = 512 * (2 * 512 + 2 * 128) + 3 * 512 * 1024
@@ -31,6 +31,41 @@ def test_every_expert_is_stored_and_those_visited_are_computed() -> None:
     moe = replace(MODEL, num_experts=8, experts_per_token=2)
     assert num_parameters(moe) - num_parameters(MODEL) == 4 * (7 * 3 * 512 * 1024 + 512 * 8)
     assert layer_flops(moe) - layer_flops(MODEL) == 2 * (3 * 512 * 1024 + 512 * 8)
+
+
+def test_shared_experts_are_visited_and_dense_layers_have_none_of_the_others() -> None:
+    moe = replace(MODEL, num_experts=8, experts_per_token=2)
+    shared = replace(moe, shared_ffn_size=256)
+    beside = 3 * 512 * 256
+    assert num_parameters(shared) - num_parameters(moe) == 4 * beside
+    assert layer_flops(shared) - layer_flops(moe) == 2 * beside
+    assert layer_activation_bytes(shared) - layer_activation_bytes(moe) == 2 * 3 * 256
+    dense = replace(moe, dense_layers=1)
+    assert num_parameters(moe) - num_parameters(dense) == 6 * 3 * 512 * 1024 + 512 * 8
+
+
+def test_ranks_with_the_same_experts_share_out_their_optimizer() -> None:
+    """Of 8 ranks two have each expert where 4 share them out, so each holds half of its optimizer."""
+    moe = replace(MODEL, num_experts=8, experts_per_token=2)
+    experts = 4 * 8 * 3 * 512 * 1024
+    memory = rank_memory(moe, 0, 0, Sharding(optimizer=8, experts=4))
+    others = num_parameters(moe) - experts
+    assert memory.weights == 2 * (others + experts / 4)
+    assert memory.optimizer == 12 * (others / 8 + experts / 4 / 2)
+
+
+def test_further_tokens_have_logits_of_their_own_and_a_matrix_that_joins() -> None:
+    further = replace(MODEL, num_layers=5, mtp_layers=1)
+    assert num_parameters(further) == 5 * (LAYER + NORMS) + TABLES + 2 * 512 * 512
+    assert rank_memory(further, 100, 0).activations == 100 * (5 * KEPT + 2 * 8 * 1000)
+    assert head_module(further).flops == 2 * (2 * 1000 * 512 + 2 * 512 * 512)
+
+
+def test_tied_tables_are_one_on_one_stage_and_two_on_several() -> None:
+    tied = replace(MODEL, tied_embeddings=True)
+    assert num_parameters(MODEL) - num_parameters(tied) == 1000 * 512
+    ends = [rank_memory(tied, 0, 0, Sharding(pipeline=2, stage=at)).weights for at in (0, 1)]
+    assert ends == [2 * (2 * (LAYER + NORMS) + 1000 * 512)] * 2
 
 
 def test_activations_of_a_token() -> None:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_balance import make_planner, simulate
 from megatron_balance.config import load_cluster, load_model
@@ -293,6 +294,52 @@ def test_what_a_job_cannot_run_is_never_best(run, tmp_path):
     assert found["best"] == (min(running, key=lambda row: row["step_s"])["planner"] if running else None)
     none = run.printed(given.replace(str(path), "h200") + " --tensor-parallel 1")
     assert "best of those that run" in none
+
+
+def test_a_model_like_deepseek_fits_as_its_jobs_run_it(run, tmp_path):
+    """61 layers are a prime number of them, and one more predicts a further token: no pipeline divides
+    them. Its experts fill the memory of a rank that has them all.
+    """
+    keys = "qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8, kv_lora_rank: 16, q_lora_rank: 24"
+    keys += ", n_routed_experts: 64, num_experts_per_tok: 4, moe_intermediate_size: 4096, n_shared_experts: 1"
+    keys += ", num_hidden_layers: 13, num_nextn_predict_layers: 1, first_k_dense_replace: 1, hidden_act: silu"
+    keys += ", num_attention_heads: 8, hidden_size: 2048, intermediate_size: 20480, vocab_size: 1000"
+    (tmp_path / "config.json").write_text(json.dumps(yaml.safe_load(f"{{{keys}}}")))
+    given = f"--planner megatron --planner zeppelin --model {tmp_path} --cluster h100 --ranks 8 --lengths 9000,700,300"
+    assert "does not fit h100" in run.error(f"compare {given}")
+    spread = "--expert-parallel 8 --pipeline 4 --stages stages --microbatches 1"
+    found = run.json(f"compare {given} {spread} --json")
+    assert all(row["fits"] for row in found["rows"]), found["rows"]
+    assert found["best"] in {"megatron", "zeppelin"}
+    assert found["assumed"] == "14 layers in 4 chunks of at most 4, as if all were full"
+    # What is computed is of 14 layers, what a step takes of 16: MFU says so.
+    whole = run.json(f"compare {given} {spread} --json --model {tmp_path}".replace("--pipeline 4", "--pipeline 2"))
+    assert whole["assumed"] is None
+
+
+def test_steps_of_a_pipeline_have_microbatches_enough_and_room_for_those_in_flight(run):
+    given = "compare --planner megatron --planner zeppelin --cluster h100 --ranks 8 --model llama3-8b --pipeline 4"
+    given += " --stages stages --dataset arxiv --global-tokens 64k --json"
+    found = run.json(given)
+    assert all(row["fits"] for row in found["rows"])
+    said = run.json(given.replace("--global-tokens 64k", "--tokens 4k --batches 16 --microbatches 16"))
+    assert found["capacity_tokens_per_rank"] == said["capacity_tokens_per_rank"]
+    one = run.json(given.replace("--global-tokens 64k", "--tokens 4k"))
+    assert one["capacity_tokens_per_rank"] > found["capacity_tokens_per_rank"]
+
+
+def test_an_error_about_an_assumed_capacity_says_what_recomputing_makes_of_it(run):
+    said = run.error("compare --planner megatron --model llama3-8b --cluster h100 --ranks 8 --lengths 40k,40k")
+    assert "--recompute full (of simulate, compare and report) makes it" in said
+    assert "recompute" not in run.error(
+        "compare --planner megatron --model llama3-8b --cluster h100 --ranks 8 --lengths 40k,40k --tokens-per-rank 4k"
+    )
+
+
+def test_replicas_too_small_for_the_longest_sequence_are_refused_with_the_fewest(run):
+    said = run.error(f"compare --planner megatron {INPUTS} --context-parallel 1")
+    assert "context_parallel 1: the longest sequence has" in said
+    assert "; use 4, the fewest that hold it" in said
 
 
 def test_replicas_hold_the_longest_sequence_or_what_is_asked(run):

@@ -27,6 +27,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator import collective, pipeline
 from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
+from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup, simulate_step
@@ -54,6 +55,25 @@ def test_a_step_of_one_rank_is_its_layers():
     assert step.phases_s["forward_attention"] == pytest.approx(4 * 3.0)
     assert step.phases_s["backward_linear"] == pytest.approx(4 * 2.0)
     assert step.utilisation == pytest.approx({"compute": 1.0, "link": 0.0, "nic": 0.0})
+
+
+def test_a_step_with_two_masks_is_priced_by_both():
+    """Three of four layers have a window, in which a query sees 64 keys and not up to 4,096."""
+
+    def step(**masks: object):
+        cluster = Cluster(4, 2)
+        model = Model(num_heads=8, num_kv_heads=8, head_dim=64, num_layers=4, hidden_size=512, ffn_size=512, **masks)  # pyright: ignore[reportArgumentType]
+        machine = Machine(cluster, model, AnalyticCost(cluster, model))
+        return simulate_step([ring(4, 2, 4096, heads=8)], machine), bound_s(((4096,),), machine)
+
+    seen, windowed = step(), step(attention="causal", other_attention="window_64", other_layers=4)
+    mixed = step(other_attention="window_64", other_layers=3)
+    for at in (0, 1):
+        expected = 0.25 * seen[0].layer_s[at] + 0.75 * windowed[0].layer_s[at]
+        assert mixed[0].layer_s[at] == pytest.approx(expected)
+        assert windowed[0].layer_s[at] < 0.9 * seen[0].layer_s[at]
+    assert mixed[1] == pytest.approx(0.25 * seen[1] + 0.75 * windowed[1])
+    assert windowed[1] < 0.9 * seen[1]
 
 
 def test_full_recomputation_runs_the_forward_again():
