@@ -21,9 +21,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
+from operator import index as whole
 from typing import Any, TypeAlias, cast
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import MALFORMED, ConfigError
+from megatron_balance.ir.cluster import MOST_RANKS
 
 STEP, COMPUTE = "step", "compute"
 ATTENTION, LINEAR, PACK, WAIT, PLACE = "attention", "linear", "pack", "wait", "place"
@@ -123,9 +126,21 @@ def read(document: Any, source: str) -> Trace:
         events = cast("list[dict[str, Any]]", document["traceEvents"])
         names = {int(e["pid"]): str(e["args"]["name"]) for e in events if e["name"] == "process_name"}
         spans = [_span(e) for e in events if e["ph"] == "X"]
-        return Trace(spans, names, dict(document["otherData"]))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        facts = dict(document["otherData"])
+        _check(spans, facts)
+    except (AttributeError, *MALFORMED) as error:
         raise ConfigError(f"{source}: is not a trace of this package ({error!r})") from None
+    return Trace(spans, names, facts)
+
+
+def _check(spans: Sequence[Span], facts: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote."""
+    hash(facts.get("node"))
+    if whole(facts.get("world_size", 0)) > MOST_RANKS:
+        raise ValueError(f"{facts['world_size']} ranks")
+    times = [float(facts.get("began_unix_s", 0.0)), *(at for span in spans for at in (span.start_s, span.stop_s))]
+    if not all(map(isfinite, times)):
+        raise ValueError("a time that is not finite")
 
 
 def joined(traces: Sequence[Trace]) -> Trace:

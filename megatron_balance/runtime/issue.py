@@ -43,7 +43,7 @@ class IssueQueue:
 
     def put(self, key: object, issue: Callable[[], None], behind: Behind = Behind.NOTHING) -> None:
         """Issue a batch, now or later. `key`: what it belongs to, compared by identity."""
-        if any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
+        if behind != Behind.LAUNCHES and any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
             self.flush()
         if self.eager or (behind == Behind.NOTHING and not self._waiting):
             issue()

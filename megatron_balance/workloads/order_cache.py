@@ -2,8 +2,8 @@
 
 Sorting 20 million documents takes over a minute and more than a gigabyte, and every rank needs the
 same order. The first process that asks for an array computes and writes it, under a lock; the
-others wait for it, and every one maps the file. A later run finds it there. The files may be
-deleted at any time while no run reads them.
+others wait for it, and every one maps the file. A later run finds it there. A file whose checksum
+is another is computed again. The files may be deleted at any time while no run reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ from megatron_balance.workloads.idx import CorpusIndex, bin_path, idx_path
 log = logging.getLogger(__name__)
 
 Array: TypeAlias = NDArray[Any]
-VERSION = 1
-"""Of what the arrays hold."""
+VERSION = 2
+"""Of what the files hold."""
+CHECKSUM_BYTES = 4
+"""At a file's end: CRC-32 of all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,16 @@ class OrderCache:
         return self.folder / f"{self.key}.{name}.npy"
 
     def _load(self, name: str) -> Array | None:
+        path = self._path(name)
         try:
-            return np.load(self._path(name), mmap_mode="r", allow_pickle=False)
+            data = np.memmap(path, np.uint8, mode="r")
+            if zlib.crc32(data[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:].tobytes(), "little"):
+                raise ValueError("it is damaged: its checksum is another")
+            return np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, EOFError) as error:
-            log.warning("%s: cannot be read (%s); it is computed again", self._path(name), error)
+            log.warning("%s: cannot be read (%s); it is computed again", path, error)
             return None
 
     def _write(self, name: str, array: Array) -> None:
@@ -88,6 +95,9 @@ class OrderCache:
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 np.save(stream, array, allow_pickle=False)
+                stream.flush()
+                checksum = zlib.crc32(np.memmap(temporary, np.uint8, mode="r"))
+                stream.write(checksum.to_bytes(CHECKSUM_BYTES, "little"))
             Path(temporary).chmod(0o644)
             Path(temporary).replace(self._path(name))
         except BaseException:

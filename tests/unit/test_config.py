@@ -51,6 +51,12 @@ def message(path: Path) -> str:
     return str(error.value).replace(str(path.parent), "DIR")
 
 
+def test_what_a_configuration_leaves_out_is_what_the_pages_say(write):
+    config = load_config(write("planner: te_ring\n"))
+    assert (config.kernel, config.backward, config.gradient_wire) == ("auto", "auto", "fp32")
+    assert (config.cluster, config.communication.safe, config.communication.sms) == (None, False, {})
+
+
 def test_the_documented_clusters_and_models_are_shipped():
     assert names("cluster") == CLUSTERS
     assert names("model") == sorted(MODELS)

@@ -35,7 +35,7 @@ SUITES = {
         Suite("kills", "a random rank killed, the run resumed", 112, 1, training.kills),
         Suite("slow", "a slow rank, a slow link or lost packets: who is named", 16, 1, slow.slow),
         Suite("soak", "a long run of four ranks, with saves and evaluation", 1, 1, soak.soak),
-        Suite("files", "damaged files, of each loader in turn", 120_000, 1000, files.files),
+        Suite("files", "damaged files, of each loader in turn", 170_000, 1000, files.files),
         Suite("rendezvous", "random programs under a model of NCCL's hosts", 10_000, 10, nccl.programs),
         Suite("races", "what a rank gives to its streams, on a model of the GPU", 1_000, 5, nccl.races),
     )

@@ -4,12 +4,18 @@ or refused in one sentence, in little time and memory.
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import io
 import json
+import logging
+import os
 import random
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import config
-from megatron_balance.cli import planfile
+from megatron_balance.analysis.trace_format import Span, Trace, file_name
+from megatron_balance.cli import planfile, trace
 from megatron_balance.cost.table import load_table, save_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry
@@ -25,14 +32,18 @@ from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.report.steps import read as read_steps
 from megatron_balance.training.ledger import Held, Ledger
+from megatron_balance.workloads import order_cache
 from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.idx import CorpusWriter, read_index
 from megatron_balance.workloads.lengths import read_lengths
+from megatron_balance.workloads.order_cache import OrderCache
 from tests.support import cost_table
 from tools.faults.cases import Outcome, SlowError, within
 from tools.faults.plans import drawn
 
 LIMIT_S, LIMIT_BYTES = 2.0, 200 << 20
+FIRST_LOADERS = 120_000
+"""Cases of the loaders that were there first; behind them come those of `_later_loaders`."""
 PLAN = 15
 """The case of `plans` whose plan is damaged."""
 CONFIGS = Path(config.__file__).resolve().parent.parent / "configs"
@@ -53,12 +64,17 @@ def files() -> Iterator[Callable[[int], Outcome]]:
     """Damage file after file, of each loader in turn."""
     with tempfile.TemporaryDirectory(prefix="damaged-") as name:
         folder = Path(name)
-        loaders = [*_loaders(folder)]
-        for each in loaders:
+        loaders, later = [*_loaders(folder)], [*_later_loaders(folder)]
+        for each in (*loaders, *later):
             path = folder / f"whole{each.suffix}"
             path.write_bytes(each.whole)
             each.read(path)
-        yield lambda number: try_file(loaders[number % len(loaders)], number, folder)
+
+        def one(number: int) -> Outcome:
+            of = loaders if number < FIRST_LOADERS else later
+            return try_file(of[number % len(of)], number, folder)
+
+        yield one
 
 
 def try_file(loader: Loader, number: int, folder: Path) -> Outcome:
@@ -138,3 +154,39 @@ def _loaders(folder: Path) -> Iterator[Loader]:
     record["imbalance_after"] = {"tokens": 1.0, "attention": 1.02}
     steps = "".join(json.dumps({**record, "step": at}) + "\n" for at in range(1, 6))
     yield Loader("steps", steps.encode(), ".jsonl", read_steps)
+
+
+def _later_loaders(folder: Path) -> Iterator[Loader]:
+    described = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    described |= {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336}
+    described |= {"num_hidden_layers": 32, "vocab_size": 128256, "sliding_window": None}
+    yield Loader("config.json", json.dumps(described).encode(), ".json", lambda path: config.load_model(str(path)))
+    table = b"batch,length,text\n" + b"".join(b"%d,%d,words\n" % (at // 3, 100 + at) for at in range(9))
+    yield Loader("lengths in a table", table, ".csv", read_lengths)
+    yield Loader("lengths, compressed", gzip.compress(b"4096 17 200\n128k\n", mtime=0), ".txt.gz", read_lengths)
+    spans = [
+        Span(
+            0, "inter_node", "direct", 1.0 + at, 1.5 + at, "forward", 0, 2, exchange=at, sent={1: 64}, received={1: 64}
+        )
+        for at in (0, 1)
+    ]
+    traced = Trace(spans, {0: "rank 0, node 0"}, {"kind": "measured", "step": 12, "rank": 0, "world_size": 1})
+    (folder / "traces").mkdir()
+
+    def join(path: Path) -> None:
+        shutil.copy(path, folder / "traces" / file_name(12, 0))
+        with redirect_stdout(io.StringIO()):
+            trace.run(argparse.Namespace(folder=folder, step=None, out=Path(os.devnull)))
+
+    yield Loader("trace", json.dumps(traced.document()).encode(), ".json", join)
+    logging.getLogger(order_cache.__name__).setLevel(logging.ERROR)  # it says of each that it computes it again
+    order = np.arange(100)
+    cache = OrderCache(folder, "order")
+    cache.get("documents", lambda: order)
+
+    def ordered(path: Path) -> None:
+        (folder / "order.documents.npy").write_bytes(path.read_bytes())
+        if not np.array_equal(cache.get("documents", lambda: order), order):
+            raise ValueError("another order than the one that was written")
+
+    yield Loader("order", (folder / "order.documents.npy").read_bytes(), ".npy", ordered)

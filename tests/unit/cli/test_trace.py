@@ -71,5 +71,13 @@ def test_mistakes_are_one_sentence(run: CommandLine, tmp_path: Path) -> None:
     assert "--step 14: " in run.error(f"trace {tmp_path} --step 14 --out x.json")
     (tmp_path / file_name(13, 0)).write_text("[]")
     assert "is not a trace of this package" in run.error(f"trace {tmp_path} --step 13 --out x.json")
+    for facts in (
+        *({"world_size": wrong} for wrong in ({}, None, 1.5, 1 << 40)),
+        *({"began_unix_s": wrong} for wrong in (float("inf"), "x")),
+        {"node": []},
+    ):
+        document = Trace([], {0: "rank 0"}, {"step": 13, "rank": 0, "world_size": 1, **facts}).document()
+        (tmp_path / file_name(13, 0)).write_text(json.dumps(document))
+        assert "is not a trace of this package" in run.error(f"trace {tmp_path} --step 13 --out x.json"), facts
     (tmp_path / file_name(13, 0)).write_text("{")
     assert file_name(13, 0) in run.error(f"trace {tmp_path} --step 13 --out x.json")

@@ -3,6 +3,7 @@ together, and with a carry."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -15,12 +16,13 @@ import pytest
 
 from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.verify import verify
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, to_json
 from megatron_balance.planning.ahead import MOST_UNSENT, PlanAhead, answer_requests, read_frame, write_frame
+from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
 
 STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
@@ -50,6 +52,17 @@ def test_a_step_planned_ahead_is_the_one_planned_on_the_spot(num_chunks: int, pi
     assert ready is not None
     assert (ready.step, ready.after) == StepPlanner(asked).plan(STEP)
     assert seen == ready.step
+
+
+def test_no_plan_leaves_the_planner_that_does_not_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that a planner lost, in a step that trains and in one that evaluates."""
+    planner = StepPlanner(PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
+    whole, carried = planner.choice.plan_step(((100, 90),), planner._context, EMPTY)
+    lossy = dataclasses.replace(whole, plans=(dataclasses.replace(whole.plans[0], zones=()),))
+    monkeypatch.setattr(PlannerChoice, "plan_step", lambda *_: (lossy, carried))
+    for plan in (planner.plan, planner.plan_evaluation):
+        with pytest.raises(InvalidProgramError, match="plan of te_ring: sequence 0 is in 0 zones"):
+            plan(((100, 90),))
 
 
 def test_every_rank_keeps_its_rows_from_its_forward_to_its_backward() -> None:

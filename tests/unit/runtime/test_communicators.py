@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.run import load_config  # noqa: E402
-from megatron_balance.runtime import groups  # noqa: E402
+from megatron_balance.runtime import cuda, groups  # noqa: E402
 from megatron_balance.runtime.issue import Behind  # noqa: E402
 from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
 
@@ -192,6 +192,15 @@ def test_communicators_inside_nodes_cover_every_node_of_several_ranks(size, per_
     made = groups.stream_groups(size, per_node)
     assert [members for name, members in made if name == "dispatch moved"] == inside
     assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
+
+
+def test_a_stream_has_the_priority_of_its_communicator(make, monkeypatch):
+    made, _ = make(0, [list(range(8))], 4)
+    names = groups.stream_names(8, 4)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: SimpleNamespace(priority=priority))
+    for name in names:
+        assert made.streams.of(name)._stream.priority == (-1 if cuda.has_high_priority(name) else 0)
+    assert {cuda.has_high_priority(name) for name in names} == {False, True}
 
 
 def test_without_limits_nccl_chooses(make):

@@ -200,13 +200,37 @@ def test_batches_are_issued_in_their_order_wherever_launches_lie() -> None:
     put("outputs", 2, Behind.LAUNCHES)
     put("keys", 0)  # would have to wait
     assert said[4:] == ["outputs", "keys"]
+    for link in ("inter_node", "intra_node"):  # of one exchange, or of two: neither waits for more than the other
+        put(f"outputs {link}", 2, Behind.LAUNCHES)
+    queue.launched()
+    assert said[6:] == []
+    queue.attended()
+    assert said[6:] == ["outputs inter_node", "outputs intra_node"]
     put("across 2", 2, Behind.LAUNCH)
     queue.forget()
     queue.flush()
-    assert said[6:] == []
+    assert said[8:] == []
     at_once = IssueQueue(eager=True)
     at_once.put(keys[0], lambda: said.append("now"), Behind.LAUNCHES)
     assert said[-1] == "now"
+
+
+def test_values_that_only_come_back_are_received_behind_the_last_launch() -> None:
+    """On every stream: one that is posted before holds multiprocessors until its sender is done."""
+    planned = _dealt((64,), Rows.of(4, [(0, 0, 0, 64)]))
+    ops = record([planned], 0, Way("keep", num_layers=1)).ops
+    kinds = ["" if op.work is None else op.work.kind for op in ops]
+    forward, backward = kinds.index("forward"), kinds.index("backward")
+    # one byte connects a pair
+    receives = [
+        (at, op.stream)
+        for at, op in enumerate(ops)
+        if kinds[at] == "batch" and any(stop - start > 1 for start, stop in op.writes)
+    ]
+    both = {"inter_node moved", "intra_node moved"}
+    assert [stream for at, stream in receives if at < forward] == []
+    assert {stream for at, stream in receives if forward < at < backward} == both
+    assert {stream for at, stream in receives if at > backward} == both
 
 
 def test_legs_that_others_need_for_their_first_launch_do_not_wait_for_a_backward_launch() -> None:

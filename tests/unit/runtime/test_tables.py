@@ -82,3 +82,28 @@ def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
             assert (found.at_bind, found.in_layers) == (1, 0), (name, rank)
             launches |= set(found.launches)
     assert "add_rows" in launches
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin, rule groups", "random_once_per_node"])
+def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
+    """Those that only the plain mover asks for, too: it may be named on a GPU."""
+    pytest.importorskip("triton")
+    from megatron_balance.runtime import bind as binding
+    from tests.support.counted_copies import count
+
+    real, held, kinds = binding.tables_of, [], set()
+
+    def seen(phase):
+        found = list(real(phase))
+        for step in phase.steps:
+            inside = {id(table) for table in tensors_in(step)}
+            held.append(inside <= {id(table) for table in found})
+            kinds.update({type(step).__name__} if inside else ())
+        return found
+
+    monkeypatch.setattr(binding, "tables_of", seen)
+    for case in VARIED.values():
+        for rank in (0, 3):
+            count(plan(planner, case), rank, "replay", "fp32", strided=rank > 0)
+    assert all(held)
+    assert kinds == {"Start", "Finish", "Launch", "GradLaunch"}

@@ -16,7 +16,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.simulator.attention import ENGINES, attention_call
 from tests.support import by_hand
-from tests.support.flat_cost import MODEL, flat_machine
+from tests.support.flat_cost import MODEL, FlatCost, flat_machine
 from tests.support.strategies import Case, cases, plan
 
 
@@ -32,6 +32,21 @@ def test_a_launch_does_not_start_before_its_host_issued_it(engine):
     forward = attention_call(ring(), machine, name=engine).forward
     assert forward.end_s == pytest.approx([28.0, 28.0])
     assert forward.compute_s == pytest.approx([2.0, 2.0])
+
+
+class Packing(FlatCost):
+    """Packing and unpacking take a second."""
+
+    def pack_s(self, num_bytes):
+        return float(num_bytes > 0)
+
+
+def test_packing_and_unpacking_are_a_launch_each():
+    # Of a head exchange: inputs are packed and sent, and read where they arrive; two launches; outputs
+    # are packed, sent and unpacked. Issued after 12, 22, 34 and 39 s; unpacking takes a second.
+    plan = by_hand.pool("head_exchange", (64,), 2, ranks_per_node=2, heads=(2, 2))
+    machine = replace(flat_machine(2, 2, launch=1.0), cost=Packing(MODEL), host=Host(7.0, 5.0))
+    assert attention_call(plan, machine).forward.end_s == pytest.approx([40.0, 40.0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,11 +38,31 @@ def test_other_settings_have_other_files(tmp_path: Path) -> None:
     assert isinstance(made[0], np.memmap)
 
 
-def test_a_damaged_file_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-8],
+    "empty": lambda _: b"",
+    "quote of the header": lambda data: flipped(data, data.index(b"'descr")),
+    "shape": lambda data: data.replace(b"(5,)", b"(4,)"),
+    "a document": lambda data: flipped(data, -12),
+    "checksum": lambda data: flipped(data, -1),
+    "grown": lambda data: data + b"0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_computed_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = OrderCache(tmp_path, "key")
     cache.get("order", lambda: np.arange(5))
     (file,) = tmp_path.glob("*.npy")
-    file.write_bytes(file.read_bytes()[:-8])
+    whole = file.read_bytes()
+    assert damage(whole) != whole
+    file.write_bytes(damage(whole))
     with caplog.at_level(logging.WARNING):
         assert cache.get("order", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert "it is computed again" in caplog.text
