@@ -227,21 +227,22 @@ def with_halves(batch: Batch) -> Batch:
     return replace(batch, lengths=tuple(n // 2 for n in batch.lengths))
 
 
-@pytest.mark.parametrize("lose", ["out of a zone", without_the_last, with_halves])
+@pytest.mark.parametrize("lose", [None, without_the_last, with_halves])
 @pytest.mark.parametrize("verb", ["plan", "simulate", "compare --baseline te_ring"])
 def test_a_plan_that_loses_tokens_is_refused(run, monkeypatch, verb, lose):
     planner = PLANNERS["te_ring"]
+    right: Any = planner.plan
 
     def plan(batch: Batch, *given: Any) -> MicrobatchPlan:
-        if callable(lose):
-            return planner.plan(lose(batch), *given)
-        made = planner.plan(batch, *given)
+        if lose is not None:
+            return right(lose(batch), *given)
+        made = right(batch, *given)
         return replace(made, zones=tuple(replace(zone, seqs=zone.seqs[:-1]) for zone in made.zones))
 
     monkeypatch.setitem(PLANNERS, "te_ring", replace(planner, plan=plan))
     said = run.error(f"{verb} --planner te_ring --ranks 4 --model gpt-tiny --lengths 900,20,64")
     assert "te_ring" in said
-    assert any(word in said for word in ("is in 0 zones", "expected the same sequences", "expected each sequence"))
+    assert ("is in 0 zones" if lose is None else "expected the same sequences") in said
 
 
 def test_plan_does_not_import_the_simulator():
