@@ -58,13 +58,16 @@ def make_planner(
         ConfigError: no such planner or option, or an option of the wrong type; a cost table that
             cannot be read or is another model's.
     """
+    from megatron_balance.compile.verify_plan import verify_plan
     from megatron_balance.planning.choice import choose_planner, planning_cost
 
     choice = choose_planner(name, options, "make_planner", layers)
     cost = planning_cost(cluster, model, plan_costs)
 
     def plan(batch: Batch | Sequence[int]) -> MicrobatchPlan:
-        return choice.plan(batch if isinstance(batch, Batch) else Batch(tuple(batch)), cluster, model, cost)
+        made = choice.plan(batch if isinstance(batch, Batch) else Batch(tuple(batch)), cluster, model, cost)
+        verify_plan(made)
+        return made
 
     return plan
 

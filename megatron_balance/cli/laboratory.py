@@ -134,7 +134,9 @@ class Bench:
         Raises:
             ConfigError: a way of running that the planner or the model does not allow.
             InfeasibleError: a batch that does not fit.
+            InvalidProgramError: a plan that does not hold together (`compile.verify_plan`).
         """
+        from megatron_balance.compile.verify_plan import verify_plans
         from megatron_balance.ir.step import EMPTY
         from megatron_balance.planners.base import JointStages, StepContext
         from megatron_balance.planning.strategies import with_proposed
@@ -158,6 +160,8 @@ class Bench:
             step, carry = choice.plan_step(group, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
+        for step in steps:
+            verify_plans(step)
         context_parallel = choice.options.context_parallel if choice.planner.replicas else None
         layouts = None
         if choice.planner.layouts is not None:

@@ -93,6 +93,7 @@ def _run_planner(
     choice: PlannerChoice, given: inputs.Inputs, *, verify: bool
 ) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
     from megatron_balance.analysis.statistics import plan_statistics
+    from megatron_balance.compile.verify_plan import verify_plan
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
@@ -100,6 +101,8 @@ def _run_planner(
         start = time.perf_counter()
         plan = choice.plan(batch, given.cluster, given.model, cost)
         plan_ms = 1e3 * (time.perf_counter() - start)
+        if not verify:  # which proves more
+            verify_plan(plan)
         verified = _verified(plan, given, len(results)) if verify else None
         result: dict[str, Any] = {
             **plan_statistics(plan, given.model, given.cluster.ranks_per_nic),

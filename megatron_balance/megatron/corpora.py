@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 from megatron.core.datasets.utils import Split
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import BalanceError, ConfigError
+from megatron_balance.workloads.documents import split_documents
 from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
 from megatron_balance.workloads.order_cache import Corpus, of_corpus
 
@@ -148,6 +149,44 @@ def data_reasons(args: DataArguments) -> list[str]:
             "preprocess_data.py"
         )
     return reasons
+
+
+def corpus_reasons(args: DataArguments) -> list[str]:
+    """The reasons why the corpora that the command line names cannot be read; empty: they can.
+
+    What is seen here costs no more than opening the files: some of them are damaged inside.
+    """
+    reasons: list[str] = []
+    try:
+        named = sources(args)
+    except BalanceError as error:
+        return [str(error)]
+    wanted = (not getattr(args, "skip_train", False), bool(args.eval_iters), False)
+    num_documents: dict[str, int] = {}
+    for source in named:
+        for prefix in dict.fromkeys(source.prefixes):
+            if prefix not in num_documents:
+                num_documents[prefix] = 0
+                try:
+                    num_documents[prefix] = map_index(prefix).num_documents
+                except BalanceError as error:
+                    reasons.append(str(error))
+    if reasons:
+        return reasons
+    for source, asked, name in zip(named, wanted, ("train", "valid", "test"), strict=True):
+        parts = [split_documents(num_documents[prefix], source.split)[source.part] for prefix in source.prefixes]
+        if asked and not any(parts):
+            reasons.append(no_documents(source, name))
+    return reasons
+
+
+def no_documents(source: Source, name: str) -> str:
+    """The sentence about a split that is asked for and holds no document."""
+    less = " or set --eval-iters 0" if name == "valid" else ""
+    return (
+        f"{source.flag}: leaves no documents of {' '.join(source.prefixes) or 'any corpus'} for the {name} set; give "
+        f"it a larger share{less}"
+    )
 
 
 def parse_split(split: str | None) -> tuple[float, float, float]:

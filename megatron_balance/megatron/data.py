@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.megatron.corpora import DataArguments, data_reasons, open_corpus, sources
+from megatron_balance.megatron.corpora import DataArguments, data_reasons, no_documents, open_corpus, sources
 from megatron_balance.training.sequences import Sequences, to_bits
 from megatron_balance.workloads.blend import Blend, shares
 from megatron_balance.workloads.documents import (
@@ -118,7 +118,9 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return self.stream.fingerprint()
+        digest = hashlib.sha256(self.stream.fingerprint().encode())
+        digest.update(self._index.some_tokens().tobytes())
+        return digest.hexdigest()[:16]
 
     def fingerprint(self) -> str:
         """16 hex digits of all that decides which documents sample i holds, read once."""
@@ -325,11 +327,7 @@ def build_datasets(
         if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
-            less = " or set --eval-iters 0" if split is Split.valid else ""
-            raise ConfigError(
-                f"{source.flag}: leaves no documents of {' '.join(source.prefixes) or 'any corpus'} for the "
-                f"{split.name} set; give it a larger share{less}"
-            )
+            raise ConfigError(no_documents(source, split.name))
         alone = parts[0] if len(parts) == 1 else None
         datasets.append(alone or (DocumentBlend(parts, weights or None, wanted) if parts else None))
     train, valid, test = datasets

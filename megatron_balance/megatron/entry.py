@@ -58,12 +58,12 @@ def training(cfg_container: Any) -> Iterator[None]:
     """
     from megatron.training import get_args
 
-    from megatron_balance.megatron.corpora import data_reasons
+    from megatron_balance.megatron.corpora import corpus_reasons, data_reasons
     from megatron_balance.megatron.documents import names_corpus
     from megatron_balance.megatron.gpt import give_layer_spec
     from megatron_balance.megatron.latent import latent_reasons
     from megatron_balance.megatron.log import log_reasons
-    from megatron_balance.megatron.session import Session, opened
+    from megatron_balance.megatron.session import Session, opened, way_reasons
     from megatron_balance.patches import applied
     from megatron_balance.patches.selection import for_job
     from megatron_balance.planning.run import load_config
@@ -78,8 +78,9 @@ def training(cfg_container: Any) -> Iterator[None]:
             f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
         )
     ours = config.data == "documents" and names_corpus(args)
-    reasons = data_reasons(args) if ours else ()
-    check_arguments(args, [*reasons, *log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv)])
+    reasons = [*data_reasons(args), *corpus_reasons(args)] if ours else []
+    reasons += [*log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv), *way_reasons(args, config)]
+    check_arguments(args, reasons)
     _say_what_was_set(args, cfg_container)
     give_layer_spec(cfg_container)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):

@@ -112,6 +112,7 @@ def balance(
     model_config = get_model_config(chunks[0])
     args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
     reasons = [*reasons_in(REFUSALS, args), *log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv)]
+    reasons += session.way_reasons(args, run)
     if reasons:
         raise ConfigError("; ".join(reasons))
     for sentence in leave_out(args, [model_config]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -403,6 +403,24 @@ class Session:
 def _device_streams() -> CudaStreams | None:
     """The compute stream's events, for a trace; None on a CPU."""
     return CudaStreams({}, ()) if job_device().type == "cuda" else None
+
+
+def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
+    """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
+    reasons: list[str] = []
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_samples(args, config),
+        lambda: attends_jointly(args, config),
+        lambda: runs_pipelines(args, config),
+        lambda: candidates_of(args, config, layout_of(args)),
+        lambda: config.ping_pong is True and ping_pong.wanted(args, config),
+    )
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def check_samples(args: argparse.Namespace, config: Run) -> None:

@@ -19,7 +19,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import load_table
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, When
@@ -56,6 +56,7 @@ class PlannerChoice(PlannerSection):
         Raises:
             InfeasibleError: a batch that the ranks cannot hold.
             ConfigError: as `num_holders`, or options out of range.
+            InvalidProgramError: a plan of other sequences.
         """
         self.check_mask(model)
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
@@ -74,6 +75,7 @@ class PlannerChoice(PlannerSection):
             ConfigError: as `num_holders`; stages that the planner cannot plan together; interleaved
                 stages, and microbatches that do not come in whole groups; waiting sequences of
                 another planner that this one cannot train.
+            InvalidProgramError: a step that trains a sequence twice, by another length, or loses one.
         """
         self.num_holders(context.cluster)
         self.check_mask(context.model)
@@ -90,7 +92,15 @@ class PlannerChoice(PlannerSection):
             plan_step = self.planner.plan_step
         step, after = plan_step(lengths, self._asked(context), carry)
         assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
-        assert held_back(step, lengths, carry.waiting) == after.waiting, (self.name, carry, after)
+        try:
+            waiting = held_back(step, lengths, carry.waiting)
+        except ValueError as error:
+            raise InvalidProgramError(f"planner {self.name}: {error}") from None
+        if waiting != after.waiting:
+            raise InvalidProgramError(
+                f"planner {self.name} neither trains nor carries on {sorted(set(waiting) ^ set(after.waiting))[:4]} "
+                "(number, tokens); expected every sequence in one of both"
+            )
         return step, after
 
     def check_carry(self, carry: Carry) -> None:

@@ -15,7 +15,7 @@ from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
@@ -83,11 +83,21 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
 
 
 def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
-    """The plan of one microbatch or nano-batch, layers included."""
+    """The plan of one microbatch or nano-batch, layers included.
+
+    Raises:
+        InvalidProgramError: it is of other sequences.
+    """
     if planner.plan_by_others is not None:
         return planner.plan_by_others(batch, context)
     assert planner.plan is not None
-    return layered(planner.plan(batch, context.cluster, context.model, context.cost, context.options), context)
+    plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
+    if plan.lengths != batch.lengths:
+        raise InvalidProgramError(
+            f"planner {plan.planner} was given {batch.num_tokens} tokens in {len(batch.lengths)} sequences, and its "
+            f"plan has {plan.num_tokens} in {len(plan.lengths)}; expected the same sequences"
+        )
+    return layered(plan, context)
 
 
 def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:

@@ -306,8 +306,8 @@ class StepPlans:
                 raise ConfigError(
                     f"the checkpoint's {len(ledger.held)} waiting documents are of corpus {corpus or 'unknown'}, and "
                     f"this run reads {here or 'the samples of a script'}: expected the same --data-path, --split, "
-                    "--seq-length, --seed and documents policy; give those, or start anew from the weights alone "
-                    "(--finetune)"
+                    "--seq-length, --seed, and documents and sample_filling of the configuration; give those, or "
+                    "start anew from the weights alone (--finetune)"
                 )
             self._check_samples(corpus, here, accepted)
         self._ledger, self._last, self._drawn = ledger, None, None
@@ -328,7 +328,8 @@ class StepPlans:
         if accepted != name:
             raise ConfigError(
                 f"the checkpoint has trained {what}: going on at sample {consumed} would repeat some documents and "
-                "lose others. Give the same --data-path, --split, --seq-length, --seed and documents policy; or start "
+                "lose others. Give the same --data-path, --split, --seq-length, --seed, and documents and "
+                "sample_filling of the configuration; or start "
                 f"anew from the weights (--finetune); or accept it in the configuration: accepted_data: {name}"
             )
         log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)

@@ -41,6 +41,7 @@ TOKEN_TYPES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5:
 CODES: dict[str, int] = {name: code for code, name in TOKEN_TYPES.items()}
 # Token ids are scanned in parts of this many, so that describing a corpus needs little memory.
 SCAN_TOKENS = 1 << 24
+SOME_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +97,11 @@ class CorpusIndex:
     @property
     def _end_bytes(self) -> int:
         return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+
+    def some_tokens(self) -> NDArray[np.integer]:
+        """Tokens from places spread over the `.bin`, to tell corpora of equal lengths apart."""
+        places = np.unique(np.linspace(0, max(0, self.num_tokens - 1), SOME_TOKENS).astype(np.int64))
+        return np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")[places]
 
     def largest_token(self) -> int:
         """Largest token id of the corpus; reads the whole `.bin`."""

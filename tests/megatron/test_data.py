@@ -327,6 +327,36 @@ def test_arguments_that_cannot_work_are_refused(
         data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentences"),
+    [
+        ({"data_path": ["/nowhere/a", "/nowhere/b"]}, ("/nowhere/a.bin: No such file", "/nowhere/b.bin: No such file")),
+        ({"split": "0,0,0"}, ("--split 0,0,0: expected up to three weights",)),
+        ({"split": "0,0,1"}, ("for the train set", "for the valid set; give it a larger share or set --eval-iters 0")),
+        ({"split": "1,0,0", "eval_iters": 0}, ()),
+    ],
+)
+def test_what_is_wrong_with_corpora_is_known_without_reading_them(
+    prefix: str, changed: dict[str, object], sentences: tuple[str, ...]
+) -> None:
+    found = corpora.corpus_reasons(arguments(prefix, **({"split": "50,50,0", "eval_iters": 1} | changed)))
+    assert len(found) == len(sentences)
+    for reason, sentence in zip(found, sentences, strict=True):
+        assert sentence in reason
+
+
+def test_corpora_of_the_same_lengths_have_fingerprints_of_their_own(tmp_path: Path) -> None:
+    found: list[str] = []
+    for name, first in (("one", 1), ("same", 1), ("other", 2)):
+        with CorpusWriter(tmp_path / name, "uint16") as writer:
+            for _ in range(9):
+                writer.add_document(np.arange(first, first + 8))
+        train = data.build_datasets(arguments(str(tmp_path / name), split="1,0,0"), (8, 0, 0), "split")[0]
+        assert train is not None
+        found.append(train.fingerprint())
+    assert found[0] == found[1] != found[2]
+
+
 def test_the_weight_of_a_blend_of_one_corpus_changes_nothing(prefix: str) -> None:
     weighted = arguments(prefix, data_path=["1.0", prefix])
     alone, one = (data.build_datasets(each, (8, 0, 0), "split")[0] for each in (arguments(prefix), weighted))

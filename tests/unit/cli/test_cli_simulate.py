@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from megatron_balance import make_planner, simulate
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
 
 INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
@@ -226,6 +229,32 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
 def test_mistakes_are_one_sentence(run, command, message):
     found = run.error(command)
     assert message is None or found == message
+
+
+def without_the_last(batch: Batch) -> Batch:
+    return replace(batch, lengths=batch.lengths[:-1])
+
+
+def with_halves(batch: Batch) -> Batch:
+    return replace(batch, lengths=tuple(n // 2 for n in batch.lengths))
+
+
+@pytest.mark.parametrize("lose", [None, without_the_last, with_halves])
+@pytest.mark.parametrize("verb", ["plan", "simulate", "compare --baseline te_ring"])
+def test_a_plan_that_loses_tokens_is_refused(run, monkeypatch, verb, lose):
+    planner = PLANNERS["te_ring"]
+    right: Any = planner.plan
+
+    def plan(batch: Batch, *given: Any) -> MicrobatchPlan:
+        if lose is not None:
+            return right(lose(batch), *given)
+        made = right(batch, *given)
+        return replace(made, zones=tuple(replace(zone, seqs=zone.seqs[:-1]) for zone in made.zones))
+
+    monkeypatch.setitem(PLANNERS, "te_ring", replace(planner, plan=plan))
+    said = run.error(f"{verb} --planner te_ring --ranks 4 --model gpt-tiny --lengths 900,20,64")
+    assert "te_ring" in said
+    assert ("is in 0 zones" if lose is None else "expected the same sequences") in said
 
 
 def test_plan_does_not_import_the_simulator():
