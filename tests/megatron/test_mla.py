@@ -35,6 +35,7 @@ FLAGS: dict[str, Any] = {
     "group-query-attention": False,
     "num-query-groups": None,
     "num-attention-heads": 6,  # three on each of two tensor-parallel ranks
+    "kv-channels": 8,  # of no use here, but checked
     "q-lora-rank": 16,
     "kv-lora-rank": 8,
     "qk-head-dim": 4,

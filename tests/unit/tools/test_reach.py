@@ -1,4 +1,4 @@
-"""Which of Megatron's configurations are counted, and the command lines made of them."""
+"""The choice of Megatron's configurations that are counted, and the command lines made of them."""
 
 from __future__ import annotations
 
