@@ -60,7 +60,7 @@ def pretrains(path: Path, config: dict[str, Any]) -> bool:
 def add_modelopt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The flags that Megatron's own script adds where its library for distillation is installed."""
     try:
-        from megatron.post_training.arguments import add_modelopt_args
+        from megatron.post_training.arguments import add_modelopt_args  # pyright: ignore[reportMissingImports]
     except ImportError:  # a part of a checkout, not of the package
         return parser
     return add_modelopt_args(parser)
