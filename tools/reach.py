@@ -18,34 +18,52 @@ import contextlib
 import io
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 SUITES = ("gpt", "hybrid", "mixtral", "moe", "nemotron")
-NOT_PRETRAINING = ("inference", "rl", "grpo", "multimodal", "mimo", "static", "dynamic_inference", "upcycl")
+NOT_PRETRAINING = {"inference", "rl", "grpo", "multimodal", "mimo", "upcycling"}
+"""Words between the underscores of a configuration's name."""
+SET_BY_THE_RUNNER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
+"""Variables in configurations that whoever runs them sets: the number of a repetition, a tokenizer."""
 BEFORE = ("--calculate-per-token-loss", "--attention-dropout", "--moe-token-dispatcher-type")
 """Flags that had to be given while they were not set for the user."""
 
 
-def words_of(config: dict[str, Any]) -> list[str]:
-    """The command line of a test's configuration."""
+def words_of(config: dict[str, Any], single: Collection[str] = ()) -> list[str]:
+    """The command line of a test's configuration. A value with blanks is several words, except for the
+    flags `single`, which take one.
+    """
     words: list[str] = []
     for flag, value in (config.get("MODEL_ARGS") or {}).items():
         if value is True:
             words.append(flag)
         elif value not in (False, None):
-            text = str(value).replace("${REPEAT}", "1")  # the number of a repetition, set by who runs the test
+            text = str(value).replace('"', "")
+            for name, set_to in SET_BY_THE_RUNNER.items():
+                text = text.replace(f"${{{name}}}", set_to)
             several = text.startswith("[") and text.endswith("]") and " " in text
-            words += [flag, *(text[1:-1] if several else text).replace('"', "").split()]
+            words += [flag, *([text] if flag in single else (text[1:-1] if several else text).split())]
     return words
 
 
 def pretrains(path: Path, config: dict[str, Any]) -> bool:
     """Whether a configuration pretrains a decoder."""
     flags = config.get("MODEL_ARGS") or {}
-    return not any(word in path.parent.name for word in NOT_PRETRAINING) and "--train-iters" in flags
+    words = path.parent.name.split("_")  # "overlap" and "interleaved" have an rl in them
+    return NOT_PRETRAINING.isdisjoint(words) and not {"--train-iters", "--train-samples"}.isdisjoint(flags)
+
+
+def add_modelopt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags that Megatron's own script adds where its library for distillation is installed."""
+    try:
+        from megatron.post_training.arguments import add_modelopt_args  # pyright: ignore[reportMissingImports]
+    except ImportError:  # a part of a checkout, not of the package
+        return parser
+    return add_modelopt_args(parser)
 
 
 def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
@@ -81,7 +99,9 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
 
     from megatron_balance.megatron.arguments import add_balance_arguments
 
-    parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = add_modelopt_arguments(add_balance_arguments(add_megatron_arguments(parser)))
+    single = {flag for flag, action in parser._option_string_actions.items() if action.nargs is None}
     lines, every, alone = ["suite      files  pretrain  start"], Counter[str](), Counter[str]()
     named: list[str] = []
     sums, kept = [0, 0, 0], list[str]()
@@ -91,7 +111,7 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
         chosen = [(path, config) for path, config in configs if pretrains(path, config)]
         started = 0
         for path, config in chosen:
-            words = words_of(config)
+            words = words_of(config, single)
             found, data = reasons_of(parser, words)
             reasons = list(dict.fromkeys(map(short, found)))
             if before:

@@ -224,7 +224,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: args.use_megatron_fsdp or args.use_torch_fsdp2,
-        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) wraps the model and its schedule its own way; use "
+        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) gathers weights and sums gradients by modules of its own, whose "
+        "sums over ranks with unequal numbers of tokens have not been compared with one rank's; use "
         "--use-distributed-optimizer",
     ),
     (
@@ -232,9 +233,15 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--hybrid-context-parallel (--dynamic-context-parallel) is another answer to the same question; choose one",
     ),
     (
-        lambda args: args.hybrid_layer_pattern is not None or args.experimental_attention_variant is not None,
-        "hybrid models (--hybrid-layer-pattern, --experimental-attention-variant) have layers whose state runs along "
-        "the sequence",
+        lambda args: args.hybrid_layer_pattern is not None or bool(args.hybrid_override_pattern),
+        "hybrid models (--hybrid-layer-pattern) have layers whose state runs along the sequence: a sequence that lies "
+        "on several ranks would need the state handed from rank to rank in order, which no plan has",
+    ),
+    (
+        lambda args: args.experimental_attention_variant is not None,
+        "--experimental-attention-variant: gated_delta_net has a state that runs along the sequence and would be "
+        "handed from rank to rank, and dsa chooses each query's keys by scores over all of them, which a plan would "
+        "have to exchange first; leave it out",
     ),
     (
         lambda args: (
@@ -258,6 +265,11 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "rows of other ranks; leave it out, or recompute",
     ),
     (_given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
+    (
+        _given("export_kd_teacher_load"),
+        "--export-kd-teacher-load distils by the script's own loss, of a teacher's output beside the model's, and a "
+        "plan's loss takes the place of the script's; leave it out",
+    ),
     (_given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
     (
         lambda args: args.logits_load_dir is not None or args.logits_save_dir is not None,

@@ -73,6 +73,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--use-torch-fsdp2": ("--use-torch-fsdp2",),
     "--hybrid-context-parallel": ("--hybrid-context-parallel",),
     "--hybrid-layer-pattern": ("--hybrid-layer-pattern", "M*M*"),
+    "handed from rank to rank in order": ("--hybrid-override-pattern", "M*M*"),
     "--experimental-attention-variant": ("--experimental-attention-variant", "gated_delta_net"),
     "--heterogeneous-layers-config": ("--heterogeneous-layers-config-path", "x.json"),
     "--decoder-seq-length": ("--decoder-seq-length", "64"),
@@ -101,6 +102,7 @@ def test_every_refusal_is_tested() -> None:
         "--fused-single-qkv",
         "fp8_dot_product_attention",
         "--varlen-sbhd-validation",
+        "--export-kd-teacher-load",
     )  # tested below
     assert untested == [reason for _, reason in REFUSALS if any(word in reason for word in without_flag)]
 
@@ -201,8 +203,8 @@ def test_fused_qkv_rope_is_refused() -> None:
 
 
 def test_what_other_versions_ask_for_is_refused() -> None:
-    """Flags that the parser here does not know."""
-    for flag in ("varlen_sbhd_validation", "dynamic_context_parallel"):
+    """Flags that the parser here does not know; Megatron's own script adds those of distillation."""
+    for flag in ("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load"):
         args = parse()
         setattr(args, flag, True)
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_balance.planners import PLANNERS
 from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, at_once, started
+from tests.support.pipeline_runs import worst_gradient
 
 pytestmark = pytest.mark.megatron
 
@@ -230,6 +231,19 @@ def test_a_way_to_train_changes_no_number(
 def test_other_position_embeddings_train_like_one_rank(train: Train, tmp_path: Path, positions: str) -> None:
     flags = started(train, tmp_path, {"position-embedding-type": positions, "train-iters": 3})
     assert_same_training(train(4, "zeppelin", flags, config=two_nodes(4)), train(1, "te_ring", flags))
+
+
+def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
+    """`--step-batch-size-schedule`, as Megatron's release configurations have it; plans made ahead."""
+    grown = {"global-batch-size": None, "step-batch-size-schedule": "0:2 2K:4"}  # at 2,000 tokens
+    by_samples = {"train-iters": None, "train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12}
+    flags = {**grown, **by_samples}
+    one = train(1, "te_ring", flags, entry="gradients")
+    run = train(2, options_of("zeppelin"), flags, config={**two_nodes(2), "plan_ahead": True}, entry="gradients")
+    assert run.column("num_microbatches") == [2, 2, 4, 4]
+    assert_same_training(run, one)
+    assert sum(each_rank(run)["kv_tokens_received"]) > 0
+    assert worst_gradient(run.result.logs, one.result.logs, step=3) < 1e-5
 
 
 @pytest.mark.parametrize("context", [1, 2])
