@@ -72,7 +72,7 @@ class Bridge:
         self._alone: dict[tuple[int, int], Lines] = {}
 
     def train(self, replicas: int, sizes: dict[str, int], planner: str | None = None) -> Lines:
-        """What the example printed on rank 0.
+        """Lines that the example printed, each once.
 
         Raises:
             RuntimeError: it failed; the end of its log.
@@ -101,7 +101,7 @@ class Bridge:
         return [(what, json.loads(values)) for what, values in dict.fromkeys(map(tuple, lines))]
 
     def alone(self, replicas: int, sizes: dict[str, int]) -> Lines:
-        """What Bridge prints without plans and context parallelism."""
+        """Lines of Bridge without plans and context parallelism."""
         pipeline = sizes.get("pipeline", 1)
         if (replicas, pipeline) not in self._alone:
             self._alone[replicas, pipeline] = self.train(replicas, {"pipeline": pipeline})
