@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for layout in args.layouts:
                 _, replicas, sizes = LAYOUTS[layout]
                 row.append(differs(bridge.train(replicas, sizes, planner), bridge.alone(replicas, sizes)))
+                print(planner, layout, f"{row[-1]:.1e}", file=sys.stderr, flush=True)
             print(f"| {planner} | {' | '.join(f'{each:.1e}' for each in row)} |", flush=True)
             worst = max(worst, *row)
     return int(not worst <= TOLERANCE)

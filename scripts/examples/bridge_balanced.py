@@ -136,6 +136,15 @@ def on_cpu() -> None:
         del sys.modules[name]
 
 
+def local_layers(config: Any) -> Any:
+    """The spec of Megatron's own layers with planned attention: theirs refuses context parallelism."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec  # pyright: ignore[reportMissingImports]
+
+    from megatron_balance.megatron.core_attention import balanced_spec
+
+    return balanced_spec(local_layer_spec(config))
+
+
 def configuration(args: argparse.Namespace) -> Any:
     """Bridge's configuration of a small Llama on documents, evaluated as it trains."""
     import torch
@@ -147,13 +156,14 @@ def configuration(args: argparse.Namespace) -> Any:
 
     config: Any = _bridge("config")
     fused = not args.cpu
+    own_layers = local_layers if args.balance else local_layer_spec
     dtype = torch.bfloat16 if fused else torch.float32
     model = GPTModelProvider(
         num_layers=args.layers, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
         seq_length=args.seq_length, vocab_size=VOCABULARY, make_vocab_size_divisible_by=16, normalization="RMSNorm",
         activation_func=torch.nn.functional.silu, gated_linear_unit=True, position_embedding_type="rope",
         add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, share_embeddings_and_output_weights=False,
-        transformer_layer_spec=default_layer_spec if fused else local_layer_spec,
+        transformer_layer_spec=default_layer_spec if fused else own_layers,
         transformer_impl="transformer_engine" if fused else "local", bf16=fused,
         params_dtype=dtype, pipeline_dtype=dtype,
         context_parallel_size=args.context, pipeline_model_parallel_size=args.pipeline, cp_comm_type="all_gather",
@@ -201,16 +211,17 @@ def main() -> None:
         on_cpu()
     callbacks: Any = _bridge("callbacks")
     manager = callbacks.CallbackManager()
-    manager.register("on_train_step_end", lambda at: say("step", [*map(float, at.loss_dict.values()), at.grad_norm]))
-    manager.register("on_eval_end", lambda at: say("eval", [*map(float, at.total_loss_dict.values())]))
+    manager.register("on_train_step_end", lambda at: say("step", at.loss_dict, at.grad_norm))
+    manager.register("on_eval_end", lambda at: say("eval", at.total_loss_dict))
     with balanced(args.balance) if args.balance else nullcontext():
         _bridge("pretrain").pretrain(configuration(args), _bridge("gpt_step").forward_step, callbacks=manager)
 
 
-def say(what: str, values: list[float]) -> None:
-    """Print a line of JSON."""
-    sys.stdout.write(f"{what} {json.dumps(values)}\n")
-    sys.stdout.flush()
+def say(what: str, losses: dict[str, Any], *others: float) -> None:
+    """Print a line of JSON where losses are: on ranks of the last pipeline stage."""
+    if losses:
+        sys.stdout.write(f"{what} {json.dumps([*map(float, losses.values()), *others])}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
