@@ -16,7 +16,8 @@ than tokens. Its loss is 0, not 0 / 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,16 +28,23 @@ from megatron_balance.patches import Patch
 def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
     """`get_tokens_per_expert_and_token_count` with the group's mean as local token count.
 
-    The total, a divisor, is at least 1.
+    The total, a divisor, is at least 1. Megatron's branch dev names several groups, `reduce_groups`.
     """
 
     @functools.wraps(count)
     def counted(
-        routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False
+        routing_map: Any,
+        reduce_group: dist.ProcessGroup,
+        topk: int | None = None,
+        with_padding_mask: bool = False,
+        **groups: Sequence[dist.ProcessGroup],
     ) -> Any:
-        tokens_per_expert, _, total = count(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
+        tokens_per_expert, _, total = count(
+            routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask, **groups
+        )
         divisor = total.clamp(min=1) if with_padding_mask else total
-        return tokens_per_expert, total / reduce_group.size(), divisor
+        size = math.prod(group.size() for group in groups.get("reduce_groups", (reduce_group,)))
+        return tokens_per_expert, total / size, divisor
 
     return counted
 

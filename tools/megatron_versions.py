@@ -10,7 +10,8 @@ place of the version that it says it is. A cell is a training run of two or four
 of one rank's: the largest difference of a step's loss and gradient norm, relative. With `--results` a
 cell is a line of JSON, and those that a file has are left out. `--accept` accepts sources that nobody
 reviewed, for this run only; the table names them. Exit code 1 if a cell failed or differs by more than
-1e-5; one that was refused, with a reason, is not a failure.
+1e-5; one that was refused, with a reason, is not a failure. `--cp-comm-type KIND` gives every run that
+flag: plans say how keys travel, so no number depends on it.
 
 Experts are compared with two ranks that hold all of them: 0.18 weakens the routers' losses by the
 number of context-parallel ranks, which is its own and stays. Those two ranks have the planner
@@ -29,7 +30,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,13 @@ def version_of(root: Path) -> str:
 class Version:
     """Runs on one Megatron, in one folder."""
 
-    def __init__(self, root: Path, folder: Path, *, accept: bool) -> None:
-        """Start a server of training ranks that import Megatron from `root`."""
+    def __init__(self, root: Path, folder: Path, *, accept: bool, always: Mapping[str, Any]) -> None:
+        """Start a server of training ranks that import Megatron from `root`.
+
+        `always`: flags of every run.
+        """
         self.trainer = Trainer(path=[str(root)])
-        self.folder, self.accept = folder, accept
+        self.folder, self.accept, self.always = folder, accept, always
         self.accepted: dict[str, str] = {}
         self.corpus = write_corpus(folder / "documents", DOCUMENTS * CORPUS_ROUNDS)
         self._started: dict[bool, dict[str, Any]] = {}
@@ -126,7 +130,7 @@ class Version:
         }
         (folder / "balance.yaml").write_text(yaml.safe_dump(config))
         ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log"}
-        argv = command_line(MODEL, RUN, {"data-path": self.corpus, "train-iters": STEPS}, ours, flags)
+        argv = command_line(MODEL, RUN, {"data-path": self.corpus, "train-iters": STEPS}, ours, self.always, flags)
         result = self.trainer.run(Job("pretrain_gpt", num_ranks, tuple(argv), str(folder), deadline_s=900.0))
         if result.failed is None:
             return Run(result, tuple(map(json.loads, (folder / "log" / "steps.jsonl").read_text().splitlines())))
@@ -188,12 +192,14 @@ def differs(run: Run, reference: Run) -> float:
     return max(abs(got - wanted) / abs(wanted) for got, wanted in pairs)
 
 
-def cells_of(root: Path, wanted: Sequence[tuple[str, str]], *, accept: bool) -> Iterator[Cell]:
-    """The cells of one Megatron."""
+def cells_of(
+    root: Path, wanted: Sequence[tuple[str, str]], *, accept: bool, always: Mapping[str, Any]
+) -> Iterator[Cell]:
+    """The cells of one Megatron; `accept` and `always` as of `Version`."""
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as name:
-        version = Version(root, Path(name), accept=accept)
+        version = Version(root, Path(name), accept=accept, always=always)
         with contextlib.closing(version.trainer):
             for planner, layout in wanted:
                 yield {**version.cell(planner, layout), "accepted": sorted(version.accepted)}
@@ -251,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help="a line of JSON for each cell; cells that have one are left out")
     parser.add_argument("--show", action="store_true", help="run nothing; the table of --results")
     parser.add_argument("--accept", action="store_true", help="accept sources that nobody reviewed")
+    parser.add_argument("--cp-comm-type", metavar="KIND", help="Megatron's flag, for every run")
     args = parser.parse_args(argv)
     if args.show == bool(args.paths) or (args.show and args.results is None):
         parser.error("expected the paths of some Megatrons, or --show with --results FILE")
@@ -262,9 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, _, path = word.rpartition("=")
         root = root_of(path)
         name = name or version_of(root)
+        if args.cp_comm_type is not None:
+            name += f", --cp-comm-type {args.cp_comm_type}"
         done = {(cell["planner"], cell["layout"]) for cell in cells if cell["version"] == name}
         wanted = [(planner, layout) for layout in args.layouts for planner in args.planners]
-        for found in cells_of(root, [each for each in wanted if each not in done], accept=args.accept):
+        missing = [each for each in wanted if each not in done]
+        always = {"cp-comm-type": args.cp_comm_type}
+        for found in cells_of(root, missing, accept=args.accept, always=always):
             cell = {"version": name, **found}
             cells.append(cell)
             print(cell["version"], cell["planner"], cell["layout"], _told(cell), file=sys.stderr, flush=True)

@@ -20,10 +20,12 @@ CPU_DEFAULTS: dict[str, Any] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
+    "cp_comm_type": ["all_gather"],
 }
 """Defaults of Megatron's flags with `--balance-device cpu`.
 
-Its own need a GPU or Transformer Engine.
+Its own need a GPU or Transformer Engine. How keys travel is the plan's, so `cp_comm_type` changes
+nothing; Megatron's branch dev builds local layers under no other one.
 """
 
 

@@ -85,6 +85,7 @@ def balance(
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int = 1,
+    check_for_nan_in_loss: bool = False,
 ) -> BalancedLoop:
     """Plan the microbatches of a loop that calls Megatron's schedules itself.
 
@@ -97,6 +98,8 @@ def balance(
         seq_length: most tokens of a sample.
         micro_batch_size: samples of a microbatch on each replica.
         vocab_size: for predicted memory and `self_check`.
+        check_for_nan_in_loss: whether a loss that is no number ends the job or replays the step, by
+            Megatron's rerun state machine.
 
     Raises:
         ConfigError: a model or a planner that cannot run so; all reasons at once.
@@ -111,6 +114,7 @@ def balance(
         )
     model_config = get_model_config(chunks[0])
     args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
+    args.check_for_nan_in_loss_and_grad = check_for_nan_in_loss
     reasons = [*reasons_in(REFUSALS, args), *log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv)]
     reasons += session.way_reasons(args, run)
     if reasons:

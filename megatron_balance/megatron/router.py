@@ -13,6 +13,7 @@ expert's bias add up by themselves, but in 0.19.2 they cannot be taken where row
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,13 +63,13 @@ class BalancedRouter(TopKRouter):
         """Where experts are recomputed (`--recompute-modules moe`), those of all microbatches whose
         backward is to come, in the order of forwards, as a pipeline's backwards come too."""
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **of_version: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and map [T, experts] of logits [T, 1, experts].
 
-        `padding_mask` [T, 1]: rows of no sequence.
+        `padding_mask` [T, 1]: rows of no sequence. `of_version`: what other Megatrons hand on.
         """
         self._padding = None if padding_mask is None else padding_mask.reshape(-1)
-        return super().routing(logits, padding_mask)
+        return super().routing(logits, padding_mask, **of_version)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities and map [T, experts], balanced over all ranks that share the microbatch.
@@ -118,11 +119,15 @@ class BalancedRouter(TopKRouter):
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _apply_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+        **of_version: Any,
     ) -> Tensor:
-        return self._balanced(
-            "aux_loss", super()._apply_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask
-        )
+        apply = functools.partial(super()._apply_aux_loss, **of_version)
+        return self._balanced("aux_loss", apply, (probs, scores_for_aux_loss, routing_map), with_padding_mask)
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -142,6 +147,7 @@ class BalancedRouter(TopKRouter):
         seq_length: int,
         bsz: int,
         with_padding_mask: bool = False,
+        **_of_version: Any,
     ) -> Tensor:
         """Probabilities [T, experts], behind which lies the loss of every sample of the microbatch.
 
@@ -165,11 +171,15 @@ class BalancedRouter(TopKRouter):
         routed, samples = wide[:, :-1].to(scores.dtype), wide[:, -1]
         counts = routed.new_zeros(self._num_samples, routed.shape[1]).index_add_(0, samples, routed)
         dist.all_reduce(counts, group=self.tp_dp_cp_group)
-        tokens = counts.sum(1, keepdim=True) / self.topk
-        share = counts / tokens.clamp(min=1)
+        per_sample = counts.sum(1, keepdim=True) / self.topk
+        share = counts / per_sample.clamp(min=1)
         weighted = (scores * share[samples]).sum() * (coefficient * routed.shape[1] / self.topk)
-        total = tokens.sum().clamp(min=1)
-        return self.attach_and_log_load_balancing_loss(
+        total = per_sample.sum().clamp(min=1)
+        attach = self.attach_and_log_load_balancing_loss
+        # Megatron's branch dev would sum the count over the group; there it may be given as a whole.
+        named = "aux_loss_scale_num_tokens"
+        whole = {named: total} if named in inspect.signature(attach).parameters else {}
+        return attach(
             probs,
             coefficient,
             weighted / total,
@@ -177,6 +187,7 @@ class BalancedRouter(TopKRouter):
             self.tp_dp_cp_group,
             needs_dp_avg=False,
             valid_token_count=total / self.tp_cp_group.size(),
+            **whole,
         )
 
     def _balanced(

@@ -3,8 +3,9 @@
 Shapes: B = micro batch, S = --seq-length, N = entries of cu_seqlens. Packed samples (`--sft`,
 `--dataloader-inter-document-masking`) come with cu_seqlens [B, N] int32: a row begins with 0, rises,
 and ends with S, which is repeated to fill it. With cu_seqlens_padded beside it, Megatron attends by
-that one, and so do we. Samples of unequal lengths (`--use-varlen-dataset`) come as a list of dicts,
-each one sequence.
+that one, and so do we. Those of Megatron-Bridge are named cu_seqlens_q and cu_seqlens_q_padded, and
+may be [N] for a batch of one row. Samples of unequal lengths (`--use-varlen-dataset`) come as a list
+of dicts, each one sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_balance.errors import DataError
 from megatron_balance.megatron.data import PADDING
 
-BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens")
+BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
 """Where a batch may say them, the first that is there taking precedence."""
 COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 """Columns that are read of a batch, each [B, S]."""
@@ -90,13 +91,15 @@ def side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def positions_of(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
-    """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N].
+    """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N], or [N] of one row.
 
     Raises:
         DataError: it does not rise from 0 to S.
     """
     batch, size = shape
     ends = cu_seqlens.long()
+    if ends.dim() == 1 and batch == 1:
+        ends = ends[None]
     right = ends.dim() == 2 and ends.shape[0] == batch and ends.shape[1] > 1
     if not right or (ends[:, 0] != 0).any() or (ends[:, -1] != size).any() or (ends.diff(dim=1) < 0).any():
         raise DataError(

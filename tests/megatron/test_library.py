@@ -15,7 +15,7 @@ pytestmark = pytest.mark.megatron
 
 
 def trained(trainer: Trainer, folder: Path, num_ranks: int, yaml: str = "") -> tuple[list[list[float]], str]:
-    """Loss and gradient norm of every step, and rank 0's log."""
+    """Loss, gradient norm and evaluated loss of every step, and rank 0's log."""
     folder.mkdir()
     (folder / "balance.yaml").write_text(yaml)
     result = trainer.run(Job("loop", num_ranks, (str(folder / "balance.yaml"),) if yaml else (), str(folder)))
@@ -26,13 +26,15 @@ def trained(trainer: Trainer, folder: Path, num_ranks: int, yaml: str = "") -> t
 
 
 def test_a_loop_of_its_own_trains_as_without_plans(trainer: Trainer, tmp_path: Path) -> None:
-    plain, _ = trained(trainer, tmp_path / "plain", 1)
+    plain, alone = trained(trainer, tmp_path / "plain", 1)
     yaml = "planner: {name: zeppelin, slack: 2.0}\nself_check: true\nplan_ahead: false\n"
     ours, log = trained(trainer, tmp_path / "ours", 2, yaml)
     assert len(plain) == 3
     for got, wanted in zip(ours, plain, strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
     assert "self-check before step 1" in log
+    assert "own forward steps 48" in alone
+    assert "own forward steps 0" in log
 
 
 def test_a_planner_of_microbatches_is_refused(trainer: Trainer, tmp_path: Path) -> None:

@@ -52,7 +52,20 @@ def test_tokens_behind_the_last_that_counts_are_not_read() -> None:
     assert whole["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
 
 
-@pytest.mark.parametrize("ends", [[[0, 5]], [[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 6], [[0, 6], [0, 6]]])
+@pytest.mark.parametrize("of_one_row", [False, True])
+def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -> None:
+    """Its `position_ids` are 0 behind the last sequence, as if each token there were one."""
+    batch = batch_of([[0, 3, 8]], [[1, 1, 1, 1, 0, 0, 0, 0]])
+    ends = batch.pop("cu_seqlens")
+    padded = torch.tensor([[0, 4, 8]], dtype=torch.int32)
+    named = {"cu_seqlens_q": ends, "cu_seqlens_q_padded": padded, "cu_seqlens_kv": ends}
+    found = Reader().columns({**batch, **{name: each[0] if of_one_row else each for name, each in named.items()}})
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 0, PADDING, PADDING, PADDING]]
+    found = Reader().columns({**batch, "cu_seqlens_q": ends[0] if of_one_row else ends})
+    assert found["position_ids"].tolist() == [[0, 1, 2, 0, PADDING, PADDING, PADDING, PADDING]]
+
+
+@pytest.mark.parametrize("ends", [[[0, 5]], [[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 7], [6], [[0, 6], [0, 6]]])
 def test_cu_seqlens_that_are_not_the_samples_are_refused(ends: list[Any]) -> None:
     with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6"):
         positions_of(torch.tensor(ends), torch.Size((1, 6)))
