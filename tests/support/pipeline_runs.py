@@ -132,7 +132,7 @@ def _joined(name: str, parameter: Any) -> np.ndarray:
     dist.all_gather(shards, parameter.main_grad.contiguous(), group=mpu.get_tensor_model_parallel_group())
     # A shard of a gated MLP has its rows of the gate, then its rows of what is gated.
     dim = 0 if sinks else parameter.partition_dim
-    blocks = [shard.chunk(2 if name.endswith("linear_fc1.weight") else 1, dim) for shard in shards]
+    blocks = [shard.chunk(1 if sinks else parameter.partition_stride, dim) for shard in shards]
     return torch.cat([part for parts in zip(*blocks, strict=True) for part in parts], dim).numpy()
 
 
