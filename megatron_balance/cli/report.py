@@ -139,7 +139,8 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     base = next(row for row in found["rows"] if row["planner"] == baseline)
     sizes = replica_sizes(bench, next(choice for choice in choices if choice.name == baseline), base)
     said = of_sizes(found["rows"], base, sizes)
-    answer = [*found["answer"], *([f"{said[0].upper()}{said[1:]}."] if said else [])]
+    first, *others = found["answer"]
+    answer = [first, *([f"{said} (simulated)."] if said else []), *others]
     if real is not None:
         answer.append(real.sentence(baseline, base["step_s"]))
     return {**found, "answer": answer, "baseline_sizes": sizes}
