@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
@@ -58,12 +59,54 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
     hold_against(rows, base)
     rows.sort(key=standing)
+    sizes = replica_sizes(bench, next(choice for choice in given.planners if choice.name == baseline), base)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
-        print(json.dumps({**found, **bench.described()}))
+        print(json.dumps({**found, "baseline_sizes": sizes, **bench.described()}))
     else:
         _show(rows, left_out, baseline, bench)
+        if sentence := of_sizes(rows, base, sizes):
+            laboratory.console().print(sentence)
     return 0
+
+
+def replica_sizes(bench: laboratory.Bench, choice: PlannerChoice, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps of a baseline under every size of its replicas that holds the longest sequence, where
+    nobody said which: `context_parallel`, `step_s`, `fits`. Empty: it has none, or one was asked for.
+    """
+    from megatron_balance.errors import InfeasibleError
+    from megatron_balance.solvers.replicas import context_sizes
+
+    least = base["context_parallel"]
+    if least is None or "context_parallel" in choice.given:
+        return []
+    sizes = [{"context_parallel": least, "step_s": base["step_s"], "fits": base["fits"]}]
+    for size in context_sizes(bench.given.cluster):
+        if size > least:
+            wider = replace(choice, options=replace(choice.options, context_parallel=size))
+            try:
+                found = bench.simulate(bench.plan(wider))
+            except InfeasibleError:
+                continue
+            fits = max(found["peak_bytes_per_rank"]) <= bench.given.cluster.memory_bytes
+            sizes.append({"context_parallel": size, "step_s": found["step_s"]["median"], "fits": fits})
+    return sizes
+
+
+def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any], sizes: Sequence[dict[str, Any]]) -> str:
+    """A sentence on the baseline with replicas of the size that is fastest here, and what the best
+    planner is beside it; empty: that size is the baseline's.
+    """
+    fastest = min((each for each in sizes if each["fits"]), key=lambda each: each["step_s"], default=None)
+    if fastest is None or (base["fits"] and fastest["step_s"] >= base["step_s"]):
+        return ""
+    said = (
+        f"{base['planner']} would be fastest with CP {fastest['context_parallel']} here, {fastest['step_s']:.3f} s a "
+        "step"
+    )
+    best = next((row for row in rows if row["planner"] == best_of(rows) and row is not base), None)
+    beside = "" if best is None else f": beside that, {best['planner']} is {fastest['step_s'] / best['step_s']:.2f}x"
+    return said + beside
 
 
 def baseline_of(planners: Sequence[str]) -> str:

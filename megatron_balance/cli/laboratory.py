@@ -125,7 +125,13 @@ class Bench:
         """
         from megatron_balance.planning.choice import step_mode
 
-        return step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
+        found = step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
+        if found.joint and self.given.model.other_layers:
+            raise ConfigError(
+                f"{self.given.model.name} has layers of two masks, and pipeline stages that attend together have one; "
+                f"{choice.name} runs them with --stages stages"
+            )
+        return found
 
     def plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps, for the cluster as its configuration has it; a system that makes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory, output
-from megatron_balance.cli.compare import baseline_of
+from megatron_balance.cli.compare import baseline_of, of_sizes, replica_sizes
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
 
@@ -136,10 +136,14 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     if baseline not in (choice.name for choice in choices):
         choices.insert(0, laboratory.with_replicas(_plain(baseline, given.tokens_per_rank), given))
     found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
-    if real is None:
-        return found
     base = next(row for row in found["rows"] if row["planner"] == baseline)
-    return {**found, "answer": [*found["answer"], real.sentence(baseline, base["step_s"])]}
+    sizes = replica_sizes(bench, next(choice for choice in choices if choice.name == baseline), base)
+    said = of_sizes(found["rows"], base, sizes)
+    first, *others = found["answer"]
+    answer = [first, *([f"{said} (simulated)."] if said else []), *others]
+    if real is not None:
+        answer.append(real.sentence(baseline, base["step_s"]))
+    return {**found, "answer": answer, "baseline_sizes": sizes}
 
 
 def _real(args: argparse.Namespace) -> RealBatches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
-from megatron_balance.report.standing import runs, why_not
+from megatron_balance.report.standing import in_the_mean, runs, why_not
 from megatron_balance.report.tries import recommended
 
 FIRST = 3
@@ -37,8 +37,12 @@ def _fastest(base: Figures, best: Figures) -> str:
     versus = f"{words.seconds(best['step_s'])} instead of {words.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
         cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
-        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {today}: {versus}.{cannot}"
+        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
     return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
+
+
+def _mean(row: Figures) -> str:
+    return f" These are median steps; {in_the_mean(row)}." if in_the_mean(row) else ""
 
 
 def _room(row: Figures, memory_bytes: float) -> list[str]:

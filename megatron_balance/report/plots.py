@@ -196,7 +196,7 @@ def ranks_of_sequences(placed: Figures) -> Figure:
         barmode="overlay",
         xaxis=axis("rank", range=[-0.5, num_ranks - 0.5], tickformat=",d", showgrid=False),
         yaxis=axis(
-            "tokens of the sequence",
+            "tokens",
             range=[len(rows) - 0.4, -0.6],
             tickvals=list(range(len(rows))),
             ticktext=[f"{row['length']:,}" for row in rows],

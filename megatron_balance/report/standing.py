@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+APART = 0.03
+"""Share by which the speedups of median steps and of all steps may differ without a word."""
+
 BILLION = 1e9
 """Tokens for which GPU-hours and their cost are told."""
 
@@ -43,20 +46,31 @@ def gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
 
 
 def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
-    """Add to each row its speedup over `base`, and the GPU-hours that it saves."""
+    """Add to each row its speedup over `base`, of median steps and of all of them (`mean_speedup`),
+    and the GPU-hours that it saves.
+    """
     for row in rows:
         row["speedup"] = base["step_s"] / row["step_s"]
+        row["mean_speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         row["gpu_hours_saved"] = base["gpu_hours"] - row["gpu_hours"]
+
+
+def in_the_mean(row: Row) -> str:
+    """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
+    apart = abs(row["mean_speedup"] / row["speedup"] - 1)
+    return (
+        f"over all steps {row['mean_speedup']:.2f}x, over the median one {row['speedup']:.2f}x" if apart > APART else ""
+    )
 
 
 def saving(row: Row, base: Row, price: float | None) -> str:
     """A sentence on what `row` saves beside `base`; `price`: of a GPU-hour, in any currency."""
     hours, saved = row["gpu_hours"], row["gpu_hours_saved"]
-    cannot = why_not(base)
+    cannot, mean = why_not(base), in_the_mean(row)
     note = f"; {base['planner']} {cannot}, so no job spends them" if cannot else ""
     cost = "" if price is None else f", {price * saved:,.2f} at {price:g} an hour"
     return (
         f"{row['planner']} takes {hours:,.1f} GPU-hours for a billion tokens, {base['planner']} "
         f"{base['gpu_hours']:,.1f}: {saved:,.1f} saved ({saved / base['gpu_hours']:.0%}{cost}); MFU {row['mfu']:.1%} "
-        f"instead of {base['mfu']:.1%}{note}"
+        f"instead of {base['mfu']:.1%}{note}{f'; speedup {mean}' if mean else ''}"
     )

@@ -380,6 +380,25 @@ def test_replicas_hold_the_longest_sequence_or_what_is_asked(run):
     assert "goes with planner megatron" in run(f"simulate --planner te_ring {INPUTS} --context-parallel 4")[2]
 
 
+def test_the_size_of_replicas_that_is_fastest_is_told(run):
+    """The fewest ranks that hold the longest sequence, 4 of 8, leave the others without work."""
+    given = "--planner megatron --lengths 60000,900,100 --ranks 8 --tokens-per-rank 16000"
+    found = run.json(f"compare {given} --planner zeppelin --json")
+    sizes = {each["context_parallel"]: each["step_s"] for each in found["baseline_sizes"]}
+    assert sizes == {
+        size: run.json(f"simulate {given} --context-parallel {size} --json")["step_s"]["median"] for size in (4, 8)
+    }
+    assert sizes[8] < sizes[4]
+    rows = {row["planner"]: row["step_s"] for row in found["rows"]}
+    said = f"megatron would be fastest with CP 8 here, {sizes[8]:.3f} s a step"
+    assert f"{said}: beside that, zeppelin is {sizes[8] / rows['zeppelin']:.2f}x" in run.printed(
+        f"compare {given} --planner zeppelin"
+    ).replace("\n", " ")
+    asked = f"compare {given} --planner zeppelin --context-parallel 8"
+    assert run.json(f"{asked} --json")["baseline_sizes"] == []
+    assert "would be fastest" not in run.printed(asked)
+
+
 def test_gpu_hours_and_their_cost_are_told(run):
     given = f"compare --planner megatron --planner zeppelin {INPUTS}"
     found = run.json(f"{given} --price-per-gpu-hour 2.5 --json")
