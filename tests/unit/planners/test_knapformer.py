@@ -205,8 +205,16 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
     assert groups_of(tight) == {(0, 1, 2, 3): (0, 1, 2, 3)}
 
 
-@pytest.mark.parametrize("codes", [datacodes.MIXED_RESOLUTION, datacodes.IMAGES_AND_A_LONG_CLIP])
-def test_topologies_that_are_not_filled_are_no_better(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "lengths"),
+    [
+        ("flux-12b", drawn(datacodes.IMAGES_AND_VIDEOS, 0)),
+        ("llama3-8b", [60000, 30000, 20000, 9000, 8000, 7000, 5000, 4000, 3000, 2000, 1000, 900]),
+    ],
+)
+def test_topologies_that_are_not_filled_are_no_better(
+    model: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[bool] = []
     is_slower = Prices.is_slower
 
@@ -214,8 +222,7 @@ def test_topologies_that_are_not_filled_are_no_better(codes: str, monkeypatch: p
         asked.append(is_slower(prices, sizes, seconds))
         return asked[-1]
 
-    planned = make_planner("knapformer", H100, FLUX)
-    lengths = drawn(codes, 0)
+    planned = make_planner("knapformer", H100, load_model(model))
     with monkeypatch.context() as patched:
         patched.setattr(Prices, "is_slower", counted)
         found = planned(lengths)
