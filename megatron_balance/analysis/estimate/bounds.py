@@ -21,7 +21,7 @@ _MANY = 1e12
 
 _FEW_NODES, _FILLED, _TRADES = 32, 1.07, 1.1
 """Beyond so many nodes no plan of whole sequences was found within 7 % of the bound where exchanges
-make that a tenth more than even computation (512 and 1,024 ranks: 1.074 to 1.33 times it).
+make that a tenth more than even computation (24 batches on 512 and 1,024 ranks: 1.074 or more).
 """
 
 _STEPS = 12
