@@ -54,7 +54,8 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers:
         zones = (_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
         plan = replace(plan, zones=tuple(zones))
     routing = _routing(plan, cluster, cost, layers.routing)
-    return replace(plan, routing=None if routing is None else replace(routing, pieces=layers.pieces))
+    routing = None if routing is None else replace(routing, pieces=layers.pieces)
+    return plan if routing == plan.routing else replace(plan, routing=routing)
 
 
 def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel) -> AnyPlanZone:

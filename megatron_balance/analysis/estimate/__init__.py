@@ -48,6 +48,32 @@ class Estimate:
         return self.forward_s + self.backward_s
 
 
+class _Recent:
+    """The last few plans that were estimated, by identity: a planner that compares plans, what lays
+    layers around them and whoever compares planners ask for the same ones.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.known: tuple[tuple[MicrobatchPlan, Machine, Estimate | None], ...] = ()
+
+    def of(self, plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
+        for known, on, found in self.known:
+            if (
+                known is plan
+                and on.cost is machine.cost
+                and on.cluster == machine.cluster
+                and on.model == machine.model
+            ):
+                return found
+        found = _estimate(plan, machine)
+        self.known = (plan, machine, found), *self.known[: self.most - 1]  # replaced: threads plan ahead
+        return found
+
+
+_RECENT = _Recent(4)
+
+
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     """The seconds of a layer and its memory, one microbatch a step, no pipeline; None: a comm
     pattern of the plan has traffic without a closed form.
@@ -55,6 +81,10 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     Raises:
         InvalidProgramError: an unknown comm pattern.
     """
+    return _RECENT.of(plan, machine)
+
+
+def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     zones = zone_times(plan, machine)
     if zones is None:
         return None

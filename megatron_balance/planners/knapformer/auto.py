@@ -3,13 +3,15 @@
 Groups have sizes that divide the heads, lie in a node or are made of whole nodes, and hold their
 sequences in memory. Topologies of one size are priced first; from the best of them groups are split
 and merged, as long as that makes the slowest group faster. Every topology is filled by the same
-knapsack, so a price is that of the plan that would run.
+knapsack, so a price is that of the plan that would run. One that no filling makes as fast as the best
+so far is not filled (`Prices.is_slower`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -48,23 +50,24 @@ class Search:
         self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
         self.sizes = allowed_sizes(cluster, model.num_heads)
         self._prices = Prices(lengths, cluster, model, cost)
-        self._known: dict[tuple[int, ...], Found | None] = {}
+        self._tried: set[tuple[int, ...]] = set()
 
     def best(self, tries: int) -> Found:
         """The best topology of at most `tries` that are tried; one group of all ranks where memory
         rules out the others.
         """
-        uniform = [self._of((size,) * (self.cluster.num_ranks // size)) for size in self._uniform_sizes()]
-        found = [each for each in uniform if each is not None]
-        if not found:
+        best: Found | None = None
+        for size in self._uniform_sizes():
+            best = self._better((size,) * (self.cluster.num_ranks // size), best)
+        if best is None:
             everyone = np.zeros(len(self.lengths), dtype=np.int64)
             topology = Topology((self.cluster.num_ranks,))
             return Found(topology, everyone, self._prices.seconds(topology, everyone))
-        best = min(found, key=_rank)
-        while len(self._known) < tries:
-            near = [self._of(sizes) for sizes in self._neighbours(best.topology.sizes, tries)]
-            better = min((each for each in near if each is not None), key=_rank, default=best)
-            if _rank(better) >= _rank(best):
+        while len(self._tried) < tries:
+            better = best
+            for sizes in self._neighbours(best.topology.sizes, tries):
+                better = self._better(sizes, better)
+            if better is best:
                 return best
             best = better
         return best
@@ -83,24 +86,31 @@ class Search:
             unit = 1 if size == large else ratio  # groups of `size` that are changed at a time
             most = counts[size] // unit
             for times in sorted({1, most // 4, most // 2, most}):
-                if not 0 < times <= most or len(self._known) >= tries:
+                if not 0 < times <= most or len(self._tried) >= tries:
                     continue
                 changed = dict(counts)
                 changed[size] -= times * unit
                 changed[other] += times * (ratio if size == large else 1)
                 yield tuple(each for each in reversed(self.sizes) for _ in range(changed[each]))
 
-    def _of(self, sizes: tuple[int, ...]) -> Found | None:
-        """A topology filled and priced; None where memory does not hold it."""
-        if sizes not in self._known:
-            try:
-                group_of = assign(self.work, self.lengths, sizes, self.tokens_per_rank)
-            except InfeasibleError:
-                self._known[sizes] = None
-            else:
-                topology = Topology(sizes)
-                self._known[sizes] = Found(topology, group_of, self._prices.seconds(topology, group_of))
-        return self._known[sizes]
+    @overload
+    def _better(self, sizes: tuple[int, ...], best: Found) -> Found: ...
+    @overload
+    def _better(self, sizes: tuple[int, ...], best: Found | None) -> Found | None: ...
+    def _better(self, sizes: tuple[int, ...], best: Found | None) -> Found | None:
+        """The better of the best so far and a topology that fits memory, if that is a new one."""
+        if sizes in self._tried:
+            return best
+        self._tried.add(sizes)
+        if best is not None and self._prices.is_slower(sizes, best.seconds):
+            return best
+        try:
+            group_of = assign(self.work, self.lengths, sizes, self.tokens_per_rank)
+        except InfeasibleError:
+            return best
+        topology = Topology(sizes)
+        found = Found(topology, group_of, self._prices.seconds(topology, group_of))
+        return found if best is None or _rank(found) < _rank(best) else best
 
 
 def _rank(found: Found) -> tuple[float, int]:

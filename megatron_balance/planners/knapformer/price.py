@@ -7,6 +7,7 @@ modules and the two all-to-alls of a group come one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 import numpy as np
 
@@ -28,6 +29,8 @@ once, and unpacked or added up, each read and written, at the memory's rate on t
 configs/cluster, which is some seven times the link's.
 """
 
+_ROUNDING = 1 + 1e-9
+
 
 class Prices:
     """Costs of a batch's sequences under any topology; holds no decisions."""
@@ -40,6 +43,7 @@ class Prices:
         self.token_s = cost.linear_s(1.0)
         self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
         self._exchanges: dict[tuple[int, int], float] = {}
+        self._alone: dict[int, Floats] = {}
 
     def seconds(self, topology: Topology, group_of: Ints) -> float:
         """Seconds of the slowest group; `group_of`: of each sequence."""
@@ -56,6 +60,33 @@ class Prices:
         here = np.minimum(room, topology.sizes).tolist()
         exchange = np.array([self._exchange_s(*each) for each in zip(topology.sizes, here, strict=True)])
         return LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
+
+    def is_slower(self, sizes: Sequence[int], seconds: float) -> bool:
+        """Whether the slowest group takes longer than `seconds` however groups of these sizes are
+        filled: a sequence fits none in that time, or those that only large groups do in that time are
+        too many for these.
+        """
+        limit, present = seconds * _ROUNDING, sorted(set(sizes))
+        alone = np.array([self._alone_s(size) for size in present])
+        fits = alone <= limit
+        if not fits.any(axis=0).all():
+            return True
+        of_size = np.array(present, dtype=np.float64)
+        least = np.where(fits, alone * of_size[:, None], np.inf).min(axis=0)  # rank-seconds
+        needs = np.bincount(fits.argmax(axis=0), weights=least, minlength=len(present))
+        has = np.array([size * sizes.count(size) for size in present]) * limit
+        return bool((np.cumsum(needs[::-1]) > np.cumsum(has[::-1])).any())
+
+    def _alone_s(self, size: int) -> Floats:
+        """Of each sequence, the least seconds of a group of `size` ranks that has it alone."""
+        if size not in self._alone:
+            heads = ceil(self.model.num_heads / size) / (self.model.num_heads / size)
+            exchange_s = min(
+                self._exchange_s(size, inside) for inside in range(1, min(size, self.cluster.node_size) + 1)
+            )
+            token_s = LINEAR * self.token_s + exchange_s
+            self._alone[size] = (token_s * self.tokens + ATTENTION * heads * self.attention_s) / size
+        return self._alone[size]
 
     def _exchange_s(self, size: int, inside: int) -> float:
         """Seconds of all-to-alls of a group, both ways and both passes, for each token that a rank

@@ -61,7 +61,7 @@ class Sizes:
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.cluster = prices, prices.cluster
-        self.lengths, self.work_s = prices.lengths, prices.work_s
+        self.lengths, self.work_s, self._known = prices.lengths, prices.work_s, prices.shares
         self.all_s, self.all_tokens = sum(self.work_s), sum(self.lengths)
         self.mean_s, self.mean_tokens = self.all_s / self.cluster.num_ranks, self.all_tokens / self.cluster.num_ranks
         order = sorted(
@@ -84,7 +84,8 @@ class Sizes:
 
     def share(self, seq: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
-        return self.prices.share(self.lengths[seq], num_ranks, inter_node)
+        known = self._known.get((self.lengths[seq], num_ranks, inter_node))
+        return self.prices.share(self.lengths[seq], num_ranks, inter_node) if known is None else known
 
 
 class Filling:
@@ -211,8 +212,10 @@ class Filling:
     def _across_idlest(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
         """Place a sequence on ranks of the least loaded nodes, as few nodes as do."""
         size = self.size
+        if size == 1:
+            return self._on_idlest_nodes(seq, fewest, nodes)
         for num_nodes in _steps(max(2, -(-fewest // size)), self.num_nodes):
-            pool: Sequence[int] = nodes[:num_nodes] if size == 1 else ()
+            pool: Sequence[int] = ()
             all_of_them, narrow = num_nodes * size, max(fewest, (num_nodes - 1) * size + 1)
             for num_ranks in (all_of_them,) if self.target.fill == "whole" else range(narrow, all_of_them + 1):
                 share = self.sizes.share(seq, num_ranks, inter_node=True)
@@ -223,6 +226,22 @@ class Filling:
                 if len(ranks) >= num_ranks:
                     self._put(seq, self._least_loaded(ranks, num_ranks), share)
                     return True
+        return False
+
+    def _on_idlest_nodes(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
+        """As `_across_idlest`, nodes being of one rank: the least loaded ones must all have room."""
+        held_s, held_tokens = self.time_s, self.tokens
+        for count in _steps(max(2, fewest), self.num_nodes):
+            share = self.sizes.share(seq, count, inter_node=True)
+            time_s, tokens = self.target.time_s - share[0], self.target.tokens - share[1]
+            if time_s < 0 or tokens < 0:
+                continue
+            for node in nodes[:count]:
+                if held_s[node] > time_s or held_tokens[node] > tokens:
+                    break
+            else:
+                self._put(seq, tuple(sorted(nodes[:count])), share)
+                return True
         return False
 
     def _across_leftovers(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:

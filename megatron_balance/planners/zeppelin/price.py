@@ -77,7 +77,8 @@ class Prediction:
 class Prices:
     """Costs of a batch's sequences on any number of ranks; holds no decisions.
 
-    `pricing`: how it judges unless told otherwise.
+    `pricing`: how it judges unless told otherwise; `shares`: those asked for so far, by length, ranks
+    and whether the ring crosses nodes.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Prices:
         self.token_s, self.token_bytes = cost.linear_s(1.0), cost.kv_bytes(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
         self._times = {1: _Times(cost, 1, mask)}
-        self._shares: dict[tuple[int, int, bool], RankShare] = {}
+        self.shares: dict[tuple[int, int, bool], RankShare] = {}
         self.work_s = list(map(self._times[1].__getitem__, lengths))
         self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
 
@@ -117,12 +118,12 @@ class Prices:
     def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         key = (length, num_ranks, inter_node)
-        known = self._shares.get(key)
+        known = self.shares.get(key)
         if known is None:
             zone_s = self._zone_s(
                 self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks
             )
-            self._shares[key] = known = (zone_s, rank_tokens(length, num_ranks))
+            self.shares[key] = known = (zone_s, rank_tokens(length, num_ranks))
         return known
 
     def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:

@@ -27,8 +27,8 @@ def group_size(cluster: Cluster, model: Model, wanted: int | None) -> int:
     if wanted is not None:
         wide_ranks(cluster, wanted)
         return wanted
-    sizes = [size for size in range(1, cluster.node_size + 1) if model.num_heads % size == 0]
-    return max(size for size in sizes if _divides(cluster, size))
+    sizes = (size for size in range(cluster.node_size, 0, -1) if model.num_heads % size == 0)
+    return next(size for size in sizes if _divides(cluster, size))
 
 
 def _divides(cluster: Cluster, size: int) -> bool:

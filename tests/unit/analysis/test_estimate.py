@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import megatron_balance.analysis.estimate as module
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.estimate import Bounds, Estimate, estimate, zones
 from megatron_balance.analysis.estimate.times import Machine as Prices
@@ -114,6 +115,18 @@ def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
     assert over_even([262144]) > 6
     assert over_even([2048] * 256) == pytest.approx(1.0, abs=0.01)
     assert 1.02 < over_even([65536, *[2048] * 480]) < over_even([131072, *[2048] * 448])
+
+
+def test_a_plan_is_estimated_once_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_planner("te_ring", H200, MODEL)([4096])
+    asked: list[object] = []
+    inner = module._estimate
+    monkeypatch.setattr(module, "_estimate", lambda *given: asked.append(given) or inner(*given))
+    machines = [Prices.of(cluster, MODEL, AnalyticCost(cluster, MODEL)) for cluster in (H200, A800)]
+    first, other, again = (estimate(plan, machines[at]) for at in (0, 1, 0))
+    assert again is first
+    assert first != other
+    assert len(asked) == 2
 
 
 def test_a_batch_of_nothing_has_an_estimate() -> None:

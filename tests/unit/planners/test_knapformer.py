@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan
 from megatron_balance.planners.knapformer.auto import Search, allowed_sizes
 from megatron_balance.planners.knapformer.knapsack import assign
+from megatron_balance.planners.knapformer.price import Prices
 from megatron_balance.planners.knapformer.topology import Topology, parse
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
@@ -201,6 +203,32 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
     assert (held <= 40 * np.array(found.topology.sizes)).all()
     tight = plan_of([100, 10, 10, 8], cluster, tokens_per_rank=32)
     assert groups_of(tight) == {(0, 1, 2, 3): (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths"),
+    [
+        ("flux-12b", drawn(datacodes.IMAGES_AND_VIDEOS, 0)),
+        ("llama3-8b", [60000, 30000, 20000, 9000, 8000, 7000, 5000, 4000, 3000, 2000, 1000, 900]),
+    ],
+)
+def test_topologies_that_are_not_filled_are_no_better(
+    model: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    is_slower = Prices.is_slower
+
+    def counted(prices: Prices, sizes: Sequence[int], seconds: float) -> bool:
+        asked.append(is_slower(prices, sizes, seconds))
+        return asked[-1]
+
+    planned = make_planner("knapformer", H100, load_model(model))
+    with monkeypatch.context() as patched:
+        patched.setattr(Prices, "is_slower", counted)
+        found = planned(lengths)
+    assert any(asked)
+    monkeypatch.setattr(Prices, "is_slower", lambda *_: False)
+    assert planned(lengths) == found
 
 
 # Masks
