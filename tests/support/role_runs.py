@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -54,6 +55,8 @@ STRATEGIES = (
 """On four ranks, in turn; the fourth leaves a rank over."""
 LENGTHS = (36, 24, 60, 48, 12)
 """Tokens of each microbatch: TP 2, 3 and 4 divide them, as sequence parallelism wants."""
+LATE_S = 0.02
+"""How late each slot of weights, and of gradients, is sent."""
 ALIGNED = 128
 """Elements to which a parameter is rounded up in a role's memory."""
 
@@ -187,10 +190,27 @@ def main() -> None:
     strategies = [Strategy.parse(text) for text in sys.argv.pop(1).split(",")]
     with applied((*torch_norm.PATCHES, *dataset_helpers.PATCHES)):
         checker = Checker(strategies)
+        _let_slots_come_late()
         for strategy in strategies:
             sys.stdout.write(f"ROLE {json.dumps(checker.step(strategy))}\n")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _let_slots_come_late() -> None:
+    """So that a module that does not wait for its weights computes with NaN, and an owner that does
+    not wait for gradients lacks some.
+    """
+    from megatron_balance.training.weights import Exchange
+
+    def late(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(*args: Any) -> None:
+            time.sleep(LATE_S)
+            move(*args)
+
+        return moved
+
+    Exchange.pull_slot, Exchange.push_slot = late(Exchange.pull_slot), late(Exchange.push_slot)  # type: ignore[method-assign]
 
 
 def run() -> int:

@@ -56,6 +56,7 @@ def install() -> None:
 
         def run(**kwargs: Any) -> Any:
             assert get_model_config(self.model).grad_scale_func is not None, "a role's loss is not scaled"
+            check_gradients_given_back()
             with no_parallel_state(), no_world_group():
                 return inner(**kwargs)
 
@@ -97,6 +98,16 @@ def check_given_back() -> None:
     if changes is not None and changes.own_weights._data:
         assert changes.own_weights.num_bytes == 0, "weights of Megatron's own model are there beside a role's"
         sys.stdout.write("GIVEN BACK\n")
+
+
+def check_gradients_given_back() -> None:
+    """Megatron's own model has no gradient buffers while a role begins to compute."""
+    from megatron_balance.megatron import session
+
+    changes = session.current().changes
+    buffers = [buffer for chunk in changes._model for buffer in chunk.buffers] if changes else []
+    taken = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+    assert taken == 0, f"gradients of Megatron's own model take {taken} bytes beside a role's"
 
 
 def bytes_of_rows(roles: Any, strategy: Any) -> dict[str, int]:
