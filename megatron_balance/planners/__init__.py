@@ -30,6 +30,7 @@ from megatron_balance.planners.wlb_llm import tuning
 
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays")
 _ONCE_PER_NODE = Layers(once_per_node=True)
+_ONCE_PER_NODE_OVER_ALL_NICS = Layers(routing="pays", once_per_node=True)
 _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
 _POOL_GATHER = (Try(least=Bounds.pool_gather),)
@@ -70,7 +71,7 @@ PLANNERS: dict[str, Planner] = {
     "distca": Planner(
         distca.plan,
         distca.DistcaOptions,
-        _ONCE_PER_NODE,
+        _ONCE_PER_NODE_OVER_ALL_NICS,
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,

@@ -26,8 +26,7 @@ def test_the_machine_says_links_and_memory_and_the_configuration_sizes():
 
 
 @pytest.fixture
-def warned(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
+def warned(caplog):
     caplog.set_level(logging.WARNING, "megatron_balance")
     return caplog
 

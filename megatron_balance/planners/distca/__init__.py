@@ -17,6 +17,8 @@ What we leave out: the order of execution (ping-pong, ticks of a pipeline), whic
 business: it plans each nano-batch, and each tick (`plan_owned`).
 
 Where we differ and why:
+* Rows that several ranks of a node need cross its NICs once, and transfers between nodes go over all
+  NICs where that pays: the planner's own layers (docs/layers.md), which the paper does not have.
 * Keys and values that a server has already, by owner or by an earlier task, are free (the paper
   counts them all and says so, section 8), and so are those that a source no longer needs. A query
   counts with its output, which travels back.
