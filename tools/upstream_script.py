@@ -15,6 +15,7 @@ The ranks are replicas, with `--context` ranks each. A script that builds its la
 needs Transformer Engine for more than one.
 
 A checkout needs its compiled data set helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
+Its folder `tests` would hide ours: remove it.
 """
 
 from __future__ import annotations
