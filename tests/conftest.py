@@ -1,9 +1,6 @@
 """Settings shared by all tests: hypothesis profiles. `pytest --hypothesis-profile=ci` is what
 scripts/test.sh runs."""
 
-import logging
-
-import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadline: ranks share this machine's cores, so the time of one example says nothing.
@@ -15,9 +12,3 @@ settings.register_profile(
 settings.register_profile("long", deadline=None, max_examples=1200, suppress_health_check=list(HealthCheck))
 settings.register_profile("dev", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dev")
-
-
-@pytest.fixture(autouse=True)
-def our_log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`caplog` hears our log, though a test before it set it up as a run does (`megatron.entry`)."""
-    monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)

@@ -111,16 +111,20 @@ def expert_parameters(model: Model) -> float:
     """Parameters of all experts; 0: there are none."""
     if not model.num_experts:
         return 0.0
-    each = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
-    return each * float(model.num_experts) * (model.num_layers - model.dense_layers)
+    return _expert(model) * float(model.num_experts) * (model.num_layers - model.dense_layers)
 
 
 def _spared(model: Model) -> float:
     """Weights of a layer with experts that a dense layer does without: experts that no token
     visits, and the router.
     """
-    each = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
-    return each * (model.num_experts - max(1, model.experts_per_token)) + model.hidden_size * model.num_experts
+    unvisited = model.num_experts - max(1, model.experts_per_token)
+    return _expert(model) * unvisited + model.hidden_size * model.num_experts
+
+
+def _expert(model: Model) -> int:
+    """Weights of one expert."""
+    return (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
 
 
 def model_flops(model: Model, lengths: Iterable[int]) -> float:

@@ -1,14 +1,15 @@
-"""Our options on Megatron's command line, and refusals of flags that cannot work with a plan."""
+"""Our options on Megatron's command line, and refusals of flags that cannot work with any plan.
+
+Flags that one way of running alone cannot take are in `way_arguments`.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from math import lcm
 from typing import Any, Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.strategy import Strategy
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 DEVICE_OPTION = "--balance-device"
@@ -118,7 +119,7 @@ def role_row_multiple(args: argparse.Namespace, tensor: int) -> int:
     return shares * (FP8_ROWS[args.fp8_recipe] if args.fp8 is not None else 1)
 
 
-def _given(name: str) -> Callable[[Any], bool]:
+def given(name: str) -> Callable[[Any], bool]:
     """Whether option `name` is there and set."""
     return lambda args: bool(getattr(args, name, None))
 
@@ -129,7 +130,9 @@ def _is_no_window(args: Any) -> bool:
     return bool(window) and not (len(window) == 2 and window[0] >= 0 and window[1] == 0)
 
 
-def _balances_by(kind: str) -> Callable[[Any], bool]:
+def balances_by(kind: str) -> Callable[[Any], bool]:
+    """Whether a router's experts are balanced by `kind`."""
+
     def asks(args: Any) -> bool:
         given = args.moe_router_load_balancing_type
         return args.num_experts is not None and kind in (given if isinstance(given, list) else [given])
@@ -137,7 +140,7 @@ def _balances_by(kind: str) -> Callable[[Any], bool]:
     return asks
 
 
-balances_by_sample = _balances_by("seq_aux_loss")
+balances_by_sample = balances_by("seq_aux_loss")
 """Whether a router's loss is taken over each sample."""
 
 
@@ -181,7 +184,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--dataloader-inter-document-masking, --use-varlen-dataset) for one in Megatron; use --micro-batch-size 1",
     ),
     (
-        _given("varlen_sbhd_validation"),
+        given("varlen_sbhd_validation"),
         "--varlen-sbhd-validation is Megatron's reference for its own packing; leave it out",
     ),
     (
@@ -209,7 +212,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         ),
         "--attention-backend local puts Megatron's own core attention over any layer spec; leave it out",
     ),
-    (_given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
+    (given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
     (
         lambda args: args.fp4 is not None,
         "--fp4-format is for Blackwell, where plans have not been tried; use --fp8-format or bf16",
@@ -257,7 +260,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--decoder-seq-length and --decoder-num-layers: encoder-decoder models are not supported",
     ),
     (
-        _given("fine_grained_activation_offloading"),
+        given("fine_grained_activation_offloading"),
         "--fine-grained-activation-offloading runs attention on other streams, and what a plan received would have "
         "to be offloaded with it; leave it out",
     ),
@@ -266,13 +269,13 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--cpu-offloading-num-layers moves what Transformer Engine's own attention saved, and a plan's attention saves "
         "rows of other ranks; leave it out, or recompute",
     ),
-    (_given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
+    (given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
     (
-        _given("export_kd_teacher_load"),
+        given("export_kd_teacher_load"),
         "--export-kd-teacher-load distils by the script's own loss, of a teacher's output beside the model's, and a "
         "plan's loss takes the place of the script's; leave it out",
     ),
-    (_given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
+    (given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
     (
         lambda args: args.logits_load_dir is not None or args.logits_save_dir is not None,
         "--logits-load-dir and --logits-save-dir need the script's own loss and order of tokens; not supported",
@@ -286,7 +289,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "leave it out",
     ),
     (
-        _balances_by("quantile_balancing"),
+        balances_by("quantile_balancing"),
         "--moe-router-load-balancing-type quantile_balancing takes no padding, and ranks hold unequal numbers of "
         "tokens; use sinkhorn, aux_loss or global_aux_loss",
     ),
@@ -321,7 +324,7 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
         "addresses, plans change every step",
     ),
     (
-        _given("hierarchical_context_parallel_sizes"),
+        given("hierarchical_context_parallel_sizes"),
         {"hierarchical_context_parallel_sizes": None, "cp_comm_type": None},
         "--hierarchical-context-parallel-sizes was left out: it says how Megatron's own attention exchanges keys; "
         "here the plan does",
@@ -332,17 +335,17 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
         "Fused rotary embeddings were left out (--no-rope-fusion): those of multi-latent attention take no positions",
     ),
     (
-        _given("sequence_packing_scheduler"),
+        given("sequence_packing_scheduler"),
         {"sequence_packing_scheduler": None},
         "--sequence-packing-scheduler was left out (--use-varlen-dataset sets it): the plan packs sequences",
     ),
     (
-        _given("tp_comm_overlap"),
+        given("tp_comm_overlap"),
         {"tp_comm_overlap": False},
         "--tp-comm-overlap was left out: its buffers are for one fixed number of tokens",
     ),
     (
-        _given("overlap_moe_expert_parallel_comm"),
+        given("overlap_moe_expert_parallel_comm"),
         {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
         "--overlap-moe-expert-parallel-comm was left out: it runs layers out of order; the planner distca overlaps "
         "the experts' exchange with another half of the microbatch",
@@ -370,49 +373,6 @@ def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:
     return told
 
 
-UNEQUAL_STAGES = (
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
-
-JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
-        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers "
-        "and --account-for-* "
-        "give stages different numbers of layers, so they would attend at different times",
-    ),
-    (
-        lambda args: bool(
-            args.num_layers % (args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1))
-        ),
-        "--num-layers is not a multiple of pipeline stages x model chunks, so stages would attend at different times",
-    ),
-    (
-        lambda args: (
-            args.virtual_pipeline_model_parallel_size is not None
-            and getattr(args, "microbatch_group_size_per_vp_stage", None)
-            not in (None, args.pipeline_model_parallel_size)
-        ),
-        "--microbatch-group-size-per-virtual-pipeline-stage must be the number of pipeline stages",
-    ),
-    (
-        _given("mtp_num_layers"),
-        "--mtp-num-layers puts more layers onto the last stage, so stages would attend at different times",
-    ),
-    (
-        lambda args: bool(args.window_size) and args.window_attn_skip_freq is not None,
-        "--window-attn-skip-freq gives layers different masks, and stages attend together in different layers",
-    ),
-    (
-        _given("defer_embedding_wgrad_compute"),
-        "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out",
-    ),
-    (_given("moe_paged_stash"), "--moe-paged-stash belongs to Megatron's own schedules; leave it out"),
-)
-"""Flags that cannot work where all pipeline stages attend together."""
-
-
 class _OfAnyVersion:
     """Megatron's arguments; None for those that this version does not have."""
 
@@ -425,177 +385,8 @@ class _OfAnyVersion:
 
 def reasons_in(table: tuple[tuple[Callable[[Any], bool], str], ...], args: argparse.Namespace) -> list[str]:
     """The reasons of a table that hold for these arguments."""
-    given = _OfAnyVersion(args)
-    return [reason for refused, reason in table if refused(given)]
-
-
-def check_joint_arguments(args: argparse.Namespace) -> None:
-    """Reject arguments under which pipeline stages cannot attend together.
-
-    Raises:
-        ConfigError: names every flag that cannot work.
-    """
-    reasons = reasons_in(JOINT_REFUSALS, args)
-    if reasons:
-        raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
-
-
-PIPELINE_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda args: args.virtual_pipeline_model_parallel_size is not None,
-        "interleaved model chunks (--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank) "
-        "take microbatches in groups of the pipeline's size, and a pipeline runs any number of its own; leave them out",
-    ),
-    (
-        lambda args: args.num_experts is not None and _experts_of_several(args),
-        "--expert-model-parallel-size shares experts between replicas, which would have to meet in every layer of "
-        "every microbatch, and each runs a number of its own; choose ranks of experts x expert tensor parallelism that "
-        "divide those of tensor x context parallelism",
-    ),
-    (
-        _balances_by("global_aux_loss"),
-        "--moe-router-load-balancing-type global_aux_loss counts over all replicas in every microbatch, and each runs "
-        "a number of its own; use aux_loss",
-    ),
-    (
-        _given("mtp_num_layers"),
-        "--mtp-num-layers weights its loss by counts over all replicas in every microbatch, and each runs a number of "
-        "its own; leave it out",
-    ),
-    (
-        _balances_by("sinkhorn"),
-        "--moe-router-load-balancing-type sinkhorn balances over all replicas in every microbatch, and each runs a "
-        "number of its own; use aux_loss",
-    ),
-)
-"""Flags that cannot work where every replica is a pipeline with microbatches of its own."""
-
-
-def _experts_of_several(args: Any) -> bool:
-    """Whether the ranks that share a layer's experts belong to several replicas."""
-    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return bool(
-        args.tensor_model_parallel_size * args.context_parallel_size % (tensor * args.expert_model_parallel_size)
-    )
-
-
-def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
-    """Reject arguments under which replicas cannot be pipelines with microbatches of their own.
-
-    Raises:
-        ConfigError: names every flag that cannot work.
-    """
-    reasons = reasons_in(PIPELINE_REFUSALS, args)
-    if reasons:
-        raise ConfigError(f"planner {planner}: {'; '.join(reasons)}")
-
-
-STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda args: args.softmax_type == "learnable",
-        "--softmax-type learnable: Megatron does not say of sinks how tensor-parallel ranks share them, which a "
-        "strategy with another number of those must know",
-    ),
-    (
-        lambda args: not args.use_distributed_optimizer,
-        "--use-distributed-optimizer is missing: its shards own weights and gradients under every strategy",
-    ),
-    (
-        lambda args: args.overlap_param_gather,
-        "--overlap-param-gather works on the command line's layout alone; leave it out",
-    ),
-    (
-        lambda args: args.num_experts is not None,
-        "--num-experts: experts are not cut by strategies; train a dense model",
-    ),
-    (
-        _given("multi_latent_attention"),
-        "--multi-latent-attention: its down-projections are on every tensor-parallel rank, which the exchange of "
-        "weights does not know; leave it out",
-    ),
-    (_given("mtp_num_layers"), "--mtp-num-layers: its layers have no place in a strategy's stages; leave it out"),
-    (lambda args: args.fp8 is not None, "--fp8-format: weights of roles are not quantised; use bf16"),
-    (
-        lambda args: args.hidden_dropout > 0,
-        "--hidden-dropout must be 0: Megatron seeds dropout by the layout's tensor-parallel ranks",
-    ),
-    (
-        _given("use_precision_aware_optimizer"),
-        "--use-precision-aware-optimizer keeps no fp32 weights to be pulled; leave it out",
-    ),
-    (
-        lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
-        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers "
-        "and --account-for-*: stages of roles have equal numbers of layers; leave them out",
-    ),
-    (
-        lambda args: (args.num_distributed_optimizer_instances or 1) > 1,
-        "--num-distributed-optimizer-instances must be 1: each weight has one owner",
-    ),
-    (
-        _given("use_tp_pp_dp_mapping"),
-        "--use-tp-pp-dp-mapping: owners are looked up in Megatron's own order of ranks; leave it out",
-    ),
-    (
-        lambda args: (
-            bool(args.check_weight_hash_across_dp_replicas_interval or args.save_params_interval)
-            or bool(args.log_params_norm)
-        ),
-        "--check-weight-hash-across-dp-replicas-interval, --save-params-interval and --log-params-norm read weights of "
-        "a model that is brought up to date only when it runs or is saved; leave them out",
-    ),
-    (
-        lambda args: bool(args.save_wgrads_interval or args.save_dgrads_interval or args.save_activations_interval),
-        "--save-wgrads-interval, --save-dgrads-interval and --save-activations-interval read a model that need not "
-        "have run in the step; leave them out",
-    ),
-    (
-        lambda args: args.optimizer not in (None, "adam", "sgd"),
-        "--optimizer must be adam or sgd: others keep whole matrices together",
-    ),
-)
-"""Flags that cannot work where training changes between strategies."""
-
-
-def check_strategy_arguments(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
-    """Reject arguments and strategies with which training cannot change from step to step.
-
-    Raises:
-        ConfigError: names every flag that cannot work, and of each strategy what does not divide.
-    """
-    reasons = reasons_in(STRATEGY_REFUSALS, args)
-    for strategy in strategies:
-        reasons += [f"{strategy}: {reason}" for reason in _not_cut(args, strategy)]
-    if reasons:
-        raise ConfigError(f"strategies: {'; '.join(reasons)}")
-
-
-def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
-    """The reasons why the ranks or the model cannot be cut by a strategy."""
-    reasons: list[str] = []
-    if strategy.num_ranks > args.world_size:
-        reasons.append(f"takes {strategy.num_ranks} ranks, and there are {args.world_size}; use fewer or smaller ones")
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    counts = (
-        (args.num_attention_heads, "attention heads (--num-attention-heads)"),
-        (groups, "query groups (--num-query-groups)"),
-        (args.ffn_hidden_size, "the FFN's size (--ffn-hidden-size)"),
-    )
-    for scheme in dict.fromkeys(strategy.pipelines):
-        reasons += [
-            f"TP {scheme.tensor} does not divide {count}, {what}" for count, what in counts if count % scheme.tensor
-        ]
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        padded = args.padded_vocab_size or -(-(args.vocab_size or 0) // multiple) * multiple
-        if padded % scheme.tensor:
-            wanted = lcm(args.make_vocab_size_divisible_by, scheme.tensor)
-            reasons.append(
-                f"TP {scheme.tensor} does not divide the padded vocabulary, {padded}; pad it with "
-                f"--make-vocab-size-divisible-by {wanted}"
-            )
-        if args.num_layers % scheme.pipeline:
-            reasons.append(f"PP {scheme.pipeline} does not divide the {args.num_layers} layers (--num-layers)")
-    return reasons
+    found = _OfAnyVersion(args)
+    return [reason for refused, reason in table if refused(found)]
 
 
 def check_arguments(args: argparse.Namespace, others: Sequence[str] = ()) -> None:

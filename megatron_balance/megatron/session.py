@@ -29,9 +29,6 @@ from megatron_balance.megatron import carry, core_attention, latent, machine, me
 from megatron_balance.megatron.arguments import (
     averages_evaluation,
     balances_by_sample,
-    check_joint_arguments,
-    check_pipeline_arguments,
-    check_strategy_arguments,
     row_multiple,
 )
 from megatron_balance.megatron.changes import Changes
@@ -45,6 +42,11 @@ from megatron_balance.megatron.planning import check_holds, plan_spec, step_plan
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.sub_sequences import Reader
 from megatron_balance.megatron.tokens import job_device
+from megatron_balance.megatron.way_arguments import (
+    check_joint_arguments,
+    check_pipeline_arguments,
+    check_strategy_arguments,
+)
 from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.arguments import STRATEGY_REFUSALS, UNEQUAL_STAGES, check_strategy_arguments
+from megatron_balance.megatron.way_arguments import STRATEGY_REFUSALS, UNEQUAL_STAGES, check_strategy_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.megatron.test_training import validation_losses

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import PIPELINE_REFUSALS, check_pipeline_arguments
+from megatron_balance.megatron.way_arguments import PIPELINE_REFUSALS, check_pipeline_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient

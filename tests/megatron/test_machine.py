@@ -26,7 +26,8 @@ def test_the_machine_says_links_and_memory_and_the_configuration_sizes():
 
 
 @pytest.fixture
-def warned(caplog):
+def warned(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
     caplog.set_level(logging.WARNING, "megatron_balance")
     return caplog
 

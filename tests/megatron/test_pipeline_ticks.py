@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import check_joint_arguments
 from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.way_arguments import check_joint_arguments
 from megatron_balance.training.layer_runs import attention_passes, phases
 from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse

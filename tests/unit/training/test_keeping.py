@@ -58,7 +58,8 @@ def test_ranks_with_other_readings_decide_alike():
     assert {decision.keeping for decision in decisions} == {2}
 
 
-def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog):
+def test_shorter_batches_keep_in_more_layers_and_each_change_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_balance"), "propagate", True)
     caplog.set_level(logging.INFO, "megatron_balance")
     job = keeping(predicted(4000, 2) / USABLE)
     assert [job.decide(step(tokens)).keeping for tokens in (4000, 3999, 400, 4000)] == [2, 2, 4, 2]
