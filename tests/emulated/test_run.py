@@ -124,15 +124,29 @@ def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothi
     command = tool(
         "run", "--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", f"{HERE}/steps.py", "-1", "-1"
     )
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
-        log = nothing_left / "rank1.log"
-        wait_until(lambda: log.exists() and "begins step 3" in log.read_text(), 60.0, "the ranks never began")
-        # the launcher, its supervisor, process 1 and two ranks
-        assert len(processes_with(str(nothing_left))) == 5
-        launcher.send_signal(number)
-        launcher.wait(timeout=10)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=heed_interrupts,  # noqa: PLW1509
+    ) as launcher:
+        try:
+            log = nothing_left / "rank1.log"
+            wait_until(lambda: log.exists() and "begins step 3" in log.read_text(), 60.0, "the ranks never began")
+            # the launcher, its supervisor, process 1 and two ranks
+            assert len(processes_with(str(nothing_left))) == 5
+            launcher.send_signal(number)
+            launcher.wait(timeout=10)
+        finally:
+            launcher.kill()
     if number == signal.SIGKILL:  # the kernel ends the others, not the launcher
         wait_until(lambda: not processes_with(str(nothing_left)), 5.0, "processes outlive their launcher")
+
+
+def heed_interrupts() -> None:
+    """Take SIGINT again, which a shell's background jobs ignore, and their children with them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(holds: object, limit_s: float, otherwise: str) -> None:
