@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import Ledger
 
 ARGUMENT = "balance_carry"
@@ -20,12 +21,12 @@ def save(text: str, args: argparse.Namespace) -> None:
     setattr(args, ARGUMENT, text)
 
 
-def saved(args: argparse.Namespace) -> tuple[Ledger, str]:
-    """The ledger that a checkpoint with these arguments was saved with, and its corpus; empty if it
-    knows of none.
+def saved(args: argparse.Namespace) -> tuple[Ledger, DataIdentity]:
+    """The ledger that a checkpoint with these arguments was saved with, and what its samples are; an
+    empty one and an unknown one if it knows of none.
 
     Raises:
         ConfigError: the checkpoint's text is not a ledger.
     """
     text: str | None = getattr(args, ARGUMENT, None)
-    return (Ledger(), "") if text is None else Ledger.from_json(text)
+    return (Ledger(), DataIdentity()) if text is None else Ledger.from_json(text)

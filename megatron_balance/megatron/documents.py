@@ -33,6 +33,7 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
             "megatron_balance.launch"
         )
     replace = names_corpus(job.args) and not kept
+    job.script_data.kept = not replace and getattr(given, "func", given).__module__ != DocumentDataset.__module__
     provider: Callable[..., Any] = make_provider(job.config.documents, job.config.sample_filling) if replace else given
     named = getattr(given, "__qualname__", None) or repr(given)
     if not replace:
@@ -50,6 +51,8 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         train, valid, test = provider(*args, **kwargs)
         job.train_data = train if isinstance(train, (DocumentDataset, DocumentBlend)) else None
+        if job.script_data.kept and train is not None:  # model chunks in the middle have none
+            job.script_data.dataset = train
         return train, valid, test
 
     if getattr(provider, "is_distributed", False):

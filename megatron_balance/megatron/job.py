@@ -10,6 +10,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.data import Documents
 from megatron_balance.planning.run import Run
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.pool import Pool
 
 
@@ -38,6 +39,10 @@ class PlannedJob(Protocol):
     @property
     def row_multiple(self) -> int:
         """The number of which a rank's rows are a multiple."""
+        ...
+
+    def data_identity(self) -> DataIdentity:
+        """Identity of the training samples. Collective over the world at the first call."""
         ...
 
     def cluster(self) -> Cluster:

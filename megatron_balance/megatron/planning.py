@@ -119,7 +119,7 @@ def samples(job: PlannedJob) -> Samples:
         total=0 if data is None else len(data),
         # Iterations count from 0 while one runs.
         remaining=lambda: job.args.train_iters - job.args.curr_iteration,
-        corpus=None if data is None else data.fingerprint,
+        identity=job.data_identity,
     )
 
 

@@ -40,6 +40,7 @@ from megatron_balance.megatron.place import Place
 from megatron_balance.megatron.planned_model import planned_model
 from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.script_data import ScriptData
 from megatron_balance.megatron.sub_sequences import Reader
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.megatron.way_arguments import (
@@ -56,6 +57,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.training.binding import BindAhead, Binder
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import Job
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import Ledger
@@ -97,11 +99,13 @@ class Session:
         """Where the plans of coming microbatches are looked up."""
         self.train_data: Documents | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
+        self.script_data = ScriptData()
+        """The training samples if they are the script's own."""
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
         self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
-        self._ledger, self._corpus = Ledger(), ""
+        self._ledger, self._data = Ledger(), DataIdentity()
         carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
         self.unchecked = config.self_check
@@ -324,13 +328,18 @@ class Session:
         size = tensor or self.args.tensor_model_parallel_size
         return planned_model(self.args, self.config, self.shape_of(size), size)
 
+    def data_identity(self) -> DataIdentity:
+        """Identity of the training samples. Collective over the world at the first call."""
+        ours = self.train_data
+        return self.script_data.identity(self.args) if ours is None else DataIdentity(ours.fingerprint())
+
     def planner(self, forward_only: bool) -> StepPlans:
         """The plans of training steps, or of evaluation; they share nothing."""
         if forward_only not in self._planners:
             ahead = self.config.plan_ahead and not forward_only
             self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
             if not forward_only:
-                self._planners[forward_only].restore(self._ledger, self._corpus, self.config.accepted_data)
+                self._planners[forward_only].restore(self._ledger, self._data, self.config.accepted_data)
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
@@ -340,12 +349,12 @@ class Session:
         Raises:
             ConfigError: this run's planner cannot train them.
         """
-        self._ledger, self._corpus = carry.saved(checkpoint_args)
+        self._ledger, self._data = carry.saved(checkpoint_args)
         assert self.config.planner is not None
         self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
-            self._planners[False].restore(self._ledger, self._corpus, self.config.accepted_data)
-        carry.save(self._ledger.to_json(self._corpus), self.args)
+            self._planners[False].restore(self._ledger, self._data, self.config.accepted_data)
+        carry.save(self._ledger.to_json(self._data), self.args)
 
     def end_step(self) -> None:
         """A training step is over: the next checkpoint is saved with what it carries on."""

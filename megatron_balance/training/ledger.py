@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
+from megatron_balance.training.data_identity import DataIdentity
 
 
 class Held(NamedTuple):
@@ -86,14 +87,16 @@ class Ledger:
         assert new.drawn == new.trained + carry.waiting_tokens, new
         return new
 
-    def to_json(self, corpus: str = "") -> str:
-        """One line of JSON. `corpus`: the fingerprint of the samples, where the ledger needs them."""
+    def to_json(self, data: DataIdentity | None = None) -> str:
+        """One line of JSON. `data`: what the samples are; None: nobody knows."""
+        known = data or DataIdentity()
         body = {name: getattr(self, name) for name in ("held", "behind", "drawn", "trained")}
-        return json.dumps({"carry": json.loads(self.carry.to_json()), "corpus": corpus, **body})
+        told = {"data": known.to_body()} if known.facts else {}
+        return json.dumps({"carry": json.loads(self.carry.to_json()), "corpus": known.fingerprint, **told, **body})
 
     @classmethod
-    def from_json(cls, text: str) -> tuple[Ledger, str]:
-        """The ledger that `to_json` wrote, and its corpus.
+    def from_json(cls, text: str) -> tuple[Ledger, DataIdentity]:
+        """The ledger that `to_json` wrote, and what its samples are.
 
         Raises:
             ConfigError: the text is not a ledger.
@@ -103,6 +106,7 @@ class Ledger:
             held = tuple(Held(*map(int, each)) for each in body["held"])
             made = cls(Carry.from_body(body["carry"]), held, *(int(body[n]) for n in ("behind", "drawn", "trained")))
             corpus = str(body["corpus"])
+            data = DataIdentity.from_body(corpus, body["data"]) if "data" in body else DataIdentity(corpus)
         except MALFORMED as error:
             raise ConfigError(
                 f"not the account of a run's documents: {type(error).__name__}: {error}; got {text!r:.80}"
@@ -113,7 +117,7 @@ class Ledger:
                 f"the account of a run's documents does not add up: {made.drawn} tokens drawn, {counted} trained or "
                 "waiting; the checkpoint is damaged"
             )
-        return made, corpus
+        return made, data
 
 
 BEGINNING = Ledger()

@@ -25,6 +25,7 @@ from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.agree import check_announced
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import BEGINNING, Held, Ledger
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ HORIZON = 2
 
 
 PLAIN = "plain"
-"""The name of samples that were not ours, in `accepted_data`."""
+"""The name of samples that nobody knows, in `accepted_data`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Samples:
 
     `lengths`: of the sequences of one sample, known without reading it; None: they are not ours,
     and nothing is planned ahead or held back. `remaining`: steps of the run, this one included; None:
-    nobody knows. `corpus`: the fingerprint of all samples.
+    nobody knows. `identity`: of all samples; None: nobody knows.
     """
 
     consumed: Callable[[], int]
@@ -101,7 +102,7 @@ class Samples:
     lengths: Callable[[int], tuple[int, ...]] | None = None
     total: int = 0
     remaining: Callable[[], int] | None = None
-    corpus: Callable[[], str] | None = None
+    identity: Callable[[], DataIdentity] | None = None
 
     def step(self, first: int, num_microbatches: int) -> Lengths | None:
         """Lengths of the step that begins at sample `first`; None: the samples end before it does."""
@@ -284,15 +285,14 @@ class StepPlans:
     def saved(self) -> str:
         """The text for a checkpoint behind the last step."""
         ledger = self.end_step()
-        corpus = self._samples.corpus
-        return ledger.to_json(corpus() if corpus is not None else "")
+        return ledger.to_json(self._here())
 
-    def restore(self, ledger: Ledger, corpus: str = "", accepted: str = "") -> None:
+    def restore(self, ledger: Ledger, data: DataIdentity | None = None, accepted: str = "") -> None:
         """Go on with the ledger of a checkpoint.
 
         Args:
             ledger: the account of its documents.
-            corpus: the fingerprint of its samples; empty: they were not ours.
+            data: what its samples are; None: nobody knows.
             accepted: the fingerprint of other samples, or "plain", after which to go on with these.
 
         Raises:
@@ -300,37 +300,45 @@ class StepPlans:
                 samples.
         """
         self._planner.choice.check_carry(ledger.carry)
-        here = "" if self._samples.corpus is None else self._samples.corpus()
-        if here != corpus:
+        data, here, consumed = data or DataIdentity(), self._here(), self._samples.consumed()
+        if here.facts and not data.fingerprint:
+            if consumed > 0:
+                log.warning(
+                    "data: the checkpoint does not say what its %d samples were (it is a plain one, or of an earlier "
+                    "version), so they were not compared with the script's",
+                    consumed,
+                )
+        elif changes := data.changes(here, consumed):
             if ledger.needs_corpus:
                 raise ConfigError(
-                    f"the checkpoint's {len(ledger.held)} waiting documents are of corpus {corpus or 'unknown'}, and "
-                    f"this run reads {here or 'the samples of a script'}: expected the same --data-path, --split, "
-                    "--seq-length, --seed, and documents and sample_filling of the configuration; give those, or "
-                    "start anew from the weights alone (--finetune)"
+                    f"the checkpoint's {len(ledger.held)} waiting documents are of corpus "
+                    f"{data.fingerprint or 'unknown'}, and this run reads {here}: expected the same --data-path, "
+                    "--split, --seq-length, --seed, and documents and sample_filling of the configuration; give those, "
+                    "or start anew from the weights alone (--finetune)"
                 )
-            self._check_samples(corpus, here, accepted)
+            self._check_samples(data, changes, accepted)
         self._ledger, self._last, self._drawn = ledger, None, None
 
-    def _check_samples(self, corpus: str, here: str, accepted: str) -> None:
+    def _here(self) -> DataIdentity:
+        """Identity of this run's samples."""
+        return DataIdentity() if self._samples.identity is None else self._samples.identity()
+
+    def _check_samples(self, data: DataIdentity, changes: list[str], accepted: str) -> None:
         """Reject to count on in other samples than the checkpoint's, unless they are accepted by name.
 
         Raises:
             ConfigError: they are not.
         """
-        consumed, name = self._samples.consumed(), corpus or PLAIN
+        consumed, name = self._samples.consumed(), data.fingerprint or PLAIN
         if consumed == 0:
             return
-        what = (
-            f"{consumed} samples of {corpus or 'a data set that was not ours (a plain checkpoint, or data: script)'}, "
-            f"and this run reads {here or 'the samples of a script'}"
-        )
+        what = f"{consumed} {data}, and this run's are others: {'; '.join(changes)}"
         if accepted != name:
+            ours = "" if data.facts else ", and documents and sample_filling of the configuration"
             raise ConfigError(
-                f"the checkpoint has trained {what}: going on at sample {consumed} would repeat some documents and "
-                "lose others. Give the same --data-path, --split, --seq-length, --seed, and documents and "
-                "sample_filling of the configuration; or start "
-                f"anew from the weights (--finetune); or accept it in the configuration: accepted_data: {name}"
+                f"the checkpoint has trained {what}. Going on at sample {consumed} would repeat some documents and "
+                f"lose others. Give the same --data-path, --split, --seq-length, --seed{ours}; or start anew from the "
+                f"weights (--finetune); or accept it in the configuration: accepted_data: {name}"
             )
         log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)
 

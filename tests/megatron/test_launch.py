@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,35 @@ def test_hidden_dropout_is_megatrons_own(train: Train) -> None:
     assert losses != pytest.approx(expected[:2], rel=1e-4), "training does drop"
 
 
-def test_a_script_resumes_through_the_launcher(train: Train, tmp_path: Path) -> None:
-    saving = {"ckpt-format": "torch_dist", "save": tmp_path, "load": tmp_path, "save-interval": 2}
-    whole = train(2, "te_ring", STEPS, entry="launch", before=(SCRIPT,))
-    train(2, "te_ring", {**STEPS, **saving, "exit-interval": 2}, entry="launch", before=(SCRIPT,))
-    resumed = train(2, "te_ring", {**STEPS, **saving}, entry="launch", before=(SCRIPT,))
+def test_a_script_resumes_through_the_launcher_in_the_data_that_it_trained(
+    train: Train, tmp_path: Path, corpus: str
+) -> None:
+    """In its own data set, which may have moved: on other ranks too, of which some read nothing."""
+    moved, saved = tmp_path / "moved", tmp_path / "saved"
+    for end in (".idx", ".bin"):
+        shutil.copy(f"{corpus}{end}", f"{moved}{end}")
+    flags = {**STEPS, "reset-position-ids": True, "reset-attention-mask": True, "ckpt-format": "torch_dist"}
+    own: dict[str, Any] = {"config": {"data": "script"}, "entry": "launch", "before": (SCRIPT,)}
+    whole = train(2, "te_ring", {**flags, "save": saved, "save-interval": 2}, **own)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    flags["load"] = saved
+    sharded = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 1}
+
+    names: list[str] = []
+
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2)
+        assert "of the script" in result.log(1)
+        found = re.search(r"--seed was 11 and is 12\..*sample 4 would repeat.*accepted_data: (\w+)", result.log(1))
+        assert found
+        names.append(found[1])
+
+    train(2, "te_ring", {**flags, **sharded, "seed": 12}, **own, expect=refused)
+    config = {"data": "script", "accepted_data": names[0]}
+    train(1, "te_ring", {**flags, "seed": 12}, **{**own, "config": config})
+    resumed = train(2, "zeppelin", {**flags, **sharded, "data-path": moved}, **own)
     assert resumed.column("step") == [3]
-    assert resumed.column("loss") == whole.column("loss")[2:]
+    assert resumed.column("loss") == pytest.approx(whole.column("loss")[2:], rel=1e-5)
 
 
 def test_the_launcher_needs_a_script(train: Train) -> None:

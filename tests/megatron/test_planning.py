@@ -30,6 +30,7 @@ from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.planning.place import aligned_nano_batches
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.runtime.groups import single
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import tick_figures
 from megatron_balance.training.pool import Pool
 
@@ -72,6 +73,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
         layout=Strategy((Scheme(),)),
         args=argparse.Namespace(**{**usual, **args}),
         train_data=data,
+        data_identity=DataIdentity,
         pool=Pool(single(), 1, (0,), (0,)),
         cluster=lambda: Cluster(num_ranks=1, ranks_per_node=1),
         model=lambda: Model(8, 8, 16),

@@ -1,4 +1,5 @@
-"""Seconds and memory of opening a large corpus: sorting it once, and on the order that was kept.
+"""Seconds, of CPU too, and memory of opening a large corpus: sorting it once, and on the order that
+was kept.
 
 python -m tools.bench.corpus_start [--documents 20m] [--seq-length 8192]
 
@@ -59,16 +60,16 @@ def open_it(prefix: str, seq_length: int, filling: str) -> None:
             ("data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
         ),
     )
-    before, begin = private_mb(), time.perf_counter()
+    before, begin, cpu = private_mb(), time.perf_counter(), time.process_time()
     train, _, _ = build_datasets(args, (1 << 30, 0, 0), "split", "best_fit" if filling == "best_fit" else "next_fit")
     assert train is not None
     train.fingerprint()
     first = train[0]["tokens"].shape
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     lengths = [train.sample_lengths(index) for index in range(0, 1000, 10)]
     assert first == (seq_length,)
     assert all(lengths)
-    print(json.dumps({"seconds": seconds, "private_mb": private_mb() - before}))
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu, "private_mb": private_mb() - before}))
 
 
 def main() -> None:
@@ -91,7 +92,8 @@ def main() -> None:
                 command = [sys.executable, "-W", "ignore", "-m", "tools.bench.corpus_start", *words]
                 told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 found = json.loads(told.splitlines()[-1])
-                print(f"{filling}, {which}: {found['seconds']:.2f} s, {found['private_mb']:.0f} MB private", flush=True)
+                times = f"{found['seconds']:.2f} s, {found['cpu_s']:.2f} s of CPU"
+                print(f"{filling}, {which}: {times}, {found['private_mb']:.0f} MB private", flush=True)
 
 
 if __name__ == "__main__":

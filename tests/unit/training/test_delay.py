@@ -14,6 +14,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.nano_batches import Recalled, by_nano_batch
@@ -70,7 +71,7 @@ class Run:
             self.stream.lengths_of,
             1 << 30,
             remaining=lambda: self.steps - self.done,
-            corpus=self.stream.fingerprint,
+            identity=lambda: DataIdentity(self.stream.fingerprint()),
         )
         self.plans = StepPlans(StepPlanner(spec), samples, lambda _: None)
         if self.saved:
@@ -185,7 +186,9 @@ def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
     run = Run()
     while sum(each.length for each in run.plans.end_step().held) <= CONTEXT:
         run.step()
-    with pytest.raises(ConfigError, match=r"waiting documents are of corpus [0-9a-f]{16}, and this run reads [0-9a-f]"):
+    with pytest.raises(
+        ConfigError, match=r"waiting documents are of corpus [0-9a-f]{16}, and this run reads samples of"
+    ):
         run.killed(seed=6)
     small = {"thresholds": THRESHOLDS, "tokens_per_rank": CONTEXT // 2}
     late = run.killed(steps=run.done + 1, num_microbatches=1, options=small)

@@ -18,6 +18,7 @@ from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.ahead import Ready
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import Held, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
 
@@ -195,24 +196,63 @@ def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what
     assert resumed.step() == job.step() == carried(0, 1)
 
 
-def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_by_name(planner: StepPlanner) -> None:
-    def resumed(consumed: int, here: str | None) -> StepPlans:
-        samples = Samples(lambda: consumed, lambda: 1, 1, corpus=None if here is None else lambda: here)
-        return StepPlans(planner, samples, lambda _: None)
+OURS = DataIdentity("0123")
+SCRIPTS = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes ab"}, {"corpus 1": "here"}, {0: "aa", 4: "bb"})
 
-    ledger, _ = Ledger.from_json(resumed(0, "0123").saved())
-    _, saved = Ledger.from_json(resumed(3, "0123").saved())
-    assert saved == "0123", "the fingerprint is saved whether or not documents wait"
-    for corpus, here in (("0123", "0123"), ("", None)):
-        resumed(3, here).restore(ledger, corpus)
-    for consumed, corpus, here in ((0, "0123", "4567"), (0, "", "4567")):
-        resumed(consumed, here).restore(ledger, corpus)
-    for corpus, here, name in (("0123", "4567", "0123"), ("0123", None, "0123"), ("", "4567", "plain")):
-        with pytest.raises(ConfigError, match=f"going on at sample 3 would repeat.*accepted_data: {name}"):
-            resumed(3, here).restore(ledger, corpus)
+
+def resumed(planner: StepPlanner, consumed: int, here: DataIdentity | None) -> StepPlans:
+    samples = Samples(lambda: consumed, lambda: 1, 1, identity=None if here is None else lambda: here)
+    return StepPlans(planner, samples, lambda _: None)
+
+
+def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_by_name(planner: StepPlanner) -> None:
+    for known in (OURS, SCRIPTS):
+        _, saved = Ledger.from_json(resumed(planner, 3, known).saved())
+        assert saved == known, "it is saved whether or not documents wait"
+    unknown, other, ledger = DataIdentity(), DataIdentity("4567"), Ledger()
+    for data, here in ((OURS, OURS), (SCRIPTS, SCRIPTS), (unknown, None)):
+        resumed(planner, 3, here).restore(ledger, data)
+    for data, here in ((OURS, other), (unknown, other), (SCRIPTS, OURS)):
+        resumed(planner, 0, here).restore(ledger, data)
+    refused = ((OURS, other, "0123"), (OURS, None, "0123"), (unknown, other, "plain"), (OURS, SCRIPTS, "0123"))
+    for data, here, name in (*refused, (SCRIPTS, None, SCRIPTS.fingerprint), (SCRIPTS, OURS, SCRIPTS.fingerprint)):
+        with pytest.raises(ConfigError, match=f"Going on at sample 3 would repeat.*accepted_data: {name}"):
+            resumed(planner, 3, here).restore(ledger, data)
         with pytest.raises(ConfigError, match="accepted_data"):
-            resumed(3, here).restore(ledger, corpus, accepted="another")
-        resumed(3, here).restore(ledger, corpus, accepted=name)
+            resumed(planner, 3, here).restore(ledger, data, accepted="another")
+        resumed(planner, 3, here).restore(ledger, data, accepted=name)
+
+
+@pytest.mark.parametrize(
+    ("facts", "samples", "told"),
+    [
+        ({"--seed": "2"}, {0: "cc"}, r"--seed was 1 and is 2\. Going on"),
+        ({"corpus 1": "8 bytes cd"}, {}, r"corpus 1 was 9 bytes ab \(here\) and is 8 bytes cd \(there\)"),
+        ({"blend": "0.5, 0.5"}, {}, "blend was nothing and is 0.5, 0.5"),
+        ({}, {0: "cc"}, r"sample 0 has other tokens \(1 of 1 that were compared.*--train-iters"),
+        ({}, {4: "cc"}, None),
+    ],
+    ids=["seed", "corpus", "another fact", "order", "order behind what was trained"],
+)
+def test_a_refusal_says_what_of_a_scripts_data_changed(
+    planner: StepPlanner, facts: dict[str, str], samples: dict[int, str], told: str | None
+) -> None:
+    """Where it lies is told, and decides nothing; nor does a sample that nobody trained."""
+    here = DataIdentity.of_script({**SCRIPTS.facts, **facts}, {"corpus 1": "there"}, {**SCRIPTS.samples, **samples})
+    if told is None:
+        resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
+        return
+    with pytest.raises(ConfigError, match=told):
+        resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
+
+
+def test_a_checkpoint_that_does_not_know_its_data_goes_on_in_a_scripts_and_says_so(
+    planner: StepPlanner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever takes a plan into a run that plain Megatron began; nothing was trained at sample 0."""
+    for consumed, told in ((0, 0), (3, 1)):
+        resumed(planner, consumed, SCRIPTS).restore(Ledger(), DataIdentity())
+        assert caplog.text.count("they were not compared with the script's") == told
 
 
 def test_a_step_of_other_lengths_mends_the_chain_of_plans_made_ahead(planner: StepPlanner) -> None:

@@ -1,0 +1,224 @@
+"""Identity of the training samples of a script's own data set (`data: script`).
+
+Facts are of contents: a corpus is the sizes of its files and pieces of them, wherever it lies. Which
+sample comes when, a data set decides by itself; so the tokens of a few samples are read, by number,
+and digested. The one rank that reads them tells all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_balance.megatron.tokens import job_device
+from megatron_balance.training.data_identity import DataIdentity
+
+log = logging.getLogger(__name__)
+
+PIECES = 16
+PIECE_BYTES = 4096
+"""Of each file of a corpus, so many pieces of that size are digested, spread over it."""
+FIRST_TOKENS = 256
+"""Of a sample; no padding among them, of which `--sft` has another at each number of ranks."""
+PATIENCE_S = 60.0
+"""For the process that reads samples."""
+FILES = ("", ".idx", ".bin")
+"""Behind the path by which a data set names its corpus."""
+PATH_OPTIONS = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data")
+"""Options that say the data of a script, where its data set does not."""
+
+
+class ScriptData:
+    """The training set of a script. `kept`: whether training reads it, known on all ranks; `dataset`:
+    None on a rank that reads no samples.
+    """
+
+    def __init__(self) -> None:
+        self.kept = False
+        self.dataset: Any = None
+        self._identity: DataIdentity | None = None
+
+    def identity(self, args: argparse.Namespace) -> DataIdentity:
+        """Identity of its samples; unknown where it is not kept. Collective over the world at the
+        first call.
+        """
+        if self._identity is None:
+            self._identity = agreed(self.dataset, args) if self.kept else DataIdentity()
+        return self._identity
+
+
+def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
+    """Identity of a script's training samples, the same on all ranks. Collective over the world.
+
+    Args:
+        dataset: the training set; None: this rank has none, as ranks that read no samples.
+        args: of Megatron.
+    """
+    has = torch.tensor([dist.get_rank() if dataset is not None else dist.get_world_size()], device=job_device())
+    dist.all_reduce(has, dist.ReduceOp.MIN)
+    reader = int(has)
+    told: list[DataIdentity] = [DataIdentity()]
+    if reader == dist.get_world_size():
+        log.warning("data: no rank has a training set of the script, so a resume with another one is not noticed")
+        return told[0]
+    if dist.get_rank() == reader:
+        try:
+            told = [identify(dataset, args)]
+        except Exception as error:  # any: the data set is somebody else's, and the other ranks wait
+            log.warning(
+                "data: the script's data set does not say what it is (%s: %s), so a resume with another one is not "
+                "noticed",
+                type(error).__name__,
+                error,
+            )
+    dist.broadcast_object_list(told, reader)
+    return told[0]
+
+
+def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
+    """Identity of a training set: its facts, and digests of some samples.
+
+    A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`, `dataset`),
+    the sequences that it draws from (`indices`) and its settings (`config`). Of another data set the
+    class is known, and what the command line says.
+    """
+    parts = list(getattr(dataset, "datasets", None) or [dataset])
+    config = getattr(parts[0], "config", None)
+    facts = {
+        "data set": type(parts[0]).__name__,
+        "--seq-length": str(getattr(config, "sequence_length", args.seq_length)),
+        "--seed": str(getattr(config, "random_seed", args.seed)),
+        "order": _order(dataset, args),
+    }
+    weights = [float(weight) for weight in getattr(dataset, "weights", ())]
+    if len(weights) > 1:
+        facts["blend"] = ", ".join(f"{weight / sum(weights):.6g}" for weight in weights)
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        if not hasattr(part, "dataset_path"):
+            facts |= {_flag(name): _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
+            continue
+        name = f"corpus {number}"
+        facts[name] = _of_corpus(part)
+        if part.dataset_path is not None:
+            places[name] = str(part.dataset_path)
+    return DataIdentity.of_script(facts, places, _of_samples(dataset, args, config))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _order(dataset: Any, args: argparse.Namespace) -> str:
+    """How samples are drawn from their numbers."""
+    if args.dataloader_type != "cyclic":
+        return str(args.dataloader_type)
+    replicas = parallel_state.get_data_parallel_world_size()
+    by_replica = (
+        f", in {replicas} parts of {args.micro_batch_size} each" if getattr(args, "data_sharding", True) else ""
+    )
+    return f"cyclic, {len(dataset)} samples{by_replica}"
+
+
+def _of_option(value: Any) -> str:
+    """An option that says data: words that are no path as they are, paths by the contents."""
+    words: Sequence[Any] = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
+    return " ".join(content(str(word)) or str(word) for word in words)
+
+
+def _of_corpus(part: Any) -> str:
+    """A corpus and the sequences that are drawn from, without where it lies."""
+    low: Any = part.dataset
+    lengths = getattr(low, "sequence_lengths", None)
+    total = len(low) if lengths is None else len(lengths)
+    known = None if part.dataset_path is None else content(str(part.dataset_path))
+    if known is None:  # made up, or behind a name that is no file here
+        known = type(low).__name__
+    drawn: Any = getattr(part, "indices", ())
+    run = f", {len(drawn)} from {drawn[0]} to {drawn[-1]} of them" if len(drawn) else ", none of them"
+    return f"{total} sequences{run}, {known}"
+
+
+def content(prefix: str) -> str | None:
+    """The bytes of the files at a path or prefix, and a digest of their sizes and pieces; None: there
+    are none.
+    """
+    found = [path for path in (Path(f"{prefix}{end}") for end in FILES) if path.is_file()]
+    digest, total = hashlib.sha256(), 0
+    for path in found:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            total += size
+            digest.update(f"{path.suffix if path.suffix in FILES else ''} {size} ".encode())
+            last = max(0, size - PIECE_BYTES)
+            for at in dict.fromkeys(last * piece // (PIECES - 1) for piece in range(PIECES)):
+                stream.seek(at)
+                digest.update(stream.read(PIECE_BYTES))
+    return f"{total} bytes {digest.hexdigest()[:8]}" if found else None
+
+
+def numbers(num_samples: int) -> list[int]:
+    """The samples that are read: the first one, and those at powers of two."""
+    powers = itertools.takewhile(lambda number: number < num_samples, (1 << power for power in itertools.count()))
+    return [*range(min(num_samples, 1)), *powers]
+
+
+def _of_samples(dataset: Any, args: argparse.Namespace, config: Any) -> dict[int, str]:
+    """Digests of some samples' tokens, by number; none where a number does not say the tokens."""
+    if args.dataloader_type == "external" or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        reason = "it is no list of samples"
+    elif getattr(args, "fim_data", False):
+        reason = "--fim-data draws at random"
+    else:
+        wanted = numbers(len(dataset))
+        pad = None
+        with suppress(Exception):  # tokenizers without one raise this and that
+            pad = config.tokenizer.pad
+        try:
+            # In a process of its own: reading changes a data set that draws at random, or that keeps
+            # what it read first, as Megatron's GPTDataset does a mask.
+            loader: Any = torch.utils.data.DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=wanted * 2,
+                num_workers=1,
+                timeout=PATIENCE_S,
+                generator=torch.Generator(),
+                collate_fn=_Digest(pad),
+            )
+            found = [str(each) for each in loader]
+        except Exception as error:  # any: the data set is somebody else's
+            reason = f"samples {wanted} cannot be read: {type(error).__name__}: {error}"
+        else:
+            if found[: len(wanted)] == found[len(wanted) :]:
+                return dict(zip(wanted, found, strict=False))
+            reason = "it gives other tokens each time it is read"
+    log.warning("data: no samples of the script's data set are compared where a run goes on (%s)", reason)
+    return {}
+
+
+class _Digest:
+    """Digest a sample's first tokens; of one without tokens, all that it holds."""
+
+    def __init__(self, pad: Any) -> None:
+        self._pad = pad
+
+    def __call__(self, sample: Any) -> str:
+        tokens = sample.get("tokens") if isinstance(sample, Mapping) else None
+        if tokens is None:
+            return hashlib.sha256(repr(sample).encode()).hexdigest()[:8]
+        flat = torch.as_tensor(cast("Tensor", tokens)).reshape(-1).long()
+        kept = flat if self._pad is None else flat[flat != self._pad]
+        return hashlib.sha256(kept[:FIRST_TOKENS].numpy().astype("<i8").tobytes()).hexdigest()[:8]
