@@ -8,11 +8,21 @@ too (`runtime.ranges`):
 |---|---|
 | step | plan, forward M, backward M (of microbatch M), gradient sync, optimizer |
 | compute | linear (modules outside attention), attention, pack N, wait N, place N (of exchange N) |
-| a stream | direct N, or the legs dispatch N, across N, combine N |
+| a stream | direct N, or the legs dispatch N, across N, combine N; inside one, arriving N |
 
 A span says its phase, microbatch, call (of attention, counted in its microbatch and phase) and zone;
 one of an exchange also with which ranks it moves how many bytes. From that come arrows from the span
 that sends to the one that receives, and a counter of each rank: the bytes that it has under way.
+
+What Perfetto's trace processor asks of a file, and the format does not say:
+
+- It counts whole nanoseconds. Times are written as such, so that its rounding moves none into another.
+- It takes a track numbered 0 for one that is numbered as its process. No track has the number of
+  another, or of a rank.
+- It draws an arrow from the span that begins first, whatever its ends say. Where a rank receives
+  before all that send to it have begun, the arrows lead to a span inside: arriving, which begins when
+  they have.
+- It gives an end of an arrow to the span of the track that began last.
 """
 
 from __future__ import annotations
@@ -21,20 +31,20 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from operator import index as whole
 from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.ir.cluster import MOST_RANKS
 
-STEP, COMPUTE = "step", "compute"
+STEP, COMPUTE, ARRIVING = "step", "compute", "arriving"
 ATTENTION, LINEAR, PACK, WAIT, PLACE = "attention", "linear", "pack", "wait", "place"
 PLAN, GRADIENT_SYNC, OPTIMIZER = "plan", "gradient sync", "optimizer"
 
-_US = 1e6
-_SAME_S = 1e-10
-"""Ends this close to the next beginning are one point in time."""
+_US, _NS = 1e6, 1e9
+_LONGEST_S = 9e9
+"""The reach of a clock that counts nanoseconds in 64 bits."""
 
 
 def named(what: str, exchange: int) -> str:
@@ -83,20 +93,31 @@ class Trace:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
-        numbers, lanes = _lanes(self.spans)
-        spans = [_event(span, number) for span, number in zip(self.spans, numbers, strict=True)]
-        names = [_meta("process_name", rank, 0, name) for rank, name in sorted(self.names.items())]
+        """The JSON document. `arrows_left_out` of its facts: transfers whose receiving span ends
+        before the sending one begins, as it seems where clocks disagree.
+        """
+        placed, tracks = _placed(self.spans, self.names)
+        transfers = _transfers(self.spans)
+        forward = [each for each in transfers if placed[each[0]].start < placed[each[1]].stop]
+        arriving = _arriving(placed, forward)
+        spans = [_event(span, at) for span, at in zip(self.spans, placed, strict=True)]
+        inner = [_event(_inner(self.spans[index]), at) for index, at in arriving.items()]
+        first: dict[int, int] = {}
+        for rank, number, _ in tracks:
+            first.setdefault(rank, number)
+        ranks = [(rank, first.get(rank, 0), name) for rank, name in sorted(self.names.items())]
+        names = [_meta("process_name", *each) for each in ranks]
         order = [
-            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-            for rank in sorted(self.names)
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": number, "args": {"sort_index": rank}}
+            for rank, number, _ in ranks
         ]
-        streams = [_meta("thread_name", rank, number, name) for rank, number, name in lanes]
-        arrows = _arrows(self.spans, numbers)
+        streams = [_meta("thread_name", *each) for each in tracks]
+        arrows = _arrows(self.spans, forward, placed, arriving)
+        left_out = len(transfers) - len(forward)
         return {
-            "traceEvents": [*names, *order, *streams, *spans, *arrows, *_counters(self.spans)],
+            "traceEvents": [*names, *order, *streams, *spans, *inner, *arrows, *_counters(self.spans, placed, first)],
             "displayTimeUnit": "ms",
-            "otherData": dict(self.facts),
+            "otherData": {**self.facts, **({"arrows_left_out": left_out} if left_out else {})},
         }
 
 
@@ -117,7 +138,8 @@ def step_of(name: str) -> int | None:
 
 
 def read(document: Any, source: str) -> Trace:
-    """The trace in a document that `Trace.document` made; arrows and counters are made anew.
+    """The trace in a document that `Trace.document` made; spans inside others, arrows and counters are
+    made anew.
 
     Raises:
         ConfigError: it is none; `source` says whose.
@@ -125,7 +147,7 @@ def read(document: Any, source: str) -> Trace:
     try:
         events = cast("list[dict[str, Any]]", document["traceEvents"])
         names = {int(e["pid"]): str(e["args"]["name"]) for e in events if e["name"] == "process_name"}
-        spans = [_span(e) for e in events if e["ph"] == "X"]
+        spans = [_span(e) for e in events if e["ph"] == "X" and e["args"]["what"] != ARRIVING]
         facts = dict(document["otherData"])
         _check(spans, facts)
     except (AttributeError, *MALFORMED) as error:
@@ -139,8 +161,8 @@ def _check(spans: Sequence[Span], facts: Mapping[str, Any]) -> None:
     if whole(facts.get("world_size", 0)) > MOST_RANKS:
         raise ValueError(f"{facts['world_size']} ranks")
     times = [float(facts.get("began_unix_s", 0.0)), *(at for span in spans for at in (span.start_s, span.stop_s))]
-    if not all(map(isfinite, times)):
-        raise ValueError("a time that is not finite")
+    if not all(isfinite(at) and abs(at) < _LONGEST_S for at in times):
+        raise ValueError("a time that no clock shows")
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
@@ -148,16 +170,20 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
     Each counts from its own beginning. Ranks of a node (`node`, `began_unix_s` of the facts) have one
     clock, by which they are shifted; the first ranks of nodes to begin are taken to begin together.
+    Where that lets a transfer between nodes end before it begins, their clocks are moved (`moved_s`
+    of the facts: by how much at most).
 
     Raises:
         ConfigError: two of one rank.
     """
+    nodes: dict[int, Any] = {}
     names: dict[int, str] = {}
     for trace in traces:
         twice = sorted(names.keys() & trace.names.keys())
         if twice:
             raise ConfigError(f"rank {twice[0]} is in two of the traces; give each rank's file once")
         names |= trace.names
+        nodes |= dict.fromkeys(trace.names, trace.facts.get("node"))
     first: dict[Any, float] = {}
     for facts in (trace.facts for trace in traces):
         began = float(facts.get("began_unix_s", 0.0))
@@ -165,9 +191,40 @@ def joined(traces: Sequence[Trace]) -> Trace:
     spans: list[Span] = []
     for trace in traces:
         late_s = float(trace.facts.get("began_unix_s", 0.0)) - first[trace.facts.get("node")]
-        spans += [replace(s, start_s=s.start_s + late_s, stop_s=s.stop_s + late_s) for s in trace.spans]
+        spans += [_later(span, late_s) for span in trace.spans]
     facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
-    return Trace(spans, names, {**facts, "skew_s": skew_s(spans)})
+    moved = _clocks_moved(spans, nodes)
+    spans = [_later(span, moved[nodes[span.rank]]) for span in spans]
+    return Trace(spans, names, {**facts, "skew_s": skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
+
+
+_FASTEST_S = 1e-6
+"""The least that a transfer between nodes takes."""
+
+
+def _clocks_moved(spans: Sequence[Span], nodes: Mapping[int, Any]) -> dict[Any, float]:
+    """How much later each node's clock is to show, for no transfer between nodes to end before it
+    begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
+    """
+    moved = dict.fromkeys(nodes.values(), 0.0)
+    room: dict[tuple[Any, Any], float] = {}
+    for sends, receives, _ in _transfers(spans):
+        a, b = spans[sends], spans[receives]
+        ends = nodes[a.rank], nodes[b.rank]
+        if ends[0] != ends[1]:
+            room[ends] = min(room.get(ends, inf), b.stop_s - a.start_s - _FASTEST_S)
+    for _ in moved:
+        late = [ends for ends, least in room.items() if moved[ends[0]] > moved[ends[1]] + least]
+        if not late:
+            earliest = min(moved.values())
+            return {node: at - earliest for node, at in moved.items()}
+        for a, b in late:
+            moved[a] = min(moved[a], moved[b] + room[a, b])
+    return dict.fromkeys(moved, 0.0)
+
+
+def _later(span: Span, seconds: float) -> Span:
+    return replace(span, start_s=span.start_s + seconds, stop_s=span.stop_s + seconds) if seconds else span
 
 
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")
@@ -202,7 +259,20 @@ def _span(event: Mapping[str, Any]) -> Span:
     )
 
 
-def _event(span: Span, number: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _At:
+    """Where an event is drawn. `start`, `stop`: whole nanoseconds, `stop` after `start`."""
+
+    track: int
+    start: int
+    stop: int
+
+
+def _inner(span: Span) -> Span:
+    return replace(span, what=ARRIVING, sent={}, received={})
+
+
+def _event(span: Span, at: _At) -> dict[str, Any]:
     args: dict[str, Any] = {
         "track": span.track,
         "what": span.what,
@@ -224,10 +294,10 @@ def _event(span: Span, number: int) -> dict[str, Any]:
         "name": span.name,
         "cat": span.phase or STEP,
         "ph": "X",
-        "ts": span.start_s * _US,
-        "dur": max(0.0, span.stop_s - span.start_s) * _US,
+        "ts": at.start / 1000,
+        "dur": (at.stop - at.start) / 1000,
         "pid": span.rank,
-        "tid": number,
+        "tid": at.track,
         "args": args,
     }
 
@@ -236,30 +306,36 @@ def _meta(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def _lanes(spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int, str]]]:
-    """The number of each span's lane, and (rank, number, name) of all lanes.
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * _NS))
+
+
+def _placed(spans: Sequence[Span], names: Iterable[int]) -> tuple[list[_At], list[tuple[int, int, str]]]:
+    """Where each span is drawn, and (rank, number, name) of all tracks.
 
     The step is first, then what a rank computes, then its streams. Complete events of one thread lie
     apart or inside one another; spans of a track that overlap (gloo has several exchanges under way at
-    once) are on lanes beside one another.
+    once) are on tracks beside one another. Those that rounding lets overlap are moved apart.
     """
     by_track: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
         by_track[span.rank, span.track].append(index)
-    numbers = [0] * len(spans)
-    lanes: list[tuple[int, int, str]] = []
-    count: Counter[int] = Counter()
+    times = [(_ns(span.start_s), _ns(span.stop_s)) for span in spans]
+    placed = [_At(0, 0, 0)] * len(spans)
+    tracks: list[tuple[int, int, str]] = []
+    number = 1 + max([0, *names, *(rank for rank, _ in by_track)])
     for rank, track in sorted(by_track, key=lambda each: (each[0], each[1] != STEP, each[1] != COMPUTE, each[1])):
-        ends: list[float] = []
-        for index in sorted(by_track[rank, track], key=lambda index: (spans[index].start_s, spans[index].stop_s)):
-            span = spans[index]
-            lane = next((at for at, end in enumerate(ends) if end <= span.start_s + _SAME_S), len(ends))
-            ends[lane : lane + 1] = [span.stop_s]
-            numbers[index] = count[rank] + lane
-        for lane in range(len(ends)):
-            lanes.append((rank, count[rank] + lane, track if not lane else f"{track} ({lane + 1})"))
-        count[rank] += len(ends)
-    return numbers, lanes
+        ends: list[int] = []
+        for index in sorted(by_track[rank, track], key=times.__getitem__):
+            start, stop = times[index]
+            lane = next((at for at, end in enumerate(ends) if end <= start + 1), len(ends))
+            start = max(start, *ends[lane : lane + 1], 0)
+            stop = max(stop, start + 1)
+            ends[lane : lane + 1] = [stop]
+            placed[index] = _At(number + lane, start, stop)
+        tracks += [(rank, number + lane, f"{track} ({lane + 1})" if lane else track) for lane in range(len(ends))]
+        number += len(ends)
+    return placed, tracks
 
 
 _Transfer: TypeAlias = tuple[int, int, int]
@@ -278,41 +354,54 @@ def _transfers(spans: Sequence[Span]) -> list[_Transfer]:
     return found
 
 
-def _arrows(spans: Sequence[Span], numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """An arrow from the beginning of what sends into what receives, where sending has begun."""
-    made: list[dict[str, Any]] = []
-    for number, (sends, receives, _) in enumerate(_transfers(spans)):
-        a, b = spans[sends], spans[receives]
-        both_s = min(max(a.start_s, b.start_s), b.stop_s)
-        arrow = {"name": "transfer", "cat": a.phase or STEP, "id": number}
-        end = {"bp": "e", "ts": (both_s + b.stop_s) / 2 * _US, "pid": b.rank, "tid": numbers[receives]}
-        made += [
-            {**arrow, "ph": "s", "ts": a.start_s * _US, "pid": a.rank, "tid": numbers[sends]},
-            {**arrow, "ph": "f", **end},
-        ]
-    return made
+def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int, _At]:
+    """From when on all that send to a span have begun, where that is later than its own beginning."""
+    last: dict[int, int] = {}
+    for sends, receives, _ in transfers:
+        last[receives] = max(last.get(receives, 0), placed[sends].start)
+    return {index: replace(placed[index], start=start) for index, start in last.items() if start > placed[index].start}
 
 
-def _counters(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """The bytes that each rank has under way, sent and received, whenever they change; what changes
-    at once, but for rounding, is one change.
+def _arrows(
+    spans: Sequence[Span], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
+) -> list[dict[str, Any]]:
+    """An arrow for every transfer, between the beginnings of two spans; ends behind starts, for those
+    of one time to be read in this order.
     """
-    changes: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-    for span in spans:
+    starts: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
+    for number, (sends, receives, _) in enumerate(transfers):
+        a, b = placed[sends], arriving.get(receives, placed[receives])
+        arrow = {"name": "transfer", "cat": spans[sends].phase or STEP, "id": number}
+        starts.append({**arrow, "ph": "s", "ts": a.start / 1000, "pid": spans[sends].rank, "tid": a.track})
+        end = {"bp": "e", "ts": b.start / 1000, "pid": spans[receives].rank, "tid": b.track}
+        ends.append({**arrow, "ph": "f", **end})
+    return [*starts, *ends]
+
+
+def _counters(spans: Sequence[Span], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The bytes that each rank has under way, sent and received, whenever they change. `first`: a
+    track of each rank.
+    """
+    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for span, at in zip(spans, placed, strict=True):
         num_bytes = sum(span.sent.values()) + sum(span.received.values())
         if num_bytes:
-            changes[span.rank] += [(span.start_s, num_bytes), (span.stop_s, -num_bytes)]
+            changes[span.rank][at.start] += num_bytes
+            changes[span.rank][at.stop] -= num_bytes
     made: list[dict[str, Any]] = []
     for rank, of in sorted(changes.items()):
-        levels: list[tuple[float, int]] = []
-        for at, change in sorted(of):
-            before, level = levels[-1] if levels else (at, 0)
-            if levels and at - before <= _SAME_S:
-                levels[-1] = before, level + change
-            else:
-                levels.append((at, level + change))
-        made += [
-            {"name": "bytes under way", "ph": "C", "ts": at * _US, "pid": rank, "args": {"bytes": level}}
-            for at, level in levels
-        ]
+        level = 0
+        for at, change in sorted(of.items()):
+            level += change
+            made.append(
+                {
+                    "name": "bytes under way",
+                    "ph": "C",
+                    "ts": at / 1000,
+                    "pid": rank,
+                    "tid": first[rank],
+                    "args": {"bytes": level},
+                }
+            )
     return made

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.trace_format import Trace
@@ -43,12 +45,23 @@ def run(args: argparse.Namespace) -> int:
             "files of all nodes in one folder"
         )
     joined = trace_format.joined(traces)
-    output.write(args.out, json.dumps(joined.document(), allow_nan=False))
+    document = joined.document()
+    output.write(args.out, json.dumps(document, allow_nan=False))
     if args.out != output.STDOUT:
-        skew = 1e3 * float(joined.facts["skew_s"])
-        clocks = f"; clocks of ranks differ by at least {skew:.3f} ms" if skew else ""
-        print(f"{args.out}: step {step}, {world} ranks, {len(joined.spans)} spans{clocks}")
+        print(f"{args.out}: step {step}, {world} ranks, {len(joined.spans)} spans{_clocks(document['otherData'])}")
     return 0
+
+
+def _clocks(facts: Mapping[str, Any]) -> str:
+    """A remark on the clocks of ranks and nodes, where they disagree."""
+    said = ""
+    if facts["moved_s"]:
+        said += f"; clocks of nodes moved by {1e3 * facts['moved_s']:.3f} ms, for nothing to arrive before it is sent"
+    if facts["skew_s"]:
+        said += f"; clocks of ranks differ by at least {1e3 * facts['skew_s']:.3f} ms"
+    if "arrows_left_out" in facts:
+        said += f"; arrows left out that would point back in time: {facts['arrows_left_out']}"
+    return said
 
 
 def _files(folder: Path) -> dict[int, list[Path]]:

@@ -59,17 +59,22 @@ def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
     simulated = layer_trace(plan, Machine(CLUSTER, model, AnalyticCost(CLUSTER, model)), policy).spans
     expected = moved(simulated)
     for call in (0, 1):
-        real = [s for spans, _ in runs for s in spans if s.call == call]
+        real = [s for spans, _, _ in runs for s in spans if s.call == call]
         assert moved(real) == expected
         for what in ("attention", "pack", "place"):
             names = {(s.rank, s.phase, s.name, s.zone) for s in real if s.what == what}
             assert names >= {(s.rank, s.phase, s.name, s.zone) for s in simulated if s.what == what}
         assert {s.microbatch for s in real} == {5}
-    for rank, (spans, names) in enumerate(runs):
+    for rank, (spans, names, _) in enumerate(runs):
         linear = [s for s in spans if s.what == "linear"]
         assert {(s.rank, s.phase) for s in linear} == {(rank, "forward"), (rank, "backward")}
         assert {s.track for s in spans} <= {COMPUTE, *names, *(f"{name} collective" for name in names)}
         assert all(s.stop_s >= s.start_s >= 0 for s in spans)
-    trace = joined([Trace(spans, {rank: f"rank {rank}"}) for rank, (spans, _) in enumerate(runs)])
+    traces = [
+        Trace(spans, {rank: f"rank {rank}"}, {"node": 0, "began_unix_s": began})
+        for rank, (spans, _, began) in enumerate(runs)
+    ]
+    trace = joined(traces)
+    assert trace.facts["skew_s"] == 0, "one machine has one clock"
     found = trace_reader.read(json.dumps(trace.document(), allow_nan=False))
     assert len(found.arrows) == 2 * sum(len(s.sent) for s in simulated)

@@ -106,8 +106,10 @@ def _names(step: Step, *, forward: bool) -> list[str]:
             return [ranges.name_of("attention", step.zone, forward=forward)]
 
 
-def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool) -> tuple[list[Span], list[str]]:
-    """Spans of forward and backward of two layers of `plan`, and names of the pool's streams."""
+def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool) -> tuple[list[Span], list[str], float]:
+    """Spans of forward and backward of two layers of `plan`, names of the pool's streams, and when the
+    clock of the spans began (Unix time).
+    """
     groups = with_streams(world.groups, plan.ranks_per_node) if streamed else world.groups
     recorder = Recorder(world.rank, groups.streams)
     bound = replace(bind(plan, world.rank, _shape(plan), groups=groups, policy=policy), recorder=recorder, number=5)
@@ -116,7 +118,7 @@ def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool)
     out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
     again = balanced_attention(out, inputs[1], inputs[2], bound)
     again.sum().backward()
-    return recorder.spans(), stream_names(groups.size, plan.ranks_per_node)
+    return recorder.spans(), stream_names(groups.size, plan.ranks_per_node), recorder.began_unix_s
 
 
 def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:

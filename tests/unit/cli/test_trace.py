@@ -17,7 +17,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return CommandLine(capsys)
 
 
-def write(folder: Path, step: int, rank: int, late_s: float = 0.0) -> None:
+def write(folder: Path, step: int, rank: int, late_s: float = 0.0, **facts: object) -> None:
     """One rank of two: rank 0 sends 64 bytes to rank 1, whose clock is `late_s` behind."""
     way = {"sent": {1: 64}} if not rank else {"received": {0: 64}}
     start_s, stop_s = (5.0, 7.0) if not rank else (5.5 - late_s, 8.0 - late_s)
@@ -25,7 +25,7 @@ def write(folder: Path, step: int, rank: int, late_s: float = 0.0) -> None:
         Span(rank, "inter_node", "direct", start_s, stop_s, "forward", 0, 2, exchange=7, zone="far", **way),
         Span(rank, "inter_node", "direct", start_s + 0.5, stop_s + 0.5, "forward", 0, 2, exchange=8),
     ]
-    facts = {"kind": "measured", "step": step, "rank": rank, "world_size": 2}
+    facts = {"kind": "measured", "step": step, "rank": rank, "world_size": 2, **facts}
     folder.mkdir(parents=True, exist_ok=True)
     document = Trace(spans, {rank: f"rank {rank}, node {rank}"}, facts).document()
     (folder / file_name(step, rank)).write_text(json.dumps(document))
@@ -38,19 +38,50 @@ def test_the_ranks_of_a_step_are_joined_and_arrows_lead_between_them(run: Comman
     assert run.printed(f"trace {tmp_path} --out {out}") == f"{out}: step 12, 2 ranks, 4 spans\n"
     found = trace_reader.read(out.read_text())
     ((start, end),) = found.arrows
-    assert (start["pid"], end["pid"], start["ts"]) == (0, 1, 5e6)
-    assert 5.5e6 <= end["ts"] <= 8e6
+    assert (start["pid"], start["ts"], start["name"]) == (0, 5e6, "direct 7")
+    assert (end["pid"], end["ts"], end["name"]) == (1, 5.5e6, "direct 7")
     assert found.processes == {0: "rank 0, node 0", 1: "rank 1, node 1"}
     assert set(found.tracks.values()) == {"inter_node", "inter_node (2)"}, "two exchanges are under way at once"
     assert json.loads(run.printed(f"trace {tmp_path / 'traces'} --out -")) == json.loads(out.read_text())
 
 
-def test_clocks_that_disagree_are_told_and_the_arrow_still_ends_in_its_span(run: CommandLine, tmp_path: Path) -> None:
+def test_clocks_that_disagree_are_told_and_no_arrow_points_back_in_time(run: CommandLine, tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path, 12, rank, late_s=3.5)
     out = tmp_path / "joined.json"
-    assert "clocks of ranks differ by at least 500.000 ms" in run.printed(f"trace {tmp_path} --out {out}")
-    assert len(trace_reader.read(out.read_text()).arrows) == 1
+    assert (
+        "clocks of ranks differ by at least 500.000 ms; arrows left out that would point back in time: 1"
+        in run.printed(f"trace {tmp_path} --out {out}")
+    )
+    assert trace_reader.read(out.read_text()).arrows == []
+    assert json.loads(out.read_text())["otherData"]["arrows_left_out"] == 1
+
+
+def test_clocks_of_nodes_are_moved_until_nothing_arrives_before_it_is_sent(run: CommandLine, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, 12, rank, late_s=3.5, node=rank)
+    out = tmp_path / "joined.json"
+    said = run.printed(f"trace {tmp_path} --out {out}")
+    assert said.endswith("; clocks of nodes moved by 500.001 ms, for nothing to arrive before it is sent\n")
+    found = trace_reader.read(out.read_text())
+    ((start, end),) = found.arrows
+    assert (start["ts"], end["ts"], end["name"]) == (5e6, 5e6, "arriving 7")
+    assert {e["pid"]: e["ts"] for e in found.spans if e["name"] == "direct 7"} == {0: 5e6, 1: pytest.approx(2500001)}
+
+
+def test_clocks_of_nodes_that_no_move_puts_right_stay() -> None:
+    """Each of two nodes hears from the other a second before that speaks."""
+
+    def of(rank: int) -> Trace:
+        spans = [
+            Span(rank, "inter_node", "direct", 5.0, 6.0, exchange=0, sent={1 - rank: 64}),
+            Span(rank, "inter_node", "direct", 3.0, 4.0, exchange=0, received={1 - rank: 64}),
+        ]
+        return Trace(spans, {rank: f"rank {rank}"}, {"node": rank})
+
+    found = joined([of(0), of(1)])
+    assert (found.facts["moved_s"], found.facts["skew_s"]) == (0.0, 1.0)
+    assert found.document()["otherData"]["arrows_left_out"] == 2
 
 
 def test_ranks_of_a_node_are_put_on_its_one_clock() -> None:
