@@ -85,7 +85,9 @@ class Bridge:
         if planner is not None:
             options = {"planner": {"name": planner, **OPTIONS.get(planner, {})}, "cluster": {"ranks_per_node": 1}}
             config = self.folder / f"{planner}.yaml"
-            config.write_text(yaml.safe_dump({**options, "plan_ahead": False}), encoding="utf-8")
+            # Bridge hands the schedule groups of its own, over which stages cannot attend together.
+            options |= {"plan_ahead": False, "pipeline": "stages"}
+            config.write_text(yaml.safe_dump(options), encoding="utf-8")
             words += ["--balance", str(config)]
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port"]
         done = subprocess.run(

@@ -224,8 +224,8 @@ def _run_ticks(
     ]
     if given:
         raise ConfigError(
-            f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: "
-            "stages'"
+            f"the schedule was handed {', '.join(given)}: stages cannot attend together over other groups; set "
+            "'pipeline: stages'"
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:

@@ -67,6 +67,15 @@ BUILT: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 """Options that layers took when they were built, so that nothing switches them off now."""
 
+UNREAD: dict[str, Callable[[Run], bool]] = {
+    "data": lambda run: run.data == "documents",
+    "documents": lambda _: True,
+    "sample_filling": lambda _: True,
+    "accepted_data": lambda _: True,
+    "plan_ahead": lambda run: run.plan_ahead,
+}
+"""Keys of the configuration about our own data set, where a run that has them asks for something."""
+
 
 class BalancedLoop:
     """A forward-backward function with planned microbatches; keywords and result are Megatron's.
@@ -231,6 +240,9 @@ def balance(
     reasons += [*log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv), *session.way_reasons(args, run)]
     if reasons:
         raise ConfigError("; ".join(reasons))
+    unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
+    if unread:
+        log.warning("%s: %s: not looked at, since the loop reads its own samples", run.source, ", ".join(unread))
     for sentence in leave_out(args, [model_config]):
         log.warning("%s", sentence)
     if model_config.hidden_dropout > 0:

@@ -241,6 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", required=True, help="prefix of a .bin and .idx, documents ending with token 95")
     parser.add_argument("--balance", help="the balance configuration; without it, Bridge alone")
+    parser.add_argument("--balance-log", metavar="DIR", help="write steps.jsonl here")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, in fp32, with Megatron's own layers")
     numbers = {"steps": 4, "batch": 4, "seq-length": 512, "layers": 2, "context": 1, "pipeline": 1, "tensor": 1}
     for name, value in numbers.items():
@@ -252,7 +253,7 @@ def main() -> None:
     manager = callbacks.CallbackManager()
     manager.register("on_train_step_end", lambda at: say("step", at.loss_dict, at.grad_norm))
     manager.register("on_eval_end", lambda at: say("eval", at.total_loss_dict))
-    with balanced(args.balance) if args.balance else nullcontext():
+    with balanced(args.balance, args.balance_log) if args.balance else nullcontext():
         _bridge("pretrain").pretrain(configuration(args), _bridge("gpt_step").forward_step, callbacks=manager)
 
 
