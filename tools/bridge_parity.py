@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -44,6 +45,7 @@ LAYOUTS = {
     "cp": ("CP 2", 1, {"context": 2}),
     "dp_cp": ("DP 2, CP 2", 2, {"context": 2}),
     "pp": ("CP 2, PP 2", 1, {"context": 2, "pipeline": 2}),
+    "tp": ("CP 2, TP 2", 1, {"context": 2, "tensor": 2}),
 }
 """By name: its title, replicas, and sizes of other groups."""
 Lines = list[tuple[str, list[float]]]
@@ -69,7 +71,7 @@ class Bridge:
                 tokens = generator.integers(0, EOD, length + 1)
                 tokens[-1] = EOD
                 writer.add_document(tokens.astype(np.uint16))
-        self._alone: dict[tuple[int, int], Lines] = {}
+        self._alone: dict[tuple[object, ...], Lines] = {}
 
     def train(self, replicas: int, sizes: dict[str, int], planner: str | None = None) -> Lines:
         """Lines that the example printed, each once.
@@ -77,13 +79,15 @@ class Bridge:
         Raises:
             RuntimeError: it failed; the end of its log.
         """
-        ranks = replicas * sizes.get("context", 1) * sizes.get("pipeline", 1)
+        ranks = math.prod((replicas, *sizes.values()))
         words = [str(SCRIPT), "--cpu", "--corpus", str(self.corpus)]
         words += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
         if planner is not None:
             options = {"planner": {"name": planner, **OPTIONS.get(planner, {})}, "cluster": {"ranks_per_node": 1}}
             config = self.folder / f"{planner}.yaml"
-            config.write_text(yaml.safe_dump({**options, "plan_ahead": False}), encoding="utf-8")
+            # Bridge hands the schedule groups of its own, over which stages cannot attend together.
+            options |= {"plan_ahead": False, "pipeline": "stages"}
+            config.write_text(yaml.safe_dump(options), encoding="utf-8")
             words += ["--balance", str(config)]
         start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port"]
         done = subprocess.run(
@@ -102,10 +106,11 @@ class Bridge:
 
     def alone(self, replicas: int, sizes: dict[str, int]) -> Lines:
         """Lines of Bridge without plans and context parallelism."""
-        pipeline = sizes.get("pipeline", 1)
-        if (replicas, pipeline) not in self._alone:
-            self._alone[replicas, pipeline] = self.train(replicas, {"pipeline": pipeline})
-        return self._alone[replicas, pipeline]
+        others = {name: size for name, size in sizes.items() if name != "context"}
+        key = (replicas, *others.items())
+        if key not in self._alone:
+            self._alone[key] = self.train(replicas, others)
+        return self._alone[key]
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import self_check, session
 from megatron_balance.megatron.forward_step import (
     PlannedMicrobatch,
@@ -66,7 +67,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         planned, shared, found = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
         if not forward_only:
             job.steps.tracer.planned(job.config.planner.name if job.config.planner else "")
-            _count_flops(found.apart, pool.readers[pool.replica])
+            job.sequences = _own_sequences(found.apart, pool.readers[pool.replica])
+            _count_flops(job.sequences)
             if job.changes is not None and planned.step.strategy != job.layout:
                 return run_role(job, job.changes, planned, shared, found)
             if job.changes is not None:
@@ -111,7 +113,7 @@ def _planned_step(
     job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
 ) -> tuple[PlannedStep, PoolLengths, Read]:
     """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan."""
-    pool, parallel, device, iterator = job.pool, tensor_parallel(), job_device(), _first_iterator(data_iterator)
+    pool, parallel, device, iterator = job.pool, tensor_parallel(), job_device(), first_iterator(data_iterator)
     planner = job.planner(forward_only)
     draw = planner.draw(num_microbatches)
     if draw.first is not None:
@@ -127,7 +129,7 @@ def _planned_step(
     return planned, shared, Read(mine, apart)
 
 
-def _first_iterator(given: Any) -> Iterator[Any]:
+def first_iterator(given: Any) -> Iterator[Any]:
     """The iterator of this rank, of one a model chunk.
 
     A script's own provider may leave out those of chunks that neither embed nor compute the loss.
@@ -222,8 +224,8 @@ def _run_ticks(
     ]
     if given:
         raise ConfigError(
-            f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: "
-            "stages'"
+            f"the schedule was handed {', '.join(given)}: stages cannot attend together over other groups; set "
+            "'pipeline: stages'"
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:
@@ -237,13 +239,20 @@ def _run_ticks(
     return mean_over_replicas(result) if forward_only else result
 
 
-def _count_flops(shared: PoolLengths, reader: int) -> None:
+def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
+    """By microbatch, lengths of the sequences that this rank's replica read."""
+    return tuple(
+        np.array(lengths, dtype=np.int64)[owners == reader]
+        for lengths, owners in zip(shared.lengths, shared.owners, strict=True)
+    )
+
+
+def _count_flops(sequences: Sequence[Ints]) -> None:
     """Tell Megatron's throughput line the sequences of this rank's replica.
 
     It expects them on each of the replica's ranks, and none of evaluation.
     """
-    for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
-        own = np.array(lengths, dtype=np.int64)[owners == reader]
+    for own in sequences:
         # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
         # sums these with.
         update_seqlen_stats_from_cu_seqlens(

@@ -24,6 +24,8 @@ from megatron_balance.training.microbatch import LocalMicrobatch
 from megatron_balance.training.sequences import from_bits
 
 SPIKE = 10.0  # times the largest loss seen, as in Megatron's own scripts
+LOSS = "lm loss"
+"""The key of what is stored of a microbatch: a sum and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
+    return loss, num_tokens, {LOSS: torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
 
 
 def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
@@ -189,7 +191,7 @@ def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: to
     mask = batch.loss_mask.view(-1).float()
     each = torch.stack([losses.detach().view(-1).float() * mask, mask], dim=1)
     by_sample = each.new_zeros(batch.num_samples, 2).index_add_(0, batch.samples, each)
-    return loss, num_tokens, {"lm loss": by_sample.view(-1, micro_batch_size, 2).sum(1)}
+    return loss, num_tokens, {LOSS: by_sample.view(-1, micro_batch_size, 2).sum(1)}
 
 
 def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -199,14 +201,13 @@ def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, 
     and a plan spreads those over all ranks. Collective over the pool of the last stage, where
     reports of `loss_of_replicas` are; others stay as they are.
     """
-    if not stored or stored[0]["lm loss"].dim() < 2:
+    if not stored or stored[0][LOSS].dim() < 2:
         return stored
-    sums = torch.stack([each["lm loss"] for each in stored])
+    sums = torch.stack([each[LOSS] for each in stored])
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
     return [
-        {**each, "lm loss": torch.stack([mean, torch.ones_like(mean)])}
-        for each, mean in zip(stored, means, strict=True)
+        {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
     ]
 
 
@@ -225,5 +226,6 @@ def _validate(loss: torch.Tensor) -> None:
             message = f"found {what} in local forward loss calculation"
             state.validate_result(result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
-        leaps = partial(state.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        factor = getattr(state, "spiky_loss_factor", SPIKE)  # Megatron-Bridge keeps its own there
+        leaps = partial(state.is_unexpectedly_large, threshold=factor, context="loss")
         state.validate_result(result=loss, rejection_func=leaps, message="Spiky loss", tolerance=0.0, fatal=False)

@@ -8,32 +8,73 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import session
 from megatron_balance.megatron.arguments import REFUSALS, leave_out, reasons_in
 from megatron_balance.megatron.core_attention import give_core_attention
 from megatron_balance.megatron.entry import te_available
-from megatron_balance.megatron.forward_backward import balanced_schedule
+from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
+from megatron_balance.megatron.forward_step import LOSS
 from megatron_balance.megatron.latent import latent_reasons
 from megatron_balance.megatron.log import log_reasons
+from megatron_balance.megatron.sub_sequences import BOUNDARIES, COLUMNS
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
 from megatron_balance.planning.run import Run, load_config
+from megatron_balance.training.log import ScalarWriter
 
 log = logging.getLogger(__name__)
 
 NAMES = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit", "fp8_format": "fp8"}
 """Options of Megatron's command line by another name than in its `TransformerConfig`."""
+Batch = Mapping[str, torch.Tensor]
+
+BUILT: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+        "moe_token_dispatcher_type allgather (Megatron's default) needs equal numbers of tokens on all ranks; build "
+        "the model with alltoall",
+    ),
+    (
+        lambda args: args.cuda_graph_impl == "local" or bool(args.enable_cuda_graph),
+        "cuda_graph_impl local replays fixed shapes and addresses, and plans change every step; build the model with "
+        "'none'",
+    ),
+    (
+        lambda args: bool(args.tp_comm_overlap),
+        "tp_comm_overlap: its buffers are for one fixed number of tokens; build the model without it",
+    ),
+    (
+        lambda args: bool(args.delay_wgrad_compute),
+        "delay_wgrad_compute leaves gradients of weights to a schedule that runs layers out of order, which plans do "
+        "not; build the model without it",
+    ),
+)
+"""Options that layers took when they were built, so that nothing switches them off now."""
+
+UNREAD: dict[str, Callable[[Run], bool]] = {
+    "data": lambda run: run.data == "documents",
+    "documents": lambda _: True,
+    "sample_filling": lambda _: True,
+    "accepted_data": lambda _: True,
+    "plan_ahead": lambda run: run.plan_ahead,
+}
+"""Keys of the configuration about our own data set, where a run that has them asks for something."""
 
 
 class BalancedLoop:
@@ -41,13 +82,22 @@ class BalancedLoop:
 
     Its iterator gives a batch a microbatch: a mapping with `tokens`, `labels`, `loss_mask` and
     `position_ids`, each [B, S]. Position 0 opens a document, -1 is padding. The loss is per token;
-    what it stores of a microbatch is `lm loss`, a sum and its tokens.
+    what it stores of a microbatch is `lm loss` (`loss_name`), a sum and its tokens.
     """
 
-    def __init__(self, job: session.Session, forward_backward_func: Callable[..., Any]) -> None:
-        """Open the session of `job`; `close` ends it."""
-        self._job = job
+    def __init__(
+        self,
+        job: session.Session,
+        forward_backward_func: Callable[..., Any],
+        *,
+        batch_of: Callable[[Any], Batch] | None = None,
+        loss_name: str = LOSS,
+    ) -> None:
+        """Open the session of `job`; `close` ends it. `batch_of`, `loss_name`: of `balance`."""
+        self._job, self._batch_of, self._loss_name = job, batch_of, loss_name
         self._schedule = balanced_schedule(forward_backward_func)
+        self._next_step: int = job.args.curr_iteration + 1
+        self._groups: object = None
         patches = for_loop(job.args, joint=job.joint, nano_batches=job.ping_pong)
         with ExitStack() as stack:
             stack.enter_context(applied(patches, job.config.accepted_sources, str(job.config.source)))
@@ -55,14 +105,68 @@ class BalancedLoop:
             job.make_pools()
             self._stack = stack.pop_all()
 
-    def __call__(self, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
-        """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces."""
-        result = self._schedule(num_microbatches=num_microbatches, forward_only=forward_only, **kwargs)
-        if not forward_only:
-            args = self._job.args
-            args.consumed_train_samples += num_microbatches * args.micro_batch_size * self._job.pool.num_replicas
-            args.curr_iteration += 1
-        return result
+    def __call__(self, *, num_microbatches: int, data_iterator: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+        """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces.
+
+        A training step that Megatron's rerun state machine runs again in place is the same step.
+
+        Raises:
+            ConfigError: process groups that are not those of Megatron's `parallel_state`.
+            DataError: a batch that is none, on all ranks.
+        """
+        groups = kwargs.get("pg_collection")
+        if groups is not self._groups:
+            check_groups(groups)
+            self._groups = groups
+        if not forward_only and get_rerun_state_machine().state != RerunState.RERUNNING_IN_PLACE:
+            self._job.args.curr_iteration = self._next_step - 1
+            self._next_step += 1
+        found = self._schedule(
+            num_microbatches=num_microbatches,
+            data_iterator=self._batches(data_iterator),
+            forward_only=forward_only,
+            **kwargs,
+        )
+        if self._loss_name == LOSS or not found:
+            return found
+        return [{self._loss_name if name == LOSS else name: value for name, value in each.items()} for each in found]
+
+    def _batches(self, given: Any) -> Iterator[Batch]:
+        """The batches of a loop's iterator, checked."""
+        iterator, job = first_iterator(given), self._job
+        with suppress(StopIteration):
+            while True:
+                each = next(iterator)
+                batch = each if self._batch_of is None else self._batch_of(each)
+                check_batch(batch, job.args, by_sample=bool(job.num_samples))
+                yield batch
+
+    @property
+    def sequences(self) -> tuple[Ints, ...]:
+        """Lengths of the sequences that this rank's replica read in the last training step, by
+        microbatch. What throughput is computed of: padding is no token of theirs.
+        """
+        return self._job.sequences
+
+    def finish_step(
+        self,
+        loss: float | torch.Tensor | None = None,
+        grad_norm: float | torch.Tensor | None = None,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Write the record of the training step that ran; without this call there is none.
+
+        Collective over the world where `log` names a folder.
+
+        Args:
+            loss: of a token, reduced; None on ranks that do not know it.
+            grad_norm: as the optimizer gave it.
+            step: its number, from 1, if not one more than the last one's: loops may skip some.
+        """
+        number = self._next_step - 1 if step is None else step
+        self._job.steps.finish(number, loss, grad_norm)
+        self._next_step = number + 1
 
     def close(self) -> None:
         """End background work, and undo all patches."""
@@ -86,6 +190,13 @@ def balance(
     micro_batch_size: int,
     vocab_size: int = 1,
     check_for_nan_in_loss: bool = False,
+    check_for_spiky_loss: bool = False,
+    steps_done: int = 0,
+    log_folder: str | Path | None = None,
+    writers: Sequence[ScalarWriter] = (),
+    batch_of: Callable[[Any], Batch] | None = None,
+    loss_name: str = LOSS,
+    timeout_minutes: int = 10,
 ) -> BalancedLoop:
     """Plan the microbatches of a loop that calls Megatron's schedules itself.
 
@@ -96,10 +207,18 @@ def balance(
         forward_backward_func: what Megatron's `get_forward_backward_func` gave.
         config: the balance configuration, or its YAML.
         seq_length: most tokens of a sample.
-        micro_batch_size: samples of a microbatch on each replica.
+        micro_batch_size: most samples of a microbatch on each replica.
         vocab_size: for predicted memory and `self_check`.
         check_for_nan_in_loss: whether a loss that is no number ends the job or replays the step, by
             Megatron's rerun state machine.
+        check_for_spiky_loss: whether one that leaps replays the step: the loss of a token, by the
+            machine's `spiky_loss_factor` if the loop gave it one, else 10.
+        steps_done: training steps before this process, for the log.
+        log_folder: of `steps.jsonl` and traces, written by rank 0 when the loop calls `finish_step`.
+        writers: of a step's scalars, for example TensorBoard's `add_scalar`.
+        batch_of: the batch of what the iterator gives, if that is none.
+        loss_name: the key under which the loop looks for sum and tokens.
+        timeout_minutes: of exchanges between ranks.
 
     Raises:
         ConfigError: a model or a planner that cannot run so; all reasons at once.
@@ -114,16 +233,95 @@ def balance(
         )
     model_config = get_model_config(chunks[0])
     args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
-    args.check_for_nan_in_loss_and_grad = check_for_nan_in_loss
-    reasons = [*reasons_in(REFUSALS, args), *log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv)]
-    reasons += session.way_reasons(args, run)
+    args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = check_for_nan_in_loss, check_for_spiky_loss
+    args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
+    args.balance_log = None if log_folder is None else str(log_folder)
+    reasons = [*model_reasons(chunks), *reasons_in((*REFUSALS, *BUILT), args)]
+    reasons += [*log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv), *session.way_reasons(args, run)]
     if reasons:
         raise ConfigError("; ".join(reasons))
+    unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
+    if unread:
+        log.warning("%s: %s: not looked at, since the loop reads its own samples", run.source, ", ".join(unread))
     for sentence in leave_out(args, [model_config]):
         log.warning("%s", sentence)
+    if model_config.hidden_dropout > 0:
+        log.warning(
+            "hidden_dropout %s: what is dropped depends on where a token lies, so losses differ between plans",
+            model_config.hidden_dropout,
+        )
+    log.warning(
+        "planner %s from %s: the forward step and the loss, per token, are megatron_balance's; those that the loop "
+        "hands over are not called",
+        *(run.planner.name, run.source),
+    )
     for chunk in chunks:
         give_core_attention(chunk)
-    return BalancedLoop(session.Session(args, run, te_patched=te_available()), forward_backward_func)
+    job = session.Session(args, run, te_patched=te_available(), writers=writers)
+    return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
+
+
+def model_reasons(chunks: Sequence[Any]) -> list[str]:
+    """The reasons why a built model cannot run plans."""
+    kinds = dict.fromkeys(type(each).__name__ for each in unwrap_model(list(chunks)) if not isinstance(each, GPTModel))
+    return [f"the model is of class {kind}, and the forward step is that of Megatron's GPTModel" for kind in kinds]
+
+
+def check_groups(groups: Any) -> None:
+    """Reject process groups of a loop that are not those of `parallel_state`, whose ranks plan.
+
+    Raises:
+        ConfigError: names the group.
+    """
+    own: dict[str, Any] = {
+        "dp_cp": mpu.get_data_parallel_group(with_context_parallel=True),
+        "pp": mpu.get_pipeline_model_parallel_group(),
+        "tp": mpu.get_tensor_model_parallel_group(),
+    }
+    for name, group in own.items():
+        given = getattr(groups, name, None)
+        if given is None:
+            continue
+        ranks, planned = dist.get_process_group_ranks(given), dist.get_process_group_ranks(group)
+        if ranks != planned:
+            raise ConfigError(
+                f"pg_collection.{name} has ranks {ranks}, and Megatron's parallel_state {planned}: plans take the "
+                "groups of parallel_state; use those"
+            )
+
+
+def check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> None:
+    """Reject what is no batch of the loop that `args` tell of.
+
+    Raises:
+        DataError: says what was expected.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the iterator gave a {type(batch).__name__}; expected a mapping with {', '.join(COLUMNS)}: let batch_of "
+            "make one of it"
+        )
+    missing = [name for name in COLUMNS if batch.get(name) is None]
+    if missing:
+        raise DataError(
+            f"a batch of {', '.join(map(str, batch))} has no {', '.join(missing)}; expected {', '.join(COLUMNS)}: let "
+            "batch_of make them"
+        )
+    samples, size = batch["tokens"].shape
+    if samples > args.micro_batch_size or size > args.seq_length:
+        raise DataError(
+            f"a batch has {samples} samples of {size} tokens, and 'balance' was told of at most "
+            f"{args.micro_batch_size} (micro_batch_size) of {args.seq_length} (seq_length)"
+        )
+    if not by_sample:
+        return
+    if samples != args.micro_batch_size:
+        raise DataError(
+            f"a batch has {samples} samples, and seq_aux_loss is a mean over {args.micro_batch_size} "
+            "(micro_batch_size) on each replica; give as many, or use aux_loss"
+        )
+    if samples > 1 and any(batch.get(name) is not None for name in BOUNDARIES):
+        raise DataError("seq_aux_loss takes the packed samples of a microbatch for one in Megatron; use one sample")
 
 
 def arguments_of(
@@ -158,11 +356,10 @@ def arguments_of(
         "micro_batch_size": micro_batch_size,
         "padded_vocab_size": vocab_size,
         "rank": dist.get_rank(),
+        "use_megatron_fsdp": bool(getattr(ddp, "use_megatron_fsdp", False)),
+        "use_torch_fsdp2": isinstance(chunks[0], TorchFullyShardedDataParallel),
         "consumed_train_samples": 0,
-        "curr_iteration": 0,
         "train_iters": 1 << 62,
-        "check_for_nan_in_loss_and_grad": False,
-        "check_for_spiky_loss": False,
     }
     for name, value in known.items():
         setattr(args, name, value)

@@ -14,14 +14,17 @@ from megatron_balance.training.log import LogTarget, ScalarWriter
 from megatron_balance.training.tracing import StepTracer
 
 
-def log_target(args: argparse.Namespace, config: Run) -> LogTarget:
-    """The target of this rank's records, from Megatron's arguments and ours."""
+def log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
+    """The target of this rank's records, from Megatron's arguments and ours.
+
+    `writers`: of scalars; None: Megatron's own.
+    """
     folder, writes = Path(args.balance_log) if args.balance_log else None, args.rank == 0
     return LogTarget(
         folder=folder,
         config=to_yaml(config) if folder is not None and writes else "",
         writes=writes,
-        writers=scalar_writers(args.tensorboard_log_interval),
+        writers=scalar_writers(args.tensorboard_log_interval) if writers is None else lambda _: writers,
         tracer=StepTracer(folder, config.trace_steps, args.rank),
     )
 
@@ -30,8 +33,8 @@ def log_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """Reasons why a configuration cannot be logged as it asks."""
     if config.trace_steps and not args.balance_log:
         return [
-            f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given; a loop of its own "
-            "has none"
+            f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given (in a loop of its "
+            "own: log_folder)"
         ]
     return []
 

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_timers
 
 from megatron_balance.megatron.data import NUM_COLUMNS
-from megatron_balance.megatron.forward_step import forward_step
+from megatron_balance.megatron.forward_step import LOSS, forward_step
 from megatron_balance.megatron.microbatches import Microbatches
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.megatron.tokens import job_device
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_balance.megatron.changes import Changes
     from megatron_balance.megatron.roles import Role
     from megatron_balance.megatron.session import Session
-
-LOSS = "lm loss"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,13 @@ from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import SelfCheckError
 from megatron_balance.megatron.data import PADDING, unpack
-from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, mask_counts, planned_microbatch
+from megatron_balance.megatron.forward_step import (
+    LOSS,
+    PlannedMicrobatch,
+    forward_step,
+    mask_counts,
+    planned_microbatch,
+)
 from megatron_balance.training.microbatch import assemble
 
 log = logging.getLogger(__name__)
@@ -104,7 +110,7 @@ def _loss(stored: Sequence[Mapping[str, torch.Tensor]], *, summed: bool) -> floa
     """Loss per token of what a forward stored, NaN where that is nothing; `summed`: over the pool."""
     total = torch.zeros(2, device="cuda")
     for each in stored:
-        total += each["lm loss"].detach().view(-1, 2).sum(0)
+        total += each[LOSS].detach().view(-1, 2).sum(0)
     if summed:
         dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
     loss, tokens = total.tolist()

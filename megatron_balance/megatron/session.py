@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -61,7 +62,7 @@ from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import Job
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import Ledger
-from megatron_balance.training.log import StepLog
+from megatron_balance.training.log import ScalarWriter, StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.roll_call import RollCall
@@ -72,8 +73,13 @@ log = logging.getLogger(__name__)
 class Session:
     """Created before Megatron is initialised; complete once the process groups exist."""
 
-    def __init__(self, args: argparse.Namespace, config: Run, te_patched: bool) -> None:
-        """Take Megatron's validated `args`; pools and planners are made later."""
+    def __init__(
+        self, args: argparse.Namespace, config: Run, te_patched: bool, writers: Sequence[ScalarWriter] | None = None
+    ) -> None:
+        """Take Megatron's validated `args`; pools and planners are made later.
+
+        `writers`: of scalars; None: Megatron's own.
+        """
         self.args = args
         self.config = config
         self.te_patched = te_patched
@@ -94,9 +100,11 @@ class Session:
         """Whether microbatches run as two nano-batches."""
         if config.latent_kv:
             latent.check_latent_run(joint=self.joint, nano_batches=self.ping_pong, candidates=bool(self.candidates))
-        self.steps = StepLog(log_target(args, config))
+        self.steps = StepLog(log_target(args, config, writers))
         self.bind_ahead = BindAhead()
         """Where the plans of coming microbatches are looked up."""
+        self.sequences: tuple[Ints, ...] = ()
+        """Lengths of what this rank's replica read in the last training step, by microbatch."""
         self.train_data: Documents | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self.script_data = ScriptData()

@@ -172,7 +172,7 @@ def given_group(p2p_communicator: Any) -> dist.ProcessGroup | None:
         return None
     if type(p2p_communicator) is not P2PCommunicator:
         raise ConfigError(
-            f"pretrain was handed a p2p_communicator of type {type(p2p_communicator).__name__}; planned microbatches "
-            "go through P2PCommunicator alone: leave it out"
+            f"the schedule was handed a p2p_communicator of type {type(p2p_communicator).__name__}; planned "
+            "microbatches go through P2PCommunicator alone: leave it out"
         )
     return p2p_communicator.pp_group

@@ -25,37 +25,27 @@ ON_CPU = (
 
 
 @contextmanager
-def balanced(config: str) -> Iterator[None]:
+def balanced(config: str, log_folder: str | None = None) -> Iterator[None]:
     """Train with plans whatever Bridge's `pretrain` or `finetune` trains inside.
 
-    Bridge takes no forward-backward function, so three of its names are others meanwhile: `setup`,
-    behind which the model is there, and the `get_forward_backward_func` of training and evaluation.
+    Bridge takes no forward-backward function, so four of its names are others meanwhile: `setup`,
+    behind which the model is there, the `get_forward_backward_func` of training and evaluation, and
+    `train_step`, behind which loss and gradient norm are known.
 
-    `config`: the balance configuration.
+    `config`: the balance configuration. `log_folder`: of its records of steps.
     """
-    from megatron_balance.megatron.library import balance
-
     bridge = {name: _bridge(name) for name in ("pretrain", "train", "eval")}
-    setup = bridge["pretrain"].setup
-    schedules = {name: bridge[name].get_forward_backward_func for name in ("train", "eval")}
+    replaced = (("pretrain", "setup"), ("train", "train_step"))
+    replaced += tuple((name, "get_forward_backward_func") for name in ("train", "eval"))
+    own = {(module, name): getattr(bridge[module], name) for module, name in replaced}
     with ExitStack() as stack:
 
         def set_up(state: Any, *args: Any, **kwargs: Any) -> Any:
             check(state.cfg)
-            found = setup(state, *args, **kwargs)
-            cfg = found.state.cfg
-            groups = {"pp_size": cfg.model.pipeline_model_parallel_size}
-            loop = balance(
-                found.model,
-                schedules["train"](**groups, vp_size=cfg.model.virtual_pipeline_model_parallel_size),
-                config,
-                seq_length=cfg.model.seq_length,
-                micro_batch_size=cfg.train.micro_batch_size,
-                vocab_size=cfg.model.vocab_size,
-                check_for_nan_in_loss=cfg.rerun_state_machine.check_for_nan_in_loss,
-            )
-            stack.enter_context(loop)
-            for name in schedules:
+            found = own["pretrain", "setup"](state, *args, **kwargs)
+            loop = stack.enter_context(loop_of(found, own["train", "get_forward_backward_func"], config, log_folder))
+            bridge["train"].train_step = with_record(own["train", "train_step"], loop, found.state)
+            for name in ("train", "eval"):
                 bridge[name].get_forward_backward_func = lambda **_: loop
             return found
 
@@ -63,9 +53,53 @@ def balanced(config: str) -> Iterator[None]:
         try:
             yield
         finally:
-            bridge["pretrain"].setup = setup
-            for name, schedule in schedules.items():
-                bridge[name].get_forward_backward_func = schedule
+            for (module, name), function in own.items():
+                setattr(bridge[module], name, function)
+
+
+def loop_of(found: Any, schedule: Any, config: str, log_folder: str | None) -> Any:
+    """The forward-backward function with plans of what Bridge's `setup` gave."""
+    from megatron_balance.megatron.library import balance
+
+    state, cfg = found.state, found.state.cfg
+    writers = []
+    if state.tensorboard_logger:
+        writers.append(state.tensorboard_logger.add_scalar)
+    if state.wandb_logger:
+        writers.append(lambda name, value, step: state.wandb_logger.log({name: value}, step))
+    return balance(
+        found.model,
+        schedule(
+            pp_size=cfg.model.pipeline_model_parallel_size, vp_size=cfg.model.virtual_pipeline_model_parallel_size
+        ),
+        config,
+        seq_length=cfg.model.seq_length,
+        micro_batch_size=cfg.train.micro_batch_size,
+        vocab_size=cfg.model.vocab_size,
+        check_for_nan_in_loss=cfg.rerun_state_machine.check_for_nan_in_loss,
+        check_for_spiky_loss=cfg.rerun_state_machine.check_for_spiky_loss,
+        steps_done=state.train_state.step,
+        log_folder=log_folder,
+        writers=writers,
+        timeout_minutes=cfg.dist.distributed_timeout_minutes,
+    )
+
+
+def with_record(train_step: Any, loop: Any, state: Any) -> Any:
+    """Bridge's `train_step`, after which the step's record is written, and its throughput is of the
+    sequences that were read: Bridge's own forward step counts them otherwise.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        losses, grad_norm = result[0], result[5]
+        loop.finish_step(losses.get("lm loss"), grad_norm, step=state.train_state.step + 1)
+        state._flops_seqlen_sum = sum(int(each.sum()) for each in loop.sequences)
+        state._flops_seqlen_sq_sum = sum(int((each**2).sum()) for each in loop.sequences)
+        state._flops_requires_global_reduce = True  # replicas read different sequences
+        return result
+
+    return step
 
 
 def check(cfg: Any) -> None:
@@ -86,6 +120,9 @@ def check(cfg: Any) -> None:
         ),
         "validation.eval_micro_batch_size: evaluation has the micro batch of training; leave it out": (
             eval_batch not in (None, cfg.train.micro_batch_size)
+        ),
+        "inprocess_restart: it renumbers ranks while the job runs; leave it out": (
+            cfg.inprocess_restart is not None and cfg.inprocess_restart.enabled
         ),
         "peft, or a model that distils another: the forward step and the loss are Megatron's of pretraining": (
             cfg.peft is not None or hasattr(cfg.model, "teacher")
@@ -167,6 +204,7 @@ def configuration(args: argparse.Namespace) -> Any:
         transformer_impl="transformer_engine" if fused else "local", bf16=fused,
         params_dtype=dtype, pipeline_dtype=dtype,
         context_parallel_size=args.context, pipeline_model_parallel_size=args.pipeline, cp_comm_type="all_gather",
+        tensor_model_parallel_size=args.tensor, sequence_parallel=fused and args.tensor > 1,
         bias_activation_fusion=fused, bias_dropout_fusion=fused, masked_softmax_fusion=False, apply_rope_fusion=fused,
         persist_layer_norm=fused, gradient_accumulation_fusion=False, cross_entropy_loss_fusion=fused,
         calculate_per_token_loss=True,
@@ -203,8 +241,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", required=True, help="prefix of a .bin and .idx, documents ending with token 95")
     parser.add_argument("--balance", help="the balance configuration; without it, Bridge alone")
+    parser.add_argument("--balance-log", metavar="DIR", help="write steps.jsonl here")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, in fp32, with Megatron's own layers")
-    for name, value in {"steps": 4, "batch": 4, "seq-length": 512, "layers": 2, "context": 1, "pipeline": 1}.items():
+    numbers = {"steps": 4, "batch": 4, "seq-length": 512, "layers": 2, "context": 1, "pipeline": 1, "tensor": 1}
+    for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     if args.cpu:
@@ -213,7 +253,7 @@ def main() -> None:
     manager = callbacks.CallbackManager()
     manager.register("on_train_step_end", lambda at: say("step", at.loss_dict, at.grad_norm))
     manager.register("on_eval_end", lambda at: say("eval", at.total_loss_dict))
-    with balanced(args.balance) if args.balance else nullcontext():
+    with balanced(args.balance, args.balance_log) if args.balance else nullcontext():
         _bridge("pretrain").pretrain(configuration(args), _bridge("gpt_step").forward_step, callbacks=manager)
 
 

@@ -149,7 +149,7 @@ def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathF
 
 def at_once(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags under which one rank takes a step's samples as one microbatch, which is faster and
-    changes no number.
+    changes no number; but where further tokens are predicted, whose losses are weighted by microbatch.
     """
     return {**flags, "micro-batch-size": flags.get("global-batch-size", RUN["global-batch-size"])}
 

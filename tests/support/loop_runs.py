@@ -1,10 +1,15 @@
-"""A training loop of the shape of Megatron-Bridge's, which imports Megatron's schedules and never
-calls its `pretrain`: its own model, groups, optimizer and data, no arguments of Megatron's.
+"""Training loops of libraries that import Megatron's schedules and never call its `pretrain`: their
+own model, groups, optimizer and data, no arguments of Megatron's.
 
-As Bridge's `train_step` and `evaluate` (August 2026, 067f987df): the forward step takes the loop's
-state first, bound once; the schedule is called inside the rerun loop, by keywords, with a
-communicator and groups of the loop's own; losses are summed over microbatches, then over `dp_cp`.
-`python -m tools.bridge_parity` runs Bridge itself.
+- `bridge`: as Megatron-Bridge's `train_step` and `evaluate` (067f987df, August 2026): the forward
+  step takes the loop's state first, bound once; the schedule is called inside the rerun loop, by
+  keywords, with a communicator and groups of the loop's own; losses are summed over microbatches,
+  then over `dp_cp`. `python -m tools.bridge_parity` runs Bridge itself.
+- `nemo`: as NeMo's `MegatronStep` and `MaskedTokenLossReduction` (8cfedd7203, September 2025): the
+  iterator gives a batch with its number and its loader's, the model is not in a list, and losses
+  are read by another name, without microbatches that have none.
+- `verl`: as verl's `forward_backward_batch` (b178a3cd5, January 2026): microbatches of as many
+  samples as fit, ragged, behind one another (nested tensors); the call says a length of 1.
 """
 
 from __future__ import annotations
@@ -22,7 +27,10 @@ import torch.distributed as dist
 
 LENGTHS = (64, 17, 40, 5, 33, 64, 2, 50)
 """Of the documents: one a sample, so that plain causal attention is right; the rest is padding."""
-SIZE, VOCABULARY, STEPS = 64, 96, 3
+SIZE, VOCABULARY, STEPS, SPIKY = 64, 96, 3, 1
+"""`SPIKY`: the step, from 0, whose losses leap by what the loop tells the rerun machine."""
+SKIPPED_TO = 8
+"""The number of the second step, in a loop of NeMo's shape that resumes behind step 4."""
 
 
 @dataclass
@@ -57,10 +65,84 @@ def forward_step(state: State, iterator: Any, model: Any) -> Any:
     return losses, partial(loss, batch["loss_mask"])
 
 
-def reduced(stored: list[dict[str, torch.Tensor]], groups: Any) -> float:
+def never(*_: Any, **__: Any) -> Any:
+    """A forward step that plans replace."""
+    raise AssertionError("the loop's own forward step was called")
+
+
+def rows_of(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A batch of verl's: ragged sequences [B, any] side by side, with labels and positions."""
+    tokens = found["input_ids"].to_padded_tensor(0)
+    lengths = found["input_ids"].offsets().diff()[:, None]
+    at = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return {
+        "tokens": tokens,
+        "labels": found["labels"].to_padded_tensor(0),
+        "loss_mask": (at < lengths - 1).float(),
+        "position_ids": at.masked_fill(at >= lengths, -1),
+    }
+
+
+def ragged(given: Iterator[dict[str, torch.Tensor]], sizes: tuple[int, ...]) -> Iterator[dict[str, torch.Tensor]]:
+    """The samples as verl has them, `sizes` of them in a microbatch."""
+    for size in sizes:
+        samples = [next(given) for _ in range(size)]
+        held = [each["position_ids"][0] >= 0 for each in samples]
+        yield {
+            name: torch.nested.nested_tensor(
+                [each[source][0][mask] for each, mask in zip(samples, held, strict=True)], layout=torch.jagged
+            )
+            for name, source in (("input_ids", "tokens"), ("labels", "labels"))
+        }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a library calls: keywords of its call and of `balance`, and what its iterator gives."""
+
+    call: dict[str, Any]
+    balance: dict[str, Any]
+    iterator: Any
+    name: str = "lm loss"
+
+
+def shape_of(library: str, config: Any, model: Any, per_replica: int) -> Shape:
+    """The shape of a library's calls; `per_replica`: samples of a step."""
+    if library == "nemo":
+        call = {"model": model, "num_microbatches": per_replica, "seq_length": SIZE, "micro_batch_size": 1}
+        call |= {"forward_step_func": never, "decoder_seq_length": None, "adjust_tensor_shapes_fn": None}
+        name = "loss_sum_and_ub_size"
+        return Shape(
+            call,
+            {"batch_of": lambda found: found[0], "loss_name": name, "steps_done": 4},
+            lambda samples: ((each, at, 0) for at, each in enumerate(samples)),
+            name,
+        )
+    if library == "verl":
+        sizes = (1, per_replica - 1)
+        call = {"model": [model], "num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1}
+        call["forward_step_func"] = never
+        return Shape(
+            call,
+            {"batch_of": rows_of, "micro_batch_size": per_replica},
+            lambda samples: iter(list(ragged(samples, sizes))),
+        )
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    call = {"model": [model], "num_microbatches": per_replica, "seq_length": SIZE, "micro_batch_size": 1}
+    call |= {"adjust_tensor_shapes_fn": None, "pg_collection": groups}
+    call["p2p_communicator"] = P2PCommunicator(pp_group=groups.pp, config=config)
+    return Shape(call, {}, iter)
+
+
+def reduced(stored: list[dict[str, torch.Tensor]], name: str) -> float:
     """The loss of a token over all microbatches and ranks."""
-    total = torch.vstack([each["lm loss"].view(-1) for each in stored]).sum(0)
-    dist.all_reduce(total, group=groups.dp_cp)
+    from megatron.core import mpu
+
+    total = torch.vstack([each[name].view(-1) for each in stored if each[name][1] > 0]).sum(0)
+    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return float(total[0] / total[1])
 
 
@@ -91,51 +173,58 @@ def build() -> tuple[Any, Any, Any]:
     return config, model, optimizer
 
 
+def spiky(machine: Any, step: int) -> None:
+    """Let losses leap in step SPIKY alone, as after a hundred losses up to 1: a token's is 4 to 5
+    here, and their sums are ten times that.
+    """
+    machine.large_value_counts["loss"], machine.max_values["loss"] = 100, 1.0
+    machine.spiky_loss_factor = 3.0 if step == SPIKY else 10.0
+
+
 def run(argv: list[str]) -> int:
     """Train, and print losses, gradient norms and evaluated losses as JSON.
 
-    `argv`: the balance configuration, or nothing.
+    `argv`: the library whose shape the calls have; the balance configuration, or nothing; the
+    folder of records, or nothing.
     """
     from megatron.core import mpu
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
     from megatron_balance.megatron.library import balance
 
     config, model, optimizer = build()
+    library, config.variable_seq_lengths = argv[0], argv[0] == "verl"
     forward_backward: Any = get_forward_backward_func(pp_size=1, vp_size=None)
-    loop = balance(model, forward_backward, argv[0], seq_length=SIZE, micro_batch_size=1) if argv else None
     replica, num_replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    state, groups = State(), ProcessGroupCollection.use_mpu_process_groups()
-    common: dict[str, Any] = {
-        "forward_step_func": partial(forward_step, state),
-        "model": [model],
-        "num_microbatches": len(LENGTHS) // num_replicas,
-        "seq_length": SIZE,
-        "micro_batch_size": 1,
-        "adjust_tensor_shapes_fn": None,
-        "p2p_communicator": P2PCommunicator(pp_group=groups.pp, config=config),
-        "pg_collection": groups,
-    }
-    rerun = get_rerun_state_machine()
+    shape, state = shape_of(library, config, model, len(LENGTHS) // num_replicas), State()
+    told = {"seq_length": SIZE, "micro_batch_size": 1, "check_for_spiky_loss": True, "log_folder": argv[-1]}
+    loop = balance(model, forward_backward, argv[1], **{**told, **shape.balance}) if len(argv) > 1 else None
+    common = {"forward_step_func": partial(forward_step, state), **shape.call}
+    machine: Any = get_rerun_state_machine()
     with nullcontext(forward_backward) if loop is None else loop as schedule:
         for step in range(STEPS):
-            iterator: Any = RerunDataIterator(batches(step, replica, num_replicas))
+            machine.set_mode(RerunMode.VALIDATE_RESULTS)
+            spiky(machine, step)
+            iterator: Any = RerunDataIterator(shape.iterator(batches(step, replica, num_replicas)))
             stored: list[dict[str, torch.Tensor]] = []
-            while rerun.should_run_forward_backward(iterator):
+            while machine.should_run_forward_backward(iterator):
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
-                stored = schedule(data_iterator=iterator, decoder_seq_length=SIZE, forward_only=False, **common)
-            rerun.should_checkpoint_and_exit()
+                stored = schedule(data_iterator=iterator, forward_only=False, **common)
+            machine.should_checkpoint_and_exit()
             _, norm, _ = optimizer.step() or (True, 0.0, None)
+            values = [reduced(stored, shape.name), float(norm or 0)]
+            if loop is not None:
+                loop.finish_step(*values, step=SKIPPED_TO if library == "nemo" and step == 1 else None)
+                sys.stdout.write(f"read {json.dumps([each.tolist() for each in loop.sequences])}\n")
             model.eval()
+            machine.set_mode(RerunMode.DISABLED)
             with torch.no_grad():
-                evaluated = schedule(data_iterator=batches(STEPS, replica, num_replicas), forward_only=True, **common)
+                samples = shape.iterator(batches(STEPS, replica, num_replicas))
+                evaluated = schedule(data_iterator=samples, forward_only=True, **common)
             model.train()
-            values = [reduced(stored, groups), float(norm or 0), reduced(evaluated, groups)]
-            sys.stdout.write(f"step {json.dumps(values)}\n")
+            sys.stdout.write(f"step {json.dumps([*values, reduced(evaluated, shape.name)])}\n")
     sys.stdout.write(f"own forward steps {state.steps_run}\n")
     dist.destroy_process_group()
     return 0
