@@ -30,7 +30,7 @@ def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
     train: Any = pretrain  # of some versions, it takes a provider of the model
     config, provider = gpt.start(train, args)
-    with entry.training(config):
+    with entry.training(config, has_script=False):
         train(config, document_datasets_provider, *provider, ModelType.encoder_or_decoder, forward_step)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

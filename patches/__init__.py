@@ -85,7 +85,9 @@ def applied(
     if len(set(targets)) < len(targets):
         twice = sorted({t for t in targets if targets.count(t) > 1})
         raise PatchError(f"{', '.join(twice)}: patched twice; put the two changes into one wrap")
-    found, unreviewed = _check(patches, accepted, source)
+    found, unreviewed, fault = _check(patches, accepted, source)
+    if fault is not None:
+        raise PatchError(fault)
     undo: list[tuple[Any, str, Any]] = []
     try:
         for patch, at in found:
@@ -101,10 +103,21 @@ def applied(
             setattr(owner, name, kept)
 
 
+def fault_of(
+    patches: Sequence[Patch], accepted: Mapping[str, str] = MappingProxyType({}), source: str = "the configuration"
+) -> str | None:
+    """The reasons for which `applied` would refuse these patches, in one sentence; None: none."""
+    return _check(patches, accepted, source, tell=False)[2]
+
+
 def _check(
-    patches: Sequence[Patch], accepted: Mapping[str, str], source: str
-) -> tuple[list[tuple[Patch, _Found]], tuple[str, ...]]:
-    """The targets, and those of them that were accepted without review."""
+    patches: Sequence[Patch], accepted: Mapping[str, str], source: str, *, tell: bool = True
+) -> tuple[list[tuple[Patch, _Found]], tuple[str, ...], str | None]:
+    """The targets, those of them that were accepted without review, and why not all can be patched.
+
+    `tell`: whether the log names those that may be patched unreviewed.
+    """
+    warn = log.warning if tell else log.debug
     found: list[tuple[Patch, _Found]] = []
     unreviewed: list[str] = []
     faults: list[str] = []
@@ -114,7 +127,7 @@ def _check(
             at = _find(patch)
         except PatchError as error:
             if patch.role == "observed":
-                log.warning("%s; left out, since no number depends on it", error)
+                warn("%s; left out, since no number depends on it", error)
             else:
                 faults.append(str(error))
             continue
@@ -123,20 +136,19 @@ def _check(
         if patch.role == "wrapped" or digest in patch.reviewed:
             continue
         if patch.role == "observed":
-            log.warning(
-                "%s: its source (%s) is not one that was reviewed; no number depends on it", patch.target, digest
-            )
+            warn("%s: its source (%s) is not one that was reviewed; no number depends on it", patch.target, digest)
         elif accepted.get(patch.target) == digest:
             unreviewed.append(patch.target)
-            log.warning("%s: its source (%s) was not reviewed; %s accepts it", patch.target, digest, source)
+            warn("%s: its source (%s) was not reviewed; %s accepts it", patch.target, digest, source)
         else:
             unknown[patch.target] = digest
             reviewed = ", ".join(f"{known} of {version}" for known, version in patch.reviewed.items())
             faults.append(f"{patch.target}: its source has digest {digest}, reviewed were {reviewed}")
+    fault = None
     if faults:
-        raise PatchError(f"this Megatron differs from what was reviewed, nothing was patched: {'; '.join(faults)}"
-                         + (_advice(unknown, source) if unknown else ""))  # fmt: skip
-    return found, tuple(unreviewed)
+        fault = f"this Megatron differs from what was reviewed, nothing was patched: {'; '.join(faults)}"
+        fault += _advice(unknown, source) if unknown else ""
+    return found, tuple(unreviewed), fault
 
 
 def _advice(unknown: Mapping[str, str], source: str) -> str:

@@ -7,9 +7,10 @@
 # All that is installed stands in the lock, with the hashes of its files; scripts/lock.sh writes them. Nothing is
 # installed twice: each lock leaves a stamp with the checksum of what it was installed from.
 
-# Wheels whose Python files the tests read, to hold our calls against the real signatures. They are
-# unpacked into .venv/upstream, without what they need, and never imported: 1.5 MB to fetch.
-UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11")
+# Wheels that are unpacked into .venv/upstream, without what they need: 3.5 MB to fetch. The tests read
+# the Python files of two, to hold our calls against the real signatures, and train with the third, the
+# other Megatron-core that the patches are reviewed for.
+UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11" "megatron-core==0.18.2")
 
 repository() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
 
@@ -45,8 +46,8 @@ install_lock() {
 # Prints the entry of one requirement of a lock: its line and the hashes below it.
 locked() { awk -v "wanted=$2" '/^[a-z]/ { found = $1 == wanted } found && !/#/' "$1"; }
 
-# Unpacks the Python files of the wheels in UPSTREAM into .venv/upstream. A wheel that cannot be had is
-# no error: the tests that read it skip, and say so.
+# Unpacks the Python files of the wheels in UPSTREAM into .venv/upstream, and the compiled ones of
+# Megatron's data sets. A wheel that cannot be had is no error: the tests that need it skip, and say so.
 unpack_upstream() {
   local folder=$1 one wheels entry status=0
   wheels=$(mktemp -d) || return 1
@@ -57,7 +58,7 @@ unpack_upstream() {
     locked "$(repository)/scripts/locks/upstream.txt" "$one" >"$entry"
     if ! "$PYTHON" -m pip download -qq --no-deps --only-binary :all: --dest "$wheels" \
       --require-hashes --requirement "$entry" >&2; then
-      say "The wheel of $one could not be had; the tests that read its signatures will skip."
+      say "The wheel of $one could not be had; the tests that need it will skip."
       status=1
     fi
   done
@@ -68,7 +69,8 @@ wheels, folder = map(pathlib.Path, sys.argv[1:])
 for wheel in sorted(wheels.glob("*.whl")):
     target = folder / "-".join(wheel.name.split("-")[:2])
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target, [name for name in archive.namelist() if name.endswith(".py")])
+        wanted = (".py", ".so") if wheel.name.startswith("megatron_core-") else ".py"
+        archive.extractall(target, [name for name in archive.namelist() if name.endswith(wanted)])
 PROGRAM
   rm -rf "$wheels"
   return "$status"

@@ -153,11 +153,9 @@ def _attend_latent(
     """`attend` over latents, query [T, (1,) H, D]. Of the key only the rotary part counts, which all
     heads share.
     """
-    scale, mask, sink = softmax_scale_of(core_attention), mask_of(core_attention), sink_of(core_attention)
-    if params.alone:
-        raise ConfigError("the self-check of a step has no attention over latents; 'self_check: false' or no latent_kv")
-    if sink is not None:
-        raise ConfigError("'latent_kv: true' has no attention sinks; leave out --softmax-type, or latent_kv")
+    scale, mask = softmax_scale_of(core_attention), mask_of(core_attention)
+    assert not params.alone, "latent_reasons refuses a self-check"
+    assert sink_of(core_attention) is None, "latent_reasons refuses sinks"
     bound = params.bound_now(held_number(core_attention), mask)
     assert bound.shape.latent is not None, "the plan was bound for latents"
     rank, rope = bound.shape.latent

@@ -11,6 +11,7 @@ import numpy as np
 from megatron.core.datasets.utils import Split
 
 from megatron_balance.errors import BalanceError, ConfigError
+from megatron_balance.workloads.blend import shares
 from megatron_balance.workloads.documents import split_documents
 from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
 from megatron_balance.workloads.order_cache import Corpus, of_corpus
@@ -154,7 +155,8 @@ def data_reasons(args: DataArguments) -> list[str]:
 def corpus_reasons(args: DataArguments) -> list[str]:
     """The reasons why the corpora that the command line names cannot be read; empty: they can.
 
-    What is seen here costs no more than opening the files: some of them are damaged inside.
+    What is seen here costs no more than opening the files, whatever their size: an index that is
+    damaged inside is found when its documents are numbered.
     """
     reasons: list[str] = []
     try:
@@ -168,9 +170,16 @@ def corpus_reasons(args: DataArguments) -> list[str]:
             if prefix not in num_documents:
                 num_documents[prefix] = 0
                 try:
-                    num_documents[prefix] = map_index(prefix).num_documents
+                    index = map_index(prefix)
+                    check_bin(index)
+                    num_documents[prefix] = index.num_documents
                 except BalanceError as error:
                     reasons.append(str(error))
+    for weights in dict.fromkeys(source.weights for source in named if source.weights is not None):
+        try:
+            shares(weights)
+        except BalanceError as error:
+            reasons.append(str(error))
     if reasons:
         return reasons
     for source, asked, name in zip(named, wanted, ("train", "valid", "test"), strict=True):

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import session
 from megatron_balance.megatron.corpora import CORPUS_OPTIONS
 from megatron_balance.megatron.data import DocumentBlend, DocumentDataset, make_provider
@@ -20,18 +19,9 @@ def names_corpus(args: Any) -> bool:
 
 
 def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Our document provider if the command line names a corpus, else `given`; the log says why.
-
-    Raises:
-        ConfigError: the script's data set shall stay, and there is no script.
-    """
+    """Our document provider if the command line names a corpus, else `given`; the log says why."""
     job = session.current()
     kept = job.config.data == "script"
-    if kept and getattr(given, "func", given).__module__ == DocumentDataset.__module__:
-        raise ConfigError(
-            "data: script: megatron_balance.pretrain_gpt has no data set of its own; start your script by "
-            "megatron_balance.launch"
-        )
     replace = names_corpus(job.args) and not kept
     job.script_data.kept = not replace and getattr(given, "func", given).__module__ != DocumentDataset.__module__
     provider: Callable[..., Any] = make_provider(job.config.documents, job.config.sample_filling) if replace else given

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
 from megatron_balance.megatron.arguments import check_arguments, device_of, leave_out
+from megatron_balance.patches import Patch, applied, fault_of
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,10 @@ def set_up_logging() -> None:
 
 
 @contextmanager
-def training(cfg_container: Any) -> Iterator[None]:
+def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     """The session of one call of Megatron's `pretrain`, whose model config gets our core attention.
+
+    `has_script`: whether the data set provider is a script's, not ours.
 
     Raises:
         ConfigError: flags or a configuration that cannot work, before anything is built.
@@ -64,8 +67,6 @@ def training(cfg_container: Any) -> Iterator[None]:
     from megatron_balance.megatron.latent import latent_reasons
     from megatron_balance.megatron.log import log_reasons
     from megatron_balance.megatron.session import Session, opened, way_reasons
-    from megatron_balance.patches import applied
-    from megatron_balance.patches.selection import for_job
     from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
@@ -77,10 +78,19 @@ def training(cfg_container: Any) -> Iterator[None]:
         raise ConfigError(
             f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
         )
-    ours = config.data == "documents" and names_corpus(args)
-    reasons = [*data_reasons(args), *corpus_reasons(args)] if ours else []
-    reasons += [*log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv), *way_reasons(args, config)]
-    check_arguments(args, reasons)
+    reasons: list[str] = []
+    if config.data == "documents" and (names_corpus(args) or not has_script):
+        reasons += [*data_reasons(args), *(corpus_reasons(args) if names_corpus(args) else ())]
+    elif not has_script:
+        reasons.append(
+            "data: script: megatron_balance.pretrain_gpt has no data set of its own; start your script by "
+            "megatron_balance.launch"
+        )
+    reasons += [*log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv)]
+    of_way = way_reasons(args, config)
+    patches = () if of_way else _patches_of(args, config)
+    fault = fault_of(patches, config.accepted_sources, config.source)
+    check_arguments(args, [*reasons, *of_way, *([] if fault is None else [fault])])
     _say_what_was_set(args, cfg_container)
     give_layer_spec(cfg_container)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
@@ -94,10 +104,22 @@ def training(cfg_container: Any) -> Iterator[None]:
         config.source,
     )
     session = Session(args, config, te_patched=te_available())
-    changes = bool(session.candidates)
-    patches = for_job(args, joint=session.joint, nano_batches=session.ping_pong, changes=changes)
     with applied(patches, config.accepted_sources, config.source), opened(session):
         yield
+
+
+def _patches_of(args: Any, config: Any) -> tuple[Patch, ...]:
+    """The patches of a job that `way_reasons` knows nothing against."""
+    from megatron_balance.megatron import ping_pong
+    from megatron_balance.megatron.session import attends_jointly, candidates_of, layout_of
+    from megatron_balance.patches.selection import for_job
+
+    return for_job(
+        args,
+        joint=attends_jointly(args, config),
+        nano_batches=ping_pong.wanted(args, config),
+        changes=bool(candidates_of(args, config, layout_of(args))),
+    )
 
 
 def _say_what_was_set(args: Any, cfg_container: Any) -> None:

@@ -35,6 +35,10 @@ REASONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda args: args.fp8 is not None,
         "latent_kv: true makes keys and values of latents in bf16 only, and --fp8-format is given; leave one out",
     ),
+    (
+        lambda args: args.softmax_type not in (None, "vanilla"),
+        "latent_kv: true has no attention sinks; leave out --softmax-type, or latent_kv",
+    ),
 )
 
 
@@ -52,7 +56,7 @@ def latent_reasons(args: argparse.Namespace, *, wanted: bool) -> list[str]:
     return reasons_in(REASONS, args) if wanted else []
 
 
-def check_latent_run(*, joint: bool, nano_batches: bool, candidates: bool) -> None:
+def check_latent_run(*, joint: bool, nano_batches: bool, candidates: bool, self_check: bool) -> None:
     """Reject ways of running in which a rank attends for layers whose weights it does not have, or in
     which nobody has tried it.
 
@@ -63,6 +67,7 @@ def check_latent_run(*, joint: bool, nano_batches: bool, candidates: bool) -> No
         (joint, "idle pipeline stages have no weights of other stages' layers; set 'pipeline: stages'"),
         (nano_batches, "it does not run as two nano-batches; set 'ping_pong: false'"),
         (candidates, "it does not change between strategies; name one strategy"),
+        (self_check, "the self-check of a step has no attention over latents; set 'self_check: false'"),
     ):
         if found:
             raise ConfigError(f"latent_kv: true: {sentence}, or leave it out")

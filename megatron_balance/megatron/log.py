@@ -24,6 +24,7 @@ def log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWr
         folder=folder,
         config=to_yaml(config) if folder is not None and writes else "",
         writes=writes,
+        interval=args.log_interval,
         writers=scalar_writers(args.tensorboard_log_interval) if writers is None else lambda _: writers,
         tracer=StepTracer(folder, config.trace_steps, args.rank),
     )

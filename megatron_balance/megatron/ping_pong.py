@@ -93,9 +93,11 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def wanted(args: argparse.Namespace, config: Run) -> bool:
+def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool:
     """Whether microbatches run as two nano-batches; by default with planners made for it,
     where every flag allows it.
+
+    `tell`: whether the log says why they do not, where a planner is made for it.
 
     Raises:
         ConfigError: they shall be, and something does not allow it.
@@ -106,7 +108,7 @@ def wanted(args: argparse.Namespace, config: Run) -> bool:
     if config.ping_pong == "auto":
         if not config.planner.planner.ping_pong:
             return False
-        if reasons:
+        if reasons and tell:
             log.warning("microbatches run whole, not as two nano-batches: %s", "; ".join(reasons))
         return not reasons
     if reasons:

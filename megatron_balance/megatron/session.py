@@ -96,10 +96,8 @@ class Session:
         """The layout that owns weights, and the candidates."""
         self.changes: Changes | None = None
         """The way to other strategies than the layout; made when the model and the optimizer are."""
-        self.ping_pong = ping_pong.wanted(args, config)
+        self.ping_pong = ping_pong.wanted(args, config, tell=True)
         """Whether microbatches run as two nano-batches."""
-        if config.latent_kv:
-            latent.check_latent_run(joint=self.joint, nano_batches=self.ping_pong, candidates=bool(self.candidates))
         self.steps = StepLog(log_target(args, config, writers))
         self.bind_ahead = BindAhead()
         """Where the plans of coming microbatches are looked up."""
@@ -431,15 +429,31 @@ def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
         lambda: check_samples(args, config),
         lambda: attends_jointly(args, config),
         lambda: runs_pipelines(args, config),
-        lambda: candidates_of(args, config, layout_of(args)),
-        lambda: config.ping_pong is True and ping_pong.wanted(args, config),
+        lambda: _check_strategies(args, config),
+        lambda: ping_pong.wanted(args, config),
+        lambda: config.latent_kv and _check_latents(args, config),
     )
     for check in checks:
         try:
             check()
         except ConfigError as error:
             reasons.append(str(error))
-    return reasons
+    return list(dict.fromkeys(reasons))
+
+
+def _check_strategies(args: argparse.Namespace, config: Run) -> None:
+    layout = layout_of(args)
+    if candidates_of(args, config, layout):
+        layouts_of(args, config, layout)
+
+
+def _check_latents(args: argparse.Namespace, config: Run) -> None:
+    latent.check_latent_run(
+        joint=attends_jointly(args, config),
+        nano_batches=ping_pong.wanted(args, config),
+        candidates=bool(candidates_of(args, config, layout_of(args))),
+        self_check=config.self_check,
+    )
 
 
 def check_samples(args: argparse.Namespace, config: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("megatron.training")
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import entry
 from megatron_balance.megatron.arguments import (
     LEFT_OUT,
     REFUSALS,
@@ -249,6 +251,28 @@ def test_all_reasons_come_at_once() -> None:
         check_arguments(parse("--yaml-cfg", "x.yaml", "--qk-clip"))
     with pytest.raises(ConfigError, match=r"--qk-clip.*; --fim-data"):
         check_arguments(parse("--qk-clip"), ["--fim-data"])
+
+
+def test_what_flags_data_ways_and_sources_are_refused_for_comes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "balance.yaml"
+    config.write_text("planner: te_ring\ndata: script\nlatent_kv: true\nself_check: true\n")
+    args = parse("--balance-config", str(config), "--qk-clip", "--softmax-type", "learnable")
+    args.data_parallel_size, args.dataloader_type = 1, "single"
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(entry, "fault_of", lambda *_: "a source is another")
+    with (
+        pytest.raises(ConfigError, match=r"--qk-clip.*; data: script.*no data set.*sinks.*self-check"),
+        entry.training(None, has_script=False),
+    ):
+        pytest.fail("the block must not run")
+    config.write_text("planner: te_ring\n")
+    with (
+        pytest.raises(ConfigError, match=r"--qk-clip.*; --data-path: missing.*; a source is another"),
+        entry.training(None, has_script=False),
+    ):
+        pytest.fail("the block must not run")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The document data set on Megatron's own reader, builder, samplers and splits."""
 
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -334,11 +335,19 @@ def test_arguments_that_cannot_work_are_refused(
         ({"split": "0,0,0"}, ("--split 0,0,0: expected up to three weights",)),
         ({"split": "0,0,1"}, ("for the train set", "for the valid set; give it a larger share or set --eval-iters 0")),
         ({"split": "1,0,0", "eval_iters": 0}, ()),
+        ({"data_path": ["0", "PREFIX", "-1", "PREFIX"]}, ("weights of a blend [0.0, -1.0]: expected numbers above 0",)),
+        ({"data_path": ["SHORT"]}, ("short.bin: truncated",)),
     ],
 )
 def test_what_is_wrong_with_corpora_is_known_without_reading_them(
-    prefix: str, changed: dict[str, object], sentences: tuple[str, ...]
+    prefix: str, changed: dict[str, object], sentences: tuple[str, ...], tmp_path: Path
 ) -> None:
+    if "data_path" in changed:
+        short = tmp_path / "short"
+        shutil.copy(f"{prefix}.idx", f"{short}.idx")
+        Path(f"{short}.bin").write_bytes(b"\0\0")
+        named = {"PREFIX": prefix, "SHORT": str(short)}
+        changed = {"data_path": [named.get(word, word) for word in cast("list[str]", changed["data_path"])]}
     found = corpora.corpus_reasons(arguments(prefix, **({"split": "50,50,0", "eval_iters": 1} | changed)))
     assert len(found) == len(sentences)
     for reason, sentence in zip(found, sentences, strict=True):

@@ -12,7 +12,7 @@ import megatron.core
 import pytest
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches import Patch, Role, applied, report
+from megatron_balance.patches import Patch, Role, applied, fault_of, report
 from megatron_balance.patches.digest import source_digest
 from megatron_balance.patches.selection import every, for_job
 
@@ -124,6 +124,16 @@ def test_all_sources_that_are_not_reviewed_are_refused_at_once_and_nothing_is_pa
         f'accepted_sources: {{"{stale.target}": "{digest}"}}',
     ):
         assert words in str(told.value)
+
+
+def test_what_would_be_refused_is_known_without_patching(caplog: pytest.LogCaptureFixture) -> None:
+    stale = patch_of(other_victim, "other_victim", digest="0123456789ab")
+    with pytest.raises(PatchError) as told, applied([stale]):
+        pytest.fail("the block must not run")
+    assert fault_of([stale]) == str(told.value)
+    digest = source_digest(inspect.getsource(other_victim))
+    assert fault_of([stale, patch_of(victim, "victim")], {stale.target: digest}) is None
+    assert not caplog.records, "who patches says what was accepted"
 
 
 def test_an_accepted_source_is_patched_and_told(caplog: pytest.LogCaptureFixture) -> None:

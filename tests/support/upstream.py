@@ -1,6 +1,6 @@
-"""Signatures of other projects, read from the Python files that `scripts/setup_env.sh` unpacked.
+"""Other projects' files that `scripts/setup_env.sh` unpacked, and signatures read from them.
 
-Nothing of it is imported: these packages need a GPU, and libraries of their own.
+Signatures are read, not imported: their packages need a GPU, and libraries of their own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ class NotLiteral:
 NOT_LITERAL = NotLiteral()
 
 
-def parsed(wheel: str, path: str) -> ast.Module:
-    """A file of a wheel; the test skips where the wheel could not be had."""
-    file = FOLDER / wheel / path
+def folder(wheel: str) -> Path:
+    """The folder of a wheel; the test skips where the wheel could not be had."""
     if not (FOLDER / wheel).is_dir():
         pytest.skip(f"{wheel} is not unpacked in {FOLDER}: scripts/setup_env.sh fetches it from the package index")
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return FOLDER / wheel
+
+
+def parsed(wheel: str, path: str) -> ast.Module:
+    """A file of a wheel; the test skips where the wheel could not be had."""
+    return ast.parse((folder(wheel) / path).read_text(encoding="utf-8"))
 
 
 def found(module: ast.Module, name: str) -> ast.AST:

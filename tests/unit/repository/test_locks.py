@@ -68,6 +68,9 @@ def test_continuous_integration_says_what_it_installs():
     done = subprocess.run(
         ["bash", "-c", f"browser() {{ echo chromium; }}; {line}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    count = len(packages((LOCKS / "dev.txt").read_text()))
-    assert done.stderr == (f"== packages: {count} of scripts/locks/dev.txt, by hash, into .venv; browser: chromium\n")
+    count, beside = (len(packages((LOCKS / name).read_text())) for name in ("dev.txt", "upstream.txt"))
+    assert done.stderr == (
+        f"== packages: {count} of scripts/locks/dev.txt, and {beside} wheels of upstream.txt beside them, by hash, "
+        "into .venv; browser: chromium\n"
+    )
     assert "installing chromium from Debian" in text

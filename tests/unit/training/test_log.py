@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,26 @@ CHANGE = {
 }
 
 
-def finished(steps: StepLog, strategy: Strategy | None = None, change: Mapping[str, float] | None = None) -> None:
-    """Finish a step that never began, then step 7, perhaps under a strategy."""
+def finished(
+    steps: StepLog,
+    strategy: Strategy | None = None,
+    change: Mapping[str, float] | None = None,
+    numbers: Sequence[int] = (7,),
+) -> None:
+    """Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy."""
     steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
     steps.finish(1, None, None)
-    steps.begin(7)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
     step = StepPlan.whole((plan,))
     if strategy is not None:
         step = StepPlan.side_by_side(strategy, [step])
     planned = PlannedStep(step, plan_s=0.25, wait_s=0.125, proofs=Proofs(4, 1))
-    steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
-    if change is not None:
-        steps.changed(lambda: change)
-    steps.finish(7, torch.tensor(1.5), 0.25)
+    for number in numbers:
+        steps.begin(number)
+        steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
+        if change is not None:
+            steps.changed(lambda: change)
+        steps.finish(number, torch.tensor(1.5), 0.25)
     steps.close()
 
 
@@ -148,6 +154,23 @@ def test_figures_are_computed_only_where_somebody_reads_them(monkeypatch: pytest
     finally:
         logging.getLogger("megatron_balance").setLevel(logging.NOTSET)
     assert not computed
+
+
+def test_the_log_has_a_line_of_the_first_step_and_of_every_interval(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Of other steps figures are computed where a file takes them."""
+    computed: list[int] = []
+    figures = log.step_figures
+    monkeypatch.setattr(log, "step_figures", lambda *given: computed.append(1) or figures(*given))
+    for folder, number in ((None, 3), (tmp_path, 5)):
+        computed.clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            finished(StepLog(LogTarget(folder=folder, interval=3)), numbers=(7, 8, 9, 11, 12))
+        told = [record.getMessage().split(":")[0] for record in caplog.records if "planner " in record.getMessage()]
+        assert told == ["step 7", "step 9", "step 12"]
+        assert len(computed) == number
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
