@@ -50,14 +50,15 @@ class Sharding:
 
     `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as
     usual; `stage`: this rank's pipeline stage; `experts`: ranks that share out the experts of a
-    layer, so that `experts` times fewer hold the same ones and share out their optimizer's state.
+    layer, so that `experts` times fewer hold the same ones and share out their optimizer's state; a
+    fraction where tensor-parallel ranks, which a model's own sizes are of, split experts less.
     """
 
     tensor: int = 1
     pipeline: int = 1
     stage: int = 0
     optimizer: int = 1
-    experts: int = 1
+    experts: float = 1
 
     def in_flight(self, num_microbatches: int) -> int:
         """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_balance.analysis.change import Layouts
+    from megatron_balance.analysis.step_memory import StepMemory
     from megatron_balance.cost.base import MachineCost
     from megatron_balance.ir.cluster import Cluster
     from megatron_balance.ir.step import StepPlan
@@ -133,6 +134,14 @@ class Bench:
             )
         return found
 
+    def memory(self, mode: StepMode) -> StepMemory:
+        """The memory of a step around its plans, as it is simulated."""
+        from megatron_balance.simulator.around import Around
+        from megatron_balance.simulator.memory import step_memory
+
+        found = step_memory(Around(self.machine, self.setup))
+        return replace(found, asked="replay") if mode.joint else found
+
     def plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps, for the cluster as its configuration has it; a system that makes
         microbatches of its own makes them.
@@ -155,7 +164,14 @@ class Bench:
             )
         pool = self.pool.cluster
         joint = JointStages(pool, given.planning_cost(pool), self.setup.interleave) if mode.joint else None
-        context = StepContext(given.cluster, given.model, given.planning_cost(), joint=joint, ping_pong=mode.ping_pong)
+        context = StepContext(
+            given.cluster,
+            given.model,
+            given.planning_cost(),
+            joint=joint,
+            ping_pong=mode.ping_pong,
+            memory=self.memory(mode),
+        )
         groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
         lengths = [tuple(batch.lengths for batch in group) for group in groups]
         choice = with_proposed(choice, lengths, context)

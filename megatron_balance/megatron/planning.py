@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.job import PlannedJob
+from megatron_balance.megatron.memory import step_memory
 from megatron_balance.megatron.own_scheduler import by_own_scheduler
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
@@ -81,7 +82,15 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
         layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
         return PlanSpec(
-            choice.name, job.gpus(), job.model(1), layers, options, table, changes=True, base=str(job.layout)
+            choice.name,
+            job.gpus(),
+            job.model(1),
+            layers,
+            options,
+            table,
+            changes=True,
+            base=str(job.layout),
+            memory=step_memory(job),
         )
     if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
         options["strategies"] = ()
@@ -90,7 +99,18 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)
     pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
     strategy = str(job.layout) if choice.planner.pipelines else None
-    return PlanSpec(choice.name, job.cluster(), job.model(), layers, options, table, pipeline, job.ping_pong, strategy)
+    return PlanSpec(
+        choice.name,
+        job.cluster(),
+        job.model(),
+        layers,
+        options,
+        table,
+        pipeline,
+        job.ping_pong,
+        strategy,
+        memory=step_memory(job),
+    )
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:

@@ -8,7 +8,8 @@ from megatron_balance.analysis.layer_runs import Recompute
 
 
 def recompute_of(config: Any) -> Recompute:
-    """The forwards that a backward computes again under a `TransformerConfig`.
+    """The forwards that a backward computes again under a `TransformerConfig`, or under the arguments
+    that it is made of.
 
     Of `--recompute-granularity selective` only core attention matters here: other modules lie
     between attention calls.
@@ -16,6 +17,6 @@ def recompute_of(config: Any) -> Recompute:
     if config.recompute_granularity == "full":
         what = "block" if config.recompute_method == "block" else "uniform"
         return Recompute(what, config.recompute_num_layers or 1)
-    if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+    if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ("core_attn",)):
         return Recompute("core_attention")
     return Recompute()

@@ -110,6 +110,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.plan,
         zeppelin.ZeppelinOptions,
         _WHERE_THEY_PAY,
+        zeppelin.plan_in,
         room=slack,
         tries=(Try(), Try({"rule": "groups"})),
     ),

@@ -12,7 +12,8 @@ What we leave out: parts of a microbatch by different planners. A zone's ranks a
 decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
 comm patterns does that inside.
 
-A choice is a function of lengths, cluster, model and cost alone, so all ranks choose alike.
+A choice is a function of lengths, cluster, model, cost and the step's memory alone, of which all ranks
+are told the same, so all choose alike.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """
     options: AutoOptions = context.options
     candidates = _candidates(context, options)
-    bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost)
+    bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
     ordered = sorted(((each.least(bounds), at) for at, each in enumerate(candidates)))
     priced: list[_Priced] = []
     passed_over: list[str] = []

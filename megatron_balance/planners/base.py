@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -106,6 +107,9 @@ class StepContext:
     of_ranks: bool = False
     """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
     its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
+    memory: StepMemory | None = None
+    """Of the step around its plans, by the layout that runs. None: one stage of all layers, whose
+    ranks share out the optimizer's state."""
     options: Any = None
     """Of the planner that is asked, as its own dataclass."""
     layers: Layers = NO_LAYERS
@@ -182,6 +186,8 @@ class Planner:
     """
     options: type[Any]
     layers: Layers = NO_LAYERS
+    plan_in: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
+    """As `plan`, of a planner that also decides by the step's memory (`StepContext.memory`)."""
     plan_step: PlanStep | None = None
     """Plan a whole step. None: its microbatches are placed one by one (`planning.place`)."""
     plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], StepPlan] | None = None

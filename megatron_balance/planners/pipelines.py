@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
+from megatron_balance.analysis.backward import state_bytes
 from megatron_balance.analysis.change import Change, Work
 from megatron_balance.analysis.max_len import max_len
+from megatron_balance.analysis.room import stages_of
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.moved import of_share, on_cluster
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, wide_ranks
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
@@ -357,8 +360,24 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
         strategy=None,
         own_microbatches=False,
         may_carry=False,
+        memory=_memory(scheme, context, model, gpus.num_ranks if tensor is None else ranks.num_ranks),
     )
     return PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most), inside
+
+
+def _memory(scheme: Scheme, context: StepContext, model: Model, num_groups: int) -> StepMemory | None:
+    """The memory of a pipeline's step around its plans; `num_groups`: tensor-parallel groups of the
+    job, which share out the optimizer's state, stage by stage; `model`: of a rank.
+    """
+    told = context.memory
+    if told is None or context.strategy is not None:  # which is the layout that it is of
+        return told
+    tensor = scheme.tensor if context.of_ranks else 1
+    stages = stages_of(context.model, max(scheme.context, num_groups // scheme.pipeline), pipeline=scheme.pipeline)
+    spread = (replace(each, sharding=replace(each.sharding, tensor=tensor)) for each in stages)
+    recompute = told.stages[0].recompute
+    known = (replace(each, recompute=recompute, state_bytes=state_bytes(context.model, each)) for each in spread)
+    return StepMemory(model, tuple(known), told.asked)
 
 
 def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:

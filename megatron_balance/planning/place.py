@@ -67,9 +67,11 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     if planner.plan_batch is not None and context.own_microbatches:
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
+            context = _of_microbatches(context, len(own.plans))
             plans = tuple(layered(plan, context) for plan in own.plans)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
+    context = _of_microbatches(context, len(members))
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
     if context.joint is not None:
         parts = aligned_nano_batches(microbatches, ping_pong=context.ping_pong)
@@ -82,6 +84,11 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     return _with_ticks(planner, StepPlan(split, plans), context)
 
 
+def _of_microbatches(context: StepContext, number: int) -> StepContext:
+    """`context` for a step of so many microbatches, unless it is for one with its own already."""
+    return context if context.memory is None else replace(context, memory=context.memory.of_microbatches(number))
+
+
 def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The plan of one microbatch or nano-batch, layers included.
 
@@ -91,7 +98,10 @@ def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPla
     if planner.plan_by_others is not None:
         return planner.plan_by_others(batch, context)
     assert planner.plan is not None
-    plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
+    if planner.plan_in is not None:
+        plan = planner.plan_in(batch, context)
+    else:
+        plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
     if plan.lengths != batch.lengths:
         raise InvalidProgramError(
             f"planner {plan.planner} was given {batch.num_tokens} tokens in {len(batch.lengths)} sequences, and its "
@@ -113,7 +123,7 @@ def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     if not made.moves or layers.remap_when != "pays":
         return made
     stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
-    machine = Machine.of(cluster, context.model, cost)
+    machine = Machine.of(cluster, context.model, cost, context.memory)
     moved, still = (estimate(each, machine) for each in (made, stays))
     if moved is None or still is None or not still.backward.fits:
         return made

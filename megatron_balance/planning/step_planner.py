@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.verify_plan import verify_plans
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
@@ -54,6 +55,8 @@ class PlanSpec:
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
     prove_as: int | None = None
     """The rank of the pool whose part it proves of plans for many ranks; None: it proves all alone."""
+    memory: StepMemory | None = None
+    """As `StepContext.memory`."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -73,6 +76,8 @@ class PlanSpec:
         }
         if body["pipeline"] is not None:
             body["pipeline"] = Pipeline(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
+        if body["memory"] is not None:
+            body["memory"] = StepMemory.from_json(body["memory"])
         return cls(**body)
 
     def choice(self) -> PlannerChoice:
@@ -104,6 +109,7 @@ class StepPlanner:
             of_ranks=spec.changes,
             strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
             base=None if spec.base is None else Strategy.parse(spec.base),
+            memory=spec.memory,
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_balance.analysis import room
 from megatron_balance.analysis.backward import Decision, Stage, StepBytes, decide, microbatch_bytes, step_bytes
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.program import Policy
 from megatron_balance.simulator.around import Around
@@ -26,6 +27,11 @@ def stages_of(around: Around) -> list[Stage]:
         chunks=setup.interleave,
         experts=setup.experts,
     )
+
+
+def step_memory(around: Around) -> StepMemory:
+    """The memory of a step around its plans, for planners."""
+    return StepMemory(around.machine.model, tuple(stages_of(around)), around.setup.policy)
 
 
 def predicted(plans: Sequence[Microbatch], around: Around) -> list[StepBytes]:

@@ -24,6 +24,7 @@ from megatron_balance.analysis.backward import (
     microbatch_bytes,
     step_bytes,
 )
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.strategy import Strategy
@@ -70,40 +71,30 @@ def agree_memory(mine: RankMemory) -> AgreedMemory:
     return AgreedMemory.of(everyone)
 
 
-@dataclass(frozen=True, slots=True)
-class JobLayers:
-    """Layers and ranks of a job. `model`: as activations of one rank see it; `stages`: without
-    their state.
-    """
-
-    model: Model
-    stages: tuple[Stage, ...]
-
-
 class Keeping:
     """Decides for every training step.
 
     `auto` asks the plan; `keep` and `replay` are what they say, and their prediction is told once.
     """
 
-    def __init__(  # noqa: PLR0913  a job's facts
+    def __init__(
         self,
-        asked: Backward,
         agreed: AgreedMemory,
-        layers: JobLayers,
+        memory: StepMemory,
         groups: Groups,
         counted: Callable[[], float | None],
         *,
         agreement_every: int,
-        of_strategy: Callable[[Strategy | None], Sequence[JobLayers]] = lambda _: (),
+        of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: (),
     ) -> None:
-        """Take the facts of a job; `counted`: the most bytes that this rank's device held at once
+        """Take the facts of a job; `memory`: by its arguments, of which the state agreed on takes the
+        place of the predicted one; `counted`: the most bytes that this rank's device held at once
         so far, None where none are counted; `groups`: of all ranks that plan together;
-        `of_strategy`: layers and ranks of each of its pipelines, empty where they are the job's.
+        `of_strategy`: memory of each of its pipelines, empty where it is the job's.
         """
-        self._asked: Backward = asked
+        self._asked: Backward = memory.asked
         self._agreed = agreed
-        self._layers = layers
+        self._memory = memory
         self._groups = groups
         self._counted = counted
         self._agreement_every = agreement_every
@@ -131,11 +122,11 @@ class Keeping:
         pipelines = planned.step.pipelines
         own, state = self._of_strategy(strategy), self._agreed.state_bytes
         if own:  # a rank of any stage of a strategy may be one of any stage of the layout
-            state = (max(state),) * max(len(layers.stages) for layers in own)
+            state = (max(state),) * max(len(memory.stages) for memory in own)
         # One decision for all pipelines: each stage of each of them runs its own microbatches alone.
         each = [
-            self._pipeline(planned, numbers, layers, state)
-            for numbers, layers in zip(pipelines, own or (self._layers,) * len(pipelines), strict=True)
+            self._pipeline(planned, numbers, memory, state)
+            for numbers, memory in zip(pipelines, own or (self._memory,) * len(pipelines), strict=True)
         ]
         found = [step_bytes(microbatches, model, stage) for microbatches, model, stages in each for stage in stages]
         decision = decide(found, self._asked, self._agreed.memory_bytes)
@@ -147,16 +138,16 @@ class Keeping:
         return decision
 
     def _pipeline(
-        self, planned: PlannedStep, numbers: range, layers: JobLayers, state: Sequence[float]
+        self, planned: PlannedStep, numbers: range, memory: StepMemory, state: Sequence[float]
     ) -> tuple[list[MicrobatchBytes], Model, list[Stage]]:
         """A pipeline's microbatches, its model, and its stages with their state."""
         stages = [
             dataclasses.replace(stage, state_bytes=state[stage.sharding.stage] + self._excess)
-            for stage in layers.stages
+            for stage in memory.stages
         ]
         plans_of = planned.plans_of[numbers.start : numbers.stop]
-        microbatches = [microbatch_bytes([planned.plans[at] for at in own], layers.model) for own in plans_of]
-        return microbatches, layers.model, stages
+        microbatches = [microbatch_bytes([planned.plans[at] for at in own], memory.model) for own in plans_of]
+        return microbatches, memory.model, stages
 
     def _correct(self) -> None:
         """Agree on the most bytes by which a device's count passed the prediction."""

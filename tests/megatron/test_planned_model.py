@@ -54,8 +54,40 @@ def test_layers_with_a_window() -> None:
     assert seen(window_size=(63, 0)).other_layers == 0
 
 
+def job_args(**more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "num_layers": 8, "mtp_num_layers": None, "virtual_pipeline_model_parallel_size": None,
+            "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
+            "data_parallel_size": 4,
+            "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None, "recompute_granularity": None,
+        } | more
+    )  # fmt: skip
+
+
 def test_the_last_stage_holds_the_layers_of_further_tokens() -> None:
-    args = argparse.Namespace(num_layers=8, mtp_num_layers=1, virtual_pipeline_model_parallel_size=None)
-    assert [stage.num_layers for stage in stages_of(args, 4, Recompute())] == [2, 2, 2, 3]
+    args, model = job_args(mtp_num_layers=1), seen()
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 4)] == [2, 2, 2, 3]
     args.mtp_num_layers = None
-    assert [stage.num_layers for stage in stages_of(args, 1, Recompute())] == [8]
+    assert [stage.num_layers for stage in stages_of(args, model, 1, 1)] == [8]
+
+
+def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
+    """2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts
+    of 8, whole. The sum on paper.
+    """
+    layout = {"num_layers": 4, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    stages = stages_of(job_args(**layout), seen(2), 2, 2)
+    attention = 64 * 3 * 4 * 16 + 4 * 16 * 64  # `seen` gives a rank four heads
+    others = 2 * (attention + 2 * 64 + 64 * 8) + 64 * 96 / 2
+    experts = 2 * 2 * (3 * 64 * 32)
+    first = 6 * (others + experts) + 12 * (others / 8 + experts / 4)
+    assert stages[0].state_bytes == pytest.approx(first)
+    whole = stages_of(job_args(**layout, use_distributed_optimizer=False, grad_reduce_in_bf16=True), seen(2), 2, 2)
+    assert whole[0].state_bytes == pytest.approx(16 * (others + experts))
+    split = stages_of(job_args(**layout | {"expert_tensor_parallel_size": 2}), seen(2), 2, 2)
+    assert split[0].sharding.experts == 4
+    assert split[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recompute("uniform")

@@ -55,15 +55,26 @@ class Data:
 
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
-    config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None, prove_every=1)
+    config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None, prove_every=1, backward="auto")
     usual = {
         "rank": 0,
         "seq_length": 64,
         "micro_batch_size": 2,
         "context_parallel_size": 1,
         "consumed_train_samples": 0,
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "pipeline_model_parallel_size": 1,
+        "data_parallel_size": 64,
+        "num_layers": 32,
+        "mtp_num_layers": None,
+        "virtual_pipeline_model_parallel_size": None,
+        "use_distributed_optimizer": True,
+        "grad_reduce_in_bf16": False,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "recompute_granularity": None,
     }
-    usual["tensor_model_parallel_size"] = 1
     return SimpleNamespace(
         config=config,
         row_multiple=1,
@@ -76,7 +87,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
         data_identity=DataIdentity,
         pool=Pool(single(), 1, (0,), (0,)),
         cluster=lambda: Cluster(num_ranks=1, ranks_per_node=1),
-        model=lambda: Model(8, 8, 16),
+        model=lambda _=1: Model(8, 8, 16),
     )
 
 

@@ -13,6 +13,7 @@ from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
+from tests.support.deepseek import DEEPSEEK_V3
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,26 +101,6 @@ def test_what_cannot_be_planned_for_is_a_sentence(tmp_path: Path, keys: Any, sen
         load_model(written(tmp_path, keys))
 
 
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
 GEMMA = {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",

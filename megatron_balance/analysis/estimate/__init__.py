@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.backward import Decision, MicrobatchBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import Clocks
 from megatron_balance.analysis.estimate.times import Machine, ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
-from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import GRADIENT_COPIES, GRADIENT_ROUNDS, IN_USE_AND_ARRIVING, ReceivedBytes
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
@@ -64,6 +64,7 @@ class _Recent:
                 and on.cost is machine.cost
                 and on.cluster == machine.cluster
                 and on.model == machine.model
+                and on.memory == machine.memory
             ):
                 return found
         found = _estimate(plan, machine)
@@ -75,8 +76,8 @@ _RECENT = _Recent(4)
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
-    """The seconds of a layer and its memory, one microbatch a step, no pipeline; None: a comm
-    pattern of the plan has traffic without a closed form.
+    """The seconds of a layer, and the memory of a step whose microbatches are all like this one; None:
+    a comm pattern of the plan has traffic without a closed form.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
@@ -148,7 +149,6 @@ def _received(
 
 
 def _decision(received: ReceivedBytes, owned: Floats, machine: Machine) -> Decision:
-    model, cluster = machine.model, machine.cluster
-    stage = Stage(model.num_layers, Sharding(optimizer=cluster.num_ranks))
-    microbatch = MicrobatchBytes(owned.round().astype(np.int64), received)
-    return decide([step_bytes([microbatch], model, stage)], "auto", cluster.memory_bytes)
+    cluster = machine.cluster
+    memory = machine.memory or StepMemory.one_stage(machine.model, cluster.num_ranks)
+    return memory.decide(MicrobatchBytes(owned.round().astype(np.int64), received), cluster.memory_bytes)

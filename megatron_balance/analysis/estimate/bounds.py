@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.analysis.estimate.times import ADD, Machine, ZoneTimes, exchange_heads, most_heads
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL
@@ -40,9 +41,16 @@ class Bounds:
     linear_s: float
 
     @classmethod
-    def of(cls, lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost) -> Bounds:
-        """The bounds of a batch of these lengths."""
-        machine, launch = Machine.of(cluster, model, cost), np.zeros(len(lengths), dtype=np.int64)
+    def of(
+        cls,
+        lengths: Sequence[int],
+        cluster: Cluster,
+        model: Model,
+        cost: MachineCost,
+        memory: StepMemory | None = None,
+    ) -> Bounds:
+        """The bounds of a batch of these lengths; `memory`: of its machine."""
+        machine, launch = Machine.of(cluster, model, cost, memory), np.zeros(len(lengths), dtype=np.int64)
         pairs = machine.whole(np.array(lengths, dtype=np.int64))
         forward, backward = (float(cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
         tokens = sum(lengths) / cluster.num_ranks

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload, is_collective
 from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
 from megatron_balance.ir.cluster import Cluster
@@ -27,7 +28,9 @@ ADD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE."""
+    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE;
+    `memory`: of the step around the plan; None: one stage of all layers.
+    """
 
     cluster: Cluster
     model: Model
@@ -36,12 +39,15 @@ class Machine:
     intra: Link
     inter: Link
     nics: NicOf
+    memory: StepMemory | None = None
 
     @classmethod
-    def of(cls, cluster: Cluster, model: Model, cost: MachineCost) -> Machine:
+    def of(cls, cluster: Cluster, model: Model, cost: MachineCost, memory: StepMemory | None = None) -> Machine:
+        """The machine of these ranks; `memory`: as there."""
         row_bytes = tuple(Payload.of(model).whole().tolist())
         nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
-        return cls(cluster, model, cost, row_bytes, cost.link(inter_node=False), cost.link(inter_node=True), nics)
+        links = cost.link(inter_node=False), cost.link(inter_node=True)
+        return cls(cluster, model, cost, row_bytes, *links, nics, memory)
 
     def whole(self, lengths: Ints) -> Ints:
         """`Pair` rows of whole sequences, all heads."""

@@ -56,12 +56,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.backward import MicrobatchBytes
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.wide import WideCost
@@ -70,6 +70,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone
+from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import costed, printed, waves, wide
 from megatron_balance.planners.zeppelin.estimate import rings_s
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
@@ -128,12 +129,18 @@ class ZeppelinOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, options: ZeppelinOptions) -> MicrobatchPlan:
-    """Each sequence in the smallest zone that pays for it.
+    """Each sequence in the smallest zone that pays for it, in a step of one stage of all layers.
 
     Raises:
         InfeasibleError: a sequence or the batch is larger than what the ranks hold.
         ConfigError: a slack below 1 or a negative weight.
     """
+    return plan_in(batch, StepContext(cluster, model, cost, options=options))
+
+
+def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
+    """As `plan`, in a step of that memory."""
+    cluster, model, cost, options = context.cluster, context.model, context.cost, context.options
     _check(options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
@@ -142,7 +149,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
     if not batch.lengths:
         return nothing
     if options.rule == "waves" and model.attention == "causal":
-        rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, {})
+        rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, context.memory, {})
         placed = _in_waves(rings)
         if placed is not None:
             zone, chosen = placed
@@ -152,8 +159,8 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
 
 def _in_waves(rings: _Rings) -> tuple[SharedZone, waves.Chosen] | None:
     """The cheapest shares and their zone; None: none keeps to the capacity."""
-    lengths, cluster, model, cost, capacity, options, _ = rings
-    replays = _replays(sum(lengths), cluster, model)
+    lengths, cluster, model, cost, capacity, options, memory, _ = rings
+    replays = _replays(sum(lengths), cluster, model, memory)
     asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
     return waves.place(lengths, cluster, model, cost, asked, rings.over)
 
@@ -167,6 +174,7 @@ class _Rings(NamedTuple):
     cost: MachineCost
     capacity: int
     options: ZeppelinOptions
+    memory: StepMemory | None
     made: dict[int, Placement]
 
     def over(self, size: int) -> Placement | None:
@@ -184,7 +192,7 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
     for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`; closed
     forms of the placements say where whole plans need no estimate.
     """
-    lengths, cluster, model, cost, capacity, options, _ = rings
+    lengths, cluster, model, cost, capacity, options, memory, _ = rings
     asked = options.group_size is not None or options.num_waves is not None
     size, costs = wide.group_size(cluster, model, None), chosen.costs
     if asked or cluster.num_nodes > _MOST_NODES or cluster.node_size % size:
@@ -197,7 +205,7 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
     hidden = most_s < _SHOWS * costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
     if hidden or (size in rings.made and surely_ahead(chosen.estimate.seconds)):
         return found
-    bounds = Bounds.of(lengths, cluster, model, cost)
+    bounds = Bounds.of(lengths, cluster, model, cost, memory)
     own = plan_estimate(found, bounds.machine)
     placement = None if own is None or own.layer_s < _SHOWS * bounds.even() else rings.over(size)
     if own is None or placement is None or surely_ahead(own.layer_s):
@@ -209,15 +217,15 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
     return apart if tokens_per_rank(apart).max() <= capacity else found
 
 
-def _replays(num_tokens: int, cluster: Cluster, model: Model) -> bool:
+def _replays(num_tokens: int, cluster: Cluster, model: Model, memory: StepMemory | None) -> bool:
     """Whether most layers would receive keys again in the backward if tokens were even and all heads
-    exchanged, by predicted memory.
+    exchanged, by predicted memory of the step.
     """
+    memory = memory or StepMemory.one_stage(model, cluster.num_ranks)
     tokens = np.full(1, -(-num_tokens // cluster.num_ranks), dtype=np.int64)
     inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
     received = ReceivedBytes(inputs, np.zeros_like(tokens), np.zeros_like(tokens))
-    stage = Stage(model.num_layers, Sharding(optimizer=cluster.num_ranks))
-    decision = decide([step_bytes([MicrobatchBytes(tokens, received)], model, stage)], "auto", cluster.memory_bytes)
+    decision = memory.decide(MicrobatchBytes(tokens, received), cluster.memory_bytes)
     return 2 * decision.keeping < decision.layers
 
 

@@ -14,12 +14,15 @@ import pytest
 import yaml
 
 from megatron_balance import make_planner, simulate
+from megatron_balance.analysis.room import stages_of
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners import PLANNERS
+from megatron_balance.planners import PLANNERS, zeppelin
+from megatron_balance.planners.base import StepContext
 
 INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
 
@@ -344,6 +347,26 @@ def test_a_model_like_deepseek_fits_as_its_jobs_run_it(run, tmp_path):
     # What is computed is of 14 layers, what a step takes of 16: MFU says so.
     whole = run.json(f"compare {given} {spread} --json --model {tmp_path}".replace("--pipeline 4", "--pipeline 2"))
     assert whole["assumed"] is None
+
+
+def test_planners_are_told_the_memory_that_is_simulated(run, monkeypatch, tmp_path):
+    """Stages, experts, recomputation, policy and microbatches in flight."""
+    told: list[StepMemory | None] = []
+
+    def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
+        told.append(context.memory)
+        return zeppelin.plan_in(batch, context)
+
+    monkeypatch.setitem(PLANNERS, "zeppelin", replace(PLANNERS["zeppelin"], plan_in=plan_in))
+    path = tmp_path / "lengths.json"
+    path.write_text("[[900, 80], [700, 64], [900], [80, 64]]")
+    given = f"--planner zeppelin --model moe-8x550m --ranks 8 --lengths-file {path} --microbatches 4 --policy keep"
+    run.json(f"simulate {given} --pipeline 2 --expert-parallel 4 --recompute full --stages stages --json")
+    (memory,) = set(told)
+    model = load_model("moe-8x550m")
+    stages = stages_of(model, 8, pipeline=2, experts=4, recompute="full")
+    assert memory == StepMemory(model, tuple(stages), "keep").of_microbatches(4)
+    assert memory.stages[0].in_flight == 2
 
 
 def test_steps_of_a_pipeline_have_microbatches_enough_and_room_for_those_in_flight(run):

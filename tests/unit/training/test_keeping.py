@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from megatron_balance.analysis.backward import USABLE, Stage, microbatch_bytes, step_bytes
 from megatron_balance.analysis.memory import Sharding
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.runtime.groups import Groups, single
-from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, JobLayers, Keeping, RankMemory
+from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, Keeping, RankMemory
 from megatron_balance.training.plans import PlannedStep
 from tests.support import by_hand
 
@@ -42,7 +43,8 @@ def keeping(
     memory: float | None, asked: Backward = "auto", counted: float | None = None, groups: Groups | None = None
 ) -> Keeping:
     agreed = AgreedMemory(memory, (STATE,))
-    return Keeping(asked, agreed, JobLayers(MODEL, (STAGE,)), groups or single(), lambda: counted, agreement_every=100)
+    memory = StepMemory(MODEL, (STAGE,), asked)
+    return Keeping(agreed, memory, groups or single(), lambda: counted, agreement_every=100)
 
 
 def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
@@ -113,10 +115,10 @@ def test_layers_of_a_strategy_are_its_pipelines_own():
     plan = by_hand.pool("ring", [4000], 4, heads=(2, 2))
     planned = PlannedStep(StepPlan((((0,),), ((1,),)), (plan, plan), (), strategy, (1, 1)), 0.0, 0.0)
     halves = tuple(Stage(2, Sharding(pipeline=2, stage=at)) for at in (0, 1))
-    own = (JobLayers(MODEL, (STAGE,)), JobLayers(MODEL, halves))
+    own = (StepMemory(MODEL, (STAGE,)), StepMemory(MODEL, halves))
     agreed = AgreedMemory(None, (STATE, 2 * STATE))
     job = Keeping(
-        *("keep", agreed, JobLayers(MODEL, halves), single(), lambda: None),
+        *(agreed, StepMemory(MODEL, halves, "keep"), single(), lambda: None),
         agreement_every=100,
         of_strategy=lambda given: own if given == strategy else (),
     )

@@ -1,0 +1,135 @@
+"""The memory of a step by the layout that runs: what a rank of a job like DeepSeek-V3's holds, and
+what planners decide by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.layer_runs import Recompute
+from megatron_balance.analysis.memory import Sharding
+from megatron_balance.analysis.received import ReceivedBytes
+from megatron_balance.analysis.room import stages_of
+from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.config import load_cluster
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.model import Model
+from megatron_balance.model_config import pretrained
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.zeppelin import _replays
+from megatron_balance.planning.choice import choose_planner
+from tests.support.deepseek import DEEPSEEK_V3
+
+STAGES, LAYERS = 16, 4
+DEEPSEEK = replace(Model(**pretrained({**DEEPSEEK_V3, "num_nextn_predict_layers": 1})), num_layers=STAGES * LAYERS)
+SMALL = Model(8, 8, 64, num_layers=12, hidden_size=512, ffn_size=1024, vocab_size=1000)
+EXPERT = 3 * 7168 * 2048
+MIXED = [30011, 19000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
+
+
+def of_deepseek(ranks: int, experts: int, recompute: str = "none") -> StepMemory:
+    """`ranks` of each of 16 stages, and as many microbatches as there are stages."""
+    stages = stages_of(DEEPSEEK, ranks, recompute=recompute, pipeline=STAGES, experts=experts)  # pyright: ignore[reportArgumentType]
+    return StepMemory(DEEPSEEK, tuple(stages)).of_microbatches(STAGES)
+
+
+def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
+    """128 ranks a stage; each has 4 of the 256 experts, which 2 ranks have. It was 4,160 GB, as if of
+    one stage with all experts.
+    """
+    latents = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    router = 7168 * 256
+    others = LAYERS * (latents + EXPERT + router + 2 * 7168) + 3 / STAGES * (8 * EXPERT - router)
+    others += 7168 * 129280  # of the first stage: the embedding
+    experts = (STAGES * LAYERS - 3) / STAGES * 4 * EXPERT
+    state = 6 * (others + experts) + 12 * (others / 128 + experts / 2)
+    assert state / 1e9 == pytest.approx(19.8, abs=0.05)
+    assert of_deepseek(128, 64).stages[0].state_bytes == pytest.approx(state, rel=1e-6)
+    assert StepMemory.one_stage(DEEPSEEK, 128).of_microbatches(1).stages[0].state_bytes == pytest.approx(
+        4.3e12, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "recompute", "tokens", "replays"),
+    [
+        # 19.8 GB of state; 64 layers in flight of 1,024 tokens hold 340 kB each and receive 147 kB:
+        # 52 GB of the 72 that are filled.
+        (128, 64, "none", 1024, False),
+        # As many of 4,096 would hold 89 GB.
+        (128, 64, "none", 4096, True),
+        # Full recomputation holds 14 kB each: 3.8 GB.
+        (128, 64, "full", 4096, False),
+        # 16 ranks a stage have 16 experts each: 61 GB of state.
+        (16, 16, "none", 1024, True),
+        (16, 16, "full", 2048, False),
+    ],
+)
+def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
+    ranks: int, experts: int, recompute: str, tokens: int, replays: bool
+) -> None:
+    """It replayed on any number of H800, whose ranks would each have held 671 billion parameters."""
+    cluster = load_cluster("h800").build(num_ranks=ranks)
+    assert _replays(tokens * ranks, cluster, DEEPSEEK, None)
+    assert _replays(tokens * ranks, cluster, DEEPSEEK, of_deepseek(ranks, experts, recompute)) == replays
+
+
+def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
+    """On 512 H800, 32 ranks a stage."""
+    cluster = load_cluster("h800").build(num_ranks=32)
+    context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK))
+    steps = {
+        told: choose_planner("auto", {}).plan_step(
+            ((*MIXED * 2,),) * 2, replace(context, memory=of_deepseek(32, 32, "full") if told else None)
+        )[0]
+        for told in (False, True)
+    }
+    assert "which no plan fits better" in steps[False].plans[0].note
+    assert "fit" not in steps[True].plans[0].note
+    seconds = {told: float(step.plans[0].note.split("ms")[0].split()[-1]) for told, step in steps.items()}
+    assert seconds[True] < 0.95 * seconds[False], [step.plans[0].note for step in steps.values()]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 2),
+    st.sampled_from([Recompute(), Recompute("uniform")]),
+    st.integers(0, 3_000_000),
+    st.floats(0.2e9, 4e9),
+)
+def test_stages_that_are_left_out_change_no_decision(
+    pipeline: int, number: int, chunks: int, recompute: Recompute, kept: int, memory_bytes: float
+) -> None:
+    stages = tuple(
+        Stage(
+            12 // pipeline + (at == pipeline - 1), Sharding(pipeline=pipeline, stage=at, optimizer=2), recompute, chunks
+        )
+        for at in range(pipeline)
+    )
+    received = ReceivedBytes(*(np.array([kept, kept // part]) for part in (2, 3, 4)))
+    own = MicrobatchBytes(np.array([900, 1100]), received)
+    memory = StepMemory(SMALL, stages)
+    every = [step_bytes([own] * number, SMALL, stage) for stage in stages]
+    found = memory.of_microbatches(number)
+    decision = found.decide(own, memory_bytes)
+    assert len(found.stages) <= 2
+    expected = decide(every, "auto", memory_bytes)
+    assert replace(decision, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0) == replace(
+        expected, peak_bytes=0.0, keep_bytes=0.0, replay_bytes=0.0
+    )
+    for bytes_of in ("peak_bytes", "keep_bytes", "replay_bytes"):
+        assert getattr(decision, bytes_of) == pytest.approx(getattr(expected, bytes_of))
+
+
+def test_it_is_told_to_the_planning_process_as_it_is() -> None:
+    memory = of_deepseek(32, 16, "full")
+    assert StepMemory.from_json(json.loads(json.dumps(memory, default=dataclasses.asdict))) == memory
