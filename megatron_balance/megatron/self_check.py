@@ -135,6 +135,8 @@ def _nothing_counted(chunks: Sequence[Any]) -> Iterator[None]:
     machine: Any = get_rerun_state_machine()
     mode, training = machine.get_mode(), [chunk.training for chunk in chunks]
     timers = [get_model_config(chunk).timers for chunk in chunks]
+    # Which values leap is judged by those before, and counted in this mode too.
+    seen = {name: dict(getattr(machine, name)) for name in ("large_value_counts", "max_values")}
     machine.set_mode(RerunMode.DISABLED)
     for chunk in chunks:
         chunk.eval()
@@ -144,6 +146,7 @@ def _nothing_counted(chunks: Sequence[Any]) -> Iterator[None]:
             yield
     finally:
         machine.set_mode(mode)
+        vars(machine).update(seen)
         for chunk, was, kept in zip(chunks, training, timers, strict=True):
             chunk.train(was)
             get_model_config(chunk).timers = kept

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.training")
 
+import torch
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+from megatron_balance.megatron import self_check
 from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training
 from tests.megatron.test_mla import FLAGS as MLA
 from tests.megatron.test_parity import two_nodes
@@ -41,6 +46,18 @@ def test_stages_experts_and_further_tokens_are_checked(train: Train) -> None:
     flags = {**EXPERTS, **MLA, **routed, **stages, "context-parallel-size": 1}
     (difference,) = differences(train(4, "te_ring", flags, config={"self_check": True}).result)
     assert difference < 1e-6
+
+
+def test_its_losses_are_none_of_those_that_spikes_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: Any = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(self_check, "get_rerun_state_machine", lambda: machine)
+    leaps: Any = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
+    leaps(torch.tensor(4.0))
+    with self_check._nothing_counted([]):  # pyright: ignore[reportPrivateUsage]
+        assert machine.get_mode() == RerunMode.DISABLED
+        leaps(torch.tensor(90.0))
+    assert machine.get_mode() == RerunMode.VALIDATE_RESULTS
+    assert (machine.large_value_counts, machine.max_values) == ({"loss": 1}, {"loss": 4.0})
 
 
 def test_a_wrong_attention_ends_the_job_before_it_trains(train: Train) -> None:
