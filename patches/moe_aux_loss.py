@@ -53,7 +53,7 @@ PATCHES = (
     Patch(
         target="megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
         wrap=mean_of_group,
-        reviewed={"e6a448660cfd": "0.19.x, 0.18.2, 0.20 of 2026-08"},
+        reviewed={"e6a448660cfd": "0.19.x, 0.18.2, 0.20 of 2026-08", "c6db4d4f28ed": "dev of 2026-08"},
         why="with unequal tokens per rank the shares of the auxiliary loss would be weighted by placement",
     ),
 )

@@ -11,7 +11,12 @@ ONE_CHUNK = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
         wrap=read,
-        reviewed={"43c05abb1b63": "0.19.x", "818d94bd60e8": "0.18.2", "29c981e03dad": "0.20 of 2026-08"},
+        reviewed={
+            "43c05abb1b63": "0.19.x",
+            "818d94bd60e8": "0.18.2",
+            "29c981e03dad": "0.20 of 2026-08",
+            "05f1a63af1f3": "dev of 2026-08",
+        },
         why=_ORDER,
     ),
 )
@@ -19,7 +24,12 @@ INTERLEAVED = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         wrap=read,
-        reviewed={"00baf040c63b": "0.19.x", "b59fc2244c30": "0.18.2", "3063902f8600": "0.20 of 2026-08"},
+        reviewed={
+            "00baf040c63b": "0.19.x",
+            "b59fc2244c30": "0.18.2",
+            "3063902f8600": "0.20 of 2026-08",
+            "e863b2040726": "dev of 2026-08",
+        },
         why=_ORDER,
     ),
     Patch(
@@ -33,7 +43,7 @@ COMMUNICATOR = (
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         wrap=read,
-        reviewed={"3fb54290a618": "0.19.x, 0.18.2, 0.20 of 2026-08"},
+        reviewed={"3fb54290a618": "0.19.x, 0.18.2, 0.20 of 2026-08", "62138313f9ad": "dev of 2026-08"},
         why=_ASKS,
     ),
     Patch(

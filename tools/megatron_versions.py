@@ -16,7 +16,7 @@ flag: plans say how keys travel, so no number depends on it.
 Experts are compared with two ranks that hold all of them: 0.18 weakens the routers' losses by the
 number of context-parallel ranks, which is its own and stays. Those two ranks have the planner
 `te_ring`, or the cell's own where it makes microbatches of its own: a router's loss is that of a
-microbatch. A checkout needs its compiled data set
+microbatch, and so is that of further tokens. A checkout needs its compiled data set
 helpers: `make -C PATH/megatron/core/datasets`, with pybind11.
 """
 
@@ -59,8 +59,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp": ("CP 2, TP 2", 4, {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True}),
     "pp": ("CP 2, PP 2", 4, {"context-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     "ep": ("CP 2, EP 2", 2, {"context-parallel-size": 2, "expert-model-parallel-size": 2, **EXPERT_TP}),
+    "seq": ("CP 2, EP 2, by sample", 2, {"context-parallel-size": 2, "expert-model-parallel-size": 2, **EXPERT_TP}),
+    "mtp": ("CP 2, MTP 2", 2, {"context-parallel-size": 2}),
 }
 """By name: its title, ranks and flags. Two ranks at least share every microbatch of the pool."""
+MODELS: dict[str, dict[str, Any]] = {
+    "ep": EXPERTS,
+    "seq": {**EXPERTS, "moe-router-load-balancing-type": "seq_aux_loss"},
+    "mtp": {"mtp-num-layers": 2, "mtp-loss-scaling-factor": 0.5},
+}
+"""By layout: flags of a model that is not the plain one."""
 SOURCES = re.compile(r"accepted_sources: (\{.*\})")
 NUMBERS = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = (.+)$", re.MULTILINE)
 SAID = re.compile(r"^error: (.*)$", re.MULTILINE)
@@ -109,8 +117,8 @@ class Version:
         self.folder, self.accept, self.always = folder, accept, always
         self.accepted: dict[str, str] = {}
         self.corpus = write_corpus(folder / "documents", DOCUMENTS * CORPUS_ROUNDS)
-        self._started: dict[bool, dict[str, Any]] = {}
-        self._references: dict[tuple[bool, str], Run] = {}
+        self._started: dict[str, dict[str, Any]] = {}
+        self._references: dict[tuple[str, str], Run] = {}
 
     def train(self, name: str, num_ranks: int, planner: str, flags: dict[str, Any]) -> Run:
         """A run of some steps; again, with the sources accepted that stopped it, if that is asked for.
@@ -144,31 +152,32 @@ class Version:
             raise RefusedError(said[-1])
         raise RuntimeError(told)
 
-    def start(self, *, experts: bool) -> dict[str, Any]:
-        """Flags that begin from one rank's weights."""
-        if experts not in self._started:
-            model = EXPERTS if experts else {}
-            weights = self.folder / f"weights{int(experts)}"
+    def start(self, kind: str) -> dict[str, Any]:
+        """Flags that begin from one rank's weights; `kind`: of `MODELS`, "" for the plain one."""
+        if kind not in self._started:
+            model = MODELS.get(kind, {})
+            weights = self.folder / f"weights-{kind}"
             saved = {**model, "ckpt-format": "torch_dist", "micro-batch-size": RUN["global-batch-size"]}
             saving = {**saved, "save": weights, "save-interval": 1000, "train-iters": 1, "context-parallel-size": 1}
-            self.train(f"save{int(experts)}", 1, "te_ring", saving)
+            self.train(f"save-{kind}", 1, "te_ring", saving)
             load = {**model, "ckpt-format": "torch_dist", "load": weights, "finetune": True}
-            self._started[experts] = {**load, "no-load-optim": True, "no-load-rng": True}
-        return self._started[experts]
+            self._started[kind] = {**load, "no-load-optim": True, "no-load-rng": True}
+        return self._started[kind]
 
-    def reference(self, planner: str, *, experts: bool) -> tuple[Run, dict[str, Any]]:
+    def reference(self, planner: str, kind: str) -> tuple[Run, dict[str, Any]]:
         """The run that a planner's are compared with, and the flags that begin from its weights."""
-        load = self.start(experts=experts)
-        like = planner if experts and PLANNERS[planner].plan_step is not None else "te_ring"
-        if (experts, like) not in self._references:
-            num_ranks = 2 if experts else 1
+        load = self.start(kind)
+        by_microbatch = PLANNERS[planner].plan_step is not None
+        like = planner if kind and by_microbatch else "te_ring"
+        if (kind, like) not in self._references:
+            num_ranks = 2 if "num-experts" in MODELS.get(kind, {}) or (like == planner and by_microbatch) else 1
             alike = {**load, "context-parallel-size": num_ranks}
-            self._references[experts, like] = self.train(f"one{int(experts)}-{like}", num_ranks, like, alike)
-        return self._references[experts, like], load
+            self._references[kind, like] = self.train(f"one-{kind}-{like}", num_ranks, like, alike)
+        return self._references[kind, like], load
 
     def cell(self, planner: str, layout: str) -> Cell:
         """The outcome of a planner on a layout: `difference`, `refused` or `failed`."""
-        reference, load = self.reference(planner, experts=layout == "ep")
+        reference, load = self.reference(planner, layout if layout in MODELS else "")
         found: Cell = {"planner": planner, "layout": layout}
         try:
             _, num_ranks, flags = LAYOUTS[layout]

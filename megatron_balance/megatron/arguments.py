@@ -154,6 +154,13 @@ def _packs(args: Any) -> bool:
     return any(getattr(args, name, None) for name in ("sft", "dataloader_inter_document_masking", "use_varlen_dataset"))
 
 
+def _shards(args: Any, kind: Literal["", "expert_"]) -> int:
+    """The ranks that each weight is split over."""
+    tensor = args.tensor_model_parallel_size
+    size = (args.expert_tensor_parallel_size or tensor) if kind else tensor
+    return getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or size
+
+
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
@@ -214,6 +221,35 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
     (
+        lambda args: any(getattr(args, f"enable_{kind}_connections", None) for kind in ("mhc", "hyper")),
+        "--enable-mhc-connections (--enable-hyper-connections) widens what goes between layers and pipeline stages, "
+        "and has not been compared with one rank's; leave it out",
+    ),
+    (
+        given("rotary_base_per_layer"),
+        "--rotary-base-per-layer embeds positions by a row's place on its rank, and a plan lays rows out in any order; "
+        "leave it out",
+    ),
+    (
+        given("mtp_hsm"),
+        "--mtp-hsm draws at random by a row's place on its rank, and takes the hidden state of the next row for that "
+        "of the next token; leave it out",
+    ),
+    (
+        given("use_kitchen_attention"),
+        "--use-kitchen-attention puts a quantised attention where a plan's attention runs, in bf16; leave it out",
+    ),
+    (
+        given("batch_invariant_mode"),
+        "--batch-invariant-mode promises the same bits whatever shares a batch, and attention is summed in the order "
+        "of a plan; leave it out",
+    ),
+    (
+        given("fake_process_group"),
+        "--fake-process-group leaves communication out, and ranks must tell each other their sequences' lengths; "
+        "leave it out",
+    ),
+    (
         lambda args: args.fp4 is not None,
         "--fp4-format is for Blackwell, where plans have not been tried; use --fp8-format or bf16",
     ),
@@ -243,10 +279,13 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "on several ranks would need the state handed from rank to rank in order, which no plan has",
     ),
     (
-        lambda args: args.experimental_attention_variant is not None,
-        "--experimental-attention-variant: gated_delta_net has a state that runs along the sequence and would be "
-        "handed from rank to rank, and dsa chooses each query's keys by scores over all of them, which a plan would "
-        "have to exchange first; leave it out",
+        lambda args: any(
+            getattr(args, name, None) is not None
+            for name in ("experimental_attention_variant", "linear_attention_type")
+        ),
+        "--experimental-attention-variant (--linear-attention-type): gated_delta_net has a state that runs along the "
+        "sequence and would be handed from rank to rank, and dsa chooses each query's keys by scores over all of them, "
+        "which a plan would have to exchange first; leave it out",
     ),
     (
         lambda args: (
@@ -281,12 +320,14 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--logits-load-dir and --logits-save-dir need the script's own loss and order of tokens; not supported",
     ),
     (
-        lambda args: (
-            (args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size)
-            != args.tensor_model_parallel_size
-        ),
+        lambda args: _shards(args, "") != args.tensor_model_parallel_size,
         "--tensor-parallel-num-weight-shards other than the tensor-parallel size splits the data-parallel group; "
         "leave it out",
+    ),
+    (
+        lambda args: _shards(args, "expert_") != (args.expert_tensor_parallel_size or args.tensor_model_parallel_size),
+        "--expert-tensor-parallel-num-weight-shards other than the experts' tensor-parallel size splits the group that "
+        "sums their gradients; leave it out",
     ),
     (
         balances_by("quantile_balancing"),
@@ -304,6 +345,17 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 def _asks_for_graphs(args: Any) -> bool:
     names = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
     return args.cuda_graph_impl not in (None, "none") or any(getattr(args, name) for name in names)
+
+
+EQUAL_COUNTS = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
+"""Megatron's names of one flag, and of the same on its branch dev."""
+
+
+def _dispatches_equal_counts(args: Any) -> bool:
+    """Whether tokens go to experts by HybridEP, and nothing makes the numbers of ranks equal."""
+    by_hybridep = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
+    padded = any(getattr(args, name, None) for name in EQUAL_COUNTS)
+    return args.num_experts is not None and by_hybridep and not padded
 
 
 LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
@@ -340,6 +392,18 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
         "--sequence-packing-scheduler was left out (--use-varlen-dataset sets it): the plan packs sequences",
     ),
     (
+        lambda args: getattr(args, "cp_partition_mode", None) not in (None, "zigzag"),
+        {"cp_partition_mode": "zigzag"},
+        "--cp-partition-mode contiguous was left out: Megatron's attention would move rows about, and the plan says "
+        "where they are",
+    ),
+    (
+        _dispatches_equal_counts,
+        dict.fromkeys(EQUAL_COUNTS, True),
+        "--moe-hybridep-pad-uneven-dispatch-inputs (--moe-hybridep-pad-variable-tokens) was set: HybridEP wants as "
+        "many tokens from every rank, and ranks hold unequal numbers",
+    ),
+    (
         given("tp_comm_overlap"),
         {"tp_comm_overlap": False},
         "--tp-comm-overlap was left out: its buffers are for one fixed number of tokens",
@@ -354,6 +418,17 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
 """Flags that change how fast a step is and no number of it: when asked for, the values that they are
 set to, and the sentence of the log.
 """
+
+
+RANDOM: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda args: args.hidden_dropout > 0, "--hidden-dropout drops"),
+    (lambda args: args.num_experts is not None and bool(args.moe_input_jitter_eps), "--moe-input-jitter-eps draws"),
+    (
+        lambda args: args.num_experts is not None and bool(args.moe_router_force_load_balancing),
+        "--moe-router-force-load-balancing draws",
+    ),
+)
+"""Flags by which a rank draws at random for each of its rows."""
 
 
 def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:

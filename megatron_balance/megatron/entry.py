@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
-from megatron_balance.megatron.arguments import check_arguments, device_of, leave_out
+from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in
 from megatron_balance.patches import Patch, applied, fault_of
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,9 @@ def _say_what_was_set(args: Any, cfg_container: Any) -> None:
         args.ddp_average_in_collective = False
         if ddp is not None:
             ddp.average_in_collective = False
-    if args.hidden_dropout > 0:
+    for drawn in reasons_in(RANDOM, args):
         log.warning(
-            "--hidden-dropout %s: what is dropped depends on where a token lies, so losses differ between plans; 0 "
-            "makes them comparable",
-            args.hidden_dropout,
+            "%s at random by where a token lies, so losses differ between plans; leave it out to compare", drawn
         )
 
 

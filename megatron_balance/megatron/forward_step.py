@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
-from megatron_balance.megatron.packed import Ahead, BalancedSeqParams
+from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import MaskBounds
@@ -113,7 +113,7 @@ def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
         tokens=(tokens, *(rows[..., column(at, TOKEN)].contiguous() for at in depths)),
         positions=(positions, *(rows[..., column(at, POSITION)].contiguous() for at in depths)),
         labels=(labels, *(rows[..., column(at, LABEL)].contiguous() for at in depths)),
-        masks=((mean / loss_mask.numel()).expand_as(loss_mask), *weighted),
+        masks=((mean / loss_mask.numel()).expand_as(loss_mask), *(CountedMask.of(mask, mean) for mask in weighted)),
         count=mean,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,6 +14,27 @@ from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.binding import MaskBounds
 
 
+class CountedMask(torch.Tensor):
+    """A loss mask whose `sum` is a count that it was given, in place of its own.
+
+    Megatron weights a rank's share of a loss by that sum. Results of operations are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, count: torch.Tensor) -> CountedMask:
+        """`mask` with a `count`, a scalar tensor."""
+        counted = mask.as_subclass(cls)
+        counted.count = count
+        return counted
+
+    def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The count; with any argument, the sum that is asked for."""
+        return super().sum(*args, **kwargs) if args or kwargs else self.count
+
+
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """Values of the tokens that lie ahead of each row in its own sequence, for multi-token prediction.
@@ -20,7 +42,7 @@ class Ahead:
     By depth, from 0 for the row itself, each [1, T]: tokens, positions, labels and masks. Rows with
     no token so far ahead have zeros. A mask is weighted: its sum over the pool is that of depth 0,
     since Megatron weights a rank's share of the loss by the counts of that rank. `count`: the mean
-    of a rank, as a scalar tensor; the mask of depth 0 has it as its sum.
+    of a rank, as a scalar tensor; every mask says that it is its sum.
     """
 
     tokens: tuple[torch.Tensor, ...]

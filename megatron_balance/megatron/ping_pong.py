@@ -82,12 +82,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (
-        lambda args: bool(args.attention_output_gate),
-        "--attention-output-gate is computed with the queries and used behind attention",
+        lambda args: bool(args.attention_output_gate or getattr(args, "head_wise_attn_gate", False)),
+        "--attention-output-gate and --head-wise-attn-gate are computed with the queries and used behind attention",
     ),
     (
-        lambda args: bool(getattr(args, "enable_mhc_connections", False)),
-        "--enable-mhc-connections widens what goes between the layers",
+        lambda args: bool(getattr(args, "moe_n_hash_layers", 0)),
+        "--moe-n-hash-layers routes by the ids of tokens, which are not split between nano-batches",
+    ),
+    (
+        lambda args: bool(getattr(args, "overlap_dispatch_backward_with_experts_wgrad", False)),
+        "--overlap-dispatch-backward-with-experts-wgrad puts a layer's weight gradients off, for one batch",
     ),
     (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training splits the batch another time"),
 )

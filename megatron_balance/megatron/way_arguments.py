@@ -18,6 +18,8 @@ UNEQUAL_STAGES = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 
+ON_THE_HOST = ("optimizer_cpu_offload", "offload_optimizer_states", "chunked_optimizer_state_offload")
+
 JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
@@ -149,6 +151,11 @@ STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         given("use_precision_aware_optimizer"),
         "--use-precision-aware-optimizer keeps no fp32 weights to be pulled; leave it out",
+    ),
+    (
+        lambda args: any(getattr(args, name, None) for name in ON_THE_HOST),
+        "--optimizer-cpu-offload, --offload-optimizer-states and --chunked-optimizer-state-offload keep what owners "
+        "would pull on the host; leave them out",
     ),
     (
         lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),

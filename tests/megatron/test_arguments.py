@@ -18,11 +18,13 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry
 from megatron_balance.megatron.arguments import (
     LEFT_OUT,
+    RANDOM,
     REFUSALS,
     add_balance_arguments,
     check_arguments,
     device_of,
     leave_out,
+    reasons_in,
     row_multiple,
 )
 from megatron_balance.megatron.masks import masks_of
@@ -85,6 +87,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--logits-load-dir": ("--logits-load-dir", "x"),
     "--tensor-parallel-num-weight-shards": ("--tensor-parallel-num-weight-shards", "2"),
     "--cpu-offloading-num-layers": ("--cpu-offloading-num-layers", "1"),
+    "--expert-tensor-parallel-num-weight-shards": (*EXPERTS, "--expert-tensor-parallel-num-weight-shards", "2"),
+    "--use-kitchen-attention": ("--use-kitchen-attention",),
+    "--batch-invariant-mode": ("--batch-invariant-mode",),
+    "--fake-process-group": ("--fake-process-group",),
     "quantile_balancing": (*EXPERTS, "--moe-router-load-balancing-type", "quantile_balancing"),
     "--moe-expert-capacity-factor": (*EXPERTS, "--moe-expert-capacity-factor", "1.0"),
 }
@@ -105,6 +111,9 @@ def test_every_refusal_is_tested() -> None:
         "fp8_dot_product_attention",
         "--varlen-sbhd-validation",
         "--export-kd-teacher-load",
+        "--enable-mhc-connections",
+        "--rotary-base-per-layer",
+        "--mtp-hsm",
     )  # tested below
     assert untested == [reason for _, reason in REFUSALS if any(word in reason for word in without_flag)]
 
@@ -155,6 +164,10 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
+    "HybridEP wants as many tokens": (
+        ("--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
+        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+    ),
     "--overlap-moe-expert-parallel-comm": (
         ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
         {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
@@ -179,8 +192,38 @@ def test_a_flag_that_changes_no_number_is_switched_off_and_named(
 def test_every_flag_that_is_switched_off_is_tested() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
     untested = [sentence for asked, _, sentence in LEFT_OUT if not any(asked(args) for args in tried)]
-    assert [each.split()[0] for each in untested] == ["--sequence-packing-scheduler"], "tested in test_packed.py"
+    named = [each.split()[0] for each in untested]
+    assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_packed.py, and below"
     assert leave_out(parse(), []) == []
+
+
+def test_what_another_version_calls_it_is_left_out_there() -> None:
+    """Megatron's branch dev moves rows, and has a name of its own for padding to equal counts."""
+    args = parse(
+        "--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"
+    )
+    args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens = "contiguous", False
+    told = leave_out(args, [])
+    assert (args.cp_partition_mode, args.moe_hybridep_pad_variable_tokens) == ("zigzag", True)
+    assert [sentence.split()[0] for sentence in told] == [
+        "--cp-partition-mode",
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--hidden-dropout", "0.1"),
+        (*EXPERTS, "--moe-input-jitter-eps", "0.1"),
+        (*EXPERTS, "--moe-router-force-load-balancing"),
+    ],
+)
+def test_what_is_drawn_by_row_is_named(words: tuple[str, ...]) -> None:
+    plain = parse("--hidden-dropout", "0")
+    assert reasons_in(RANDOM, plain) == []
+    (told,) = reasons_in(RANDOM, parse(*(() if "--hidden-dropout" in words else ("--hidden-dropout", "0")), *words))
+    assert any(told.startswith(word) for word in words)
 
 
 def test_what_plans_need_is_the_default() -> None:
@@ -206,7 +249,10 @@ def test_fused_qkv_rope_is_refused() -> None:
 
 def test_what_other_versions_ask_for_is_refused() -> None:
     """Flags that the parser here does not know; Megatron's own script adds those of distillation."""
-    for flag in ("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load"):
+    for flag in (
+        *("varlen_sbhd_validation", "dynamic_context_parallel", "export_kd_teacher_load", "linear_attention_type"),
+        *("enable_mhc_connections", "enable_hyper_connections", "rotary_base_per_layer", "mtp_hsm"),
+    ):
         args = parse()
         setattr(args, flag, True)
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):

@@ -12,7 +12,12 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.way_arguments import STRATEGY_REFUSALS, UNEQUAL_STAGES, check_strategy_arguments
+from megatron_balance.megatron.way_arguments import (
+    ON_THE_HOST,
+    STRATEGY_REFUSALS,
+    UNEQUAL_STAGES,
+    check_strategy_arguments,
+)
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.megatron.test_training import validation_losses
@@ -146,6 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp8": "hybrid"}, "--fp8-format: weights of roles are not quantised"),
     ({"hidden_dropout": 0.1}, "--hidden-dropout must be 0"),
     ({"use_precision_aware_optimizer": True}, "keeps no fp32 weights"),
+    *(({name: True}, "on the host") for name in ON_THE_HOST),
     *(({name: 1}, "stages of roles have equal numbers of layers") for name in UNEQUAL_STAGES),
     ({"num_distributed_optimizer_instances": 2}, "each weight has one owner"),
     ({"use_tp_pp_dp_mapping": True}, "Megatron's own order of ranks"),

@@ -13,6 +13,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
+from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
+from megatron_balance.patches.mtp import looked_up
 from megatron_balance.training.sequences import from_bits
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
 from tests.megatron.test_parity import two_nodes
@@ -43,6 +45,26 @@ def test_rows_say_what_lies_ahead_as_megatron_rolls_packed_sequences() -> None:
         for which, values in wanted.items():
             found = rows[:, column(depth, which)]
             assert torch.equal(from_bits(found) if which == LOSS_MASK else found, values[0]), (depth, which)
+
+
+def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
+    """As Megatron's branch dev asks, which sums the masks itself."""
+    count = torch.tensor(2.5)
+    own, next_ = (torch.tensor([[at, at + 1, at + 2]]) for at in (10, 20))
+    masks = torch.full((1, 3), 2.5 / 3), CountedMask.of(torch.tensor([[1.0, 0.5, 0.0]]), count)
+    ahead = Ahead((own, next_), (own + 1, next_ + 1), (own + 2, next_ + 2), masks, count)
+    params = BalancedSeqParams(ahead=ahead)
+    calls: list[Any] = []
+    roll = looked_up(lambda *args, **kwargs: calls.append((args, kwargs)))
+    rolled = roll([ahead.tokens[0], ahead.labels[0], masks[0]], packed_seq_params=params, fill_values=[0, 0, 0])
+    assert [each is of[1] for each, of in zip(rolled, (ahead.tokens, ahead.labels, masks), strict=True)] == [True] * 3
+    assert rolled[2].sum() == count
+    product = rolled[2] * torch.ones(1, 3)
+    assert type(product) is torch.Tensor
+    assert product.sum() == 1.5
+    assert not calls
+    roll(own, packed_seq_params=PackedSeqParams(), return_sum=False)
+    assert calls[0][1] == {"return_sum": False}
 
 
 def test_further_tokens_are_predicted_as_on_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:

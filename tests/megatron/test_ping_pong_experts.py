@@ -139,8 +139,9 @@ def test_replicas_share_experts(train: Train, loaded: tuple[dict[str, Any], Run]
             ("--recompute-granularity", "selective", "--recompute-modules", "moe"),
             "of the modules only mlp, moe_act, shared_experts can be",
         ),
+        (("--overlap-dispatch-backward-with-experts-wgrad",), "puts a layer's weight gradients off"),
     ],
-    ids=["flex", "moe"],
+    ids=["flex", "moe", "wgrad"],
 )
 def test_what_is_not_exact_or_not_tried_is_refused(words: tuple[str, ...], sentence: str) -> None:
     config: Any = SimpleNamespace(ping_pong=True, planner=SimpleNamespace(name="distca"))
@@ -148,3 +149,12 @@ def test_what_is_not_exact_or_not_tried_is_refused(words: tuple[str, ...], sente
     assert ping_pong.wanted(parse("--num-experts", "8", *alltoall), config)
     with pytest.raises(ConfigError, match=sentence):
         ping_pong.wanted(parse("--num-experts", "8", *alltoall, *words), config)
+
+
+@pytest.mark.parametrize("name", ["head_wise_attn_gate", "moe_n_hash_layers"])
+def test_what_a_layer_of_the_branch_dev_does_beside_attention_is_refused(name: str) -> None:
+    config: Any = SimpleNamespace(ping_pong=True, planner=SimpleNamespace(name="distca"))
+    args = parse("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
+    setattr(args, name, 1)
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        ping_pong.wanted(args, config)
