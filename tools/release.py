@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from tests.megatron.conftest import DOCUMENT_LENGTHS, NUM_DOCUMENTS, Run, Train, started, train_with, write_corpus
+from tests.megatron.test_parity import options_of, two_nodes
 from tests.support.megatron_run import Trainer
 
 SUITES = ("gpt", "mixtral")
@@ -109,8 +110,8 @@ def row(train: Train, folder: Path, given: dict[str, Any], steps: int) -> str:
     run = {**model, "global-batch-size": 4, "micro-batch-size": 1, "train-iters": steps}
     flags = started(train, folder, run)
     one = train(1, "te_ring", flags)
-    config = {"cluster": {"ranks_per_node": 2}}
-    ours = train(ranks, {"name": "zeppelin", "slack": 2.0}, {**flags, **parallel}, config=config)
+    ours = train(ranks, options_of("zeppelin"), {**flags, **parallel}, config=two_nodes(2))
+    assert sum(sum(step["counters"]["kv_tokens_received"]) for step in ours.steps) > 0, "attention was not cut"
     axes = {"tensor": "TP", "pipeline": "PP", "expert": "EP"}
     names = [axis for name, axis in axes.items() if f"{name}-model-parallel-size" in parallel]
     return (

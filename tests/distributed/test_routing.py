@@ -9,12 +9,15 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
+from torch.autograd import profiler
 
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.runtime import ranges
 from tests.support import by_hand, jobs, routed
 from tests.support.jobs import Run
 from tests.support.pool import Pool, RankError
@@ -219,3 +222,17 @@ def test_a_profiler_sees_every_exchange_and_launch_by_name(pool: Pool) -> None:
         assert {"balance forward attention pool", "balance backward attention pool"} <= set(seen)
         kinds = {" ".join(name.split()[1:3]) for name in seen}
         assert kinds >= {f"{phase} {what}" for phase in ("forward", "backward") for what in ("pack", "wait", "place")}
+
+
+def test_ranges_are_named_for_nsight_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's --profile asks torch for NVTX so, which then needs a GPU."""
+    for owner, name in (
+        (profiler, "_enable_profiler"),
+        (profiler, "_disable_profiler"),
+        (torch.cuda, "synchronize"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    assert not ranges.recorded()
+    with profiler.emit_nvtx():
+        assert ranges.recorded()
+    assert not ranges.recorded()

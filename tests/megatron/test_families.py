@@ -1,7 +1,8 @@
 """Models as their makers train them, scaled down: their real flags, against Megatron alone.
 
-DeepSeek-V3's, Mixtral's and the dense Nemotron's are release configurations, which
-`python -m tools.release` runs; GPT-OSS's flags are in test_window.py.
+Those of experts are held against one rank of ours, since alone Megatron takes a router's losses
+document by document. `python -m tools.release` runs the release configurations themselves, with
+pipelines; GPT-OSS's flags are in test_window.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ pytest.importorskip("megatron.training")
 
 from tests.megatron.conftest import Train, assert_same_training, started
 from tests.megatron.test_launch import ON_CPU, printed_losses
-from tests.megatron.test_parity import two_nodes
+from tests.megatron.test_parity import options_of, two_nodes
 from tests.support.pipeline_runs import worst_gradient
+from tools.release import scaled
 
 pytestmark = pytest.mark.megatron
 
@@ -40,6 +42,80 @@ LLAMA_3 |= {"rotary-percent": 1.0}
 # Of its functional test gpt3_15b_8t_release, smaller, whose model is Nemotron-4 15B; likewise.
 NEMOTRON_4: dict[str, Any] = {**TRAINED, "normalization": "LayerNorm", "swiglu": None, "squared-relu": True}
 NEMOTRON_4 |= {"num-attention-heads": 6, "kv-channels": 8, "num-query-groups": 2, "rotary-percent": 0.5}
+# Of its release configurations mixtral_8x7b_alltoall_tp2pp4ep4 and deepseekv3_proxy_flex: what makes
+# the model, in the numbers given there, which `scaled` makes smaller.
+MIXTRAL: dict[str, Any] = {
+    "tensor-model-parallel-size": 2,
+    "expert-model-parallel-size": 4,
+    "use-distributed-optimizer": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "position-embedding-type": "rope",
+    "rotary-percent": 0.5,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "num-layers": 32,
+    "hidden-size": 4096,
+    "ffn-hidden-size": 14336,
+    "num-attention-heads": 32,
+    "group-query-attention": True,
+    "num-query-groups": 8,
+    "clip-grad": 1.0,
+    "weight-decay": 0.1,
+    "num-experts": 8,
+    "moe-router-load-balancing-type": "aux_loss",
+    "moe-router-topk": 2,
+    "moe-grouped-gemm": True,
+    "moe-aux-loss-coeff": 1e-2,
+    "moe-token-dispatcher-type": "alltoall",
+    "init-method-std": 0.010,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "expert-model-parallel-size": 16,
+    "use-distributed-optimizer": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "position-embedding-type": "rope",
+    "rotary-base": 10000,
+    "normalization": "RMSNorm",
+    "norm-epsilon": 1e-6,
+    "swiglu": True,
+    "num-layers": 14,
+    "hidden-size": 7168,
+    "ffn-hidden-size": 18432,
+    "num-attention-heads": 128,
+    "kv-channels": 128,
+    "multi-latent-attention": True,
+    "qk-layernorm": True,
+    "q-lora-rank": 1536,
+    "kv-lora-rank": 512,
+    "qk-head-dim": 128,
+    "qk-pos-emb-head-dim": 64,
+    "v-head-dim": 128,
+    "rotary-scaling-factor": 40,
+    "mscale": 1.0,
+    "mscale-all-dim": 1.0,
+    "mtp-num-layers": 1,
+    "mtp-loss-scaling-factor": 0.1,
+    "clip-grad": 1.0,
+    "weight-decay": 0.1,
+    "num-experts": 64,
+    "moe-layer-freq": "([0]*3+[1]*11)",
+    "moe-ffn-hidden-size": 2048,
+    "moe-shared-expert-intermediate-size": 2048,
+    "moe-router-load-balancing-type": "seq_aux_loss",
+    "moe-router-topk": 8,
+    "moe-router-group-topk": 4,
+    "moe-router-num-groups": 8,
+    "moe-router-topk-scaling-factor": 2.5,
+    "moe-router-score-function": "sigmoid",
+    "moe-router-pre-softmax": True,
+    "moe-router-enable-expert-bias": True,
+    "moe-router-bias-update-rate": 1e-3,
+    "moe-router-dtype": "fp32",
+    "moe-aux-loss-coeff": 1e-4,
+    "moe-token-dispatcher-type": "flex",
+}
 PARALLEL = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": True}
 SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 
@@ -59,3 +135,13 @@ def test_its_flags_train_like_megatron_alone(
     assert printed_losses(plain.result, 0) == pytest.approx([losses[0], (losses[0] + losses[1]) / 2], rel=1e-5)
     assert worst_gradient(run.result.logs, folder, step=1) < 1e-5
     assert_same_training(train(4, "zeppelin", {**flags, **PARALLEL, **SHARDED}, config=two_nodes(2)), run)
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, DEEPSEEK_V3], ids=["Mixtral", "DeepSeek-V3"])
+def test_families_of_experts_train_like_one_rank(train: Train, tmp_path: Path, family: dict[str, Any]) -> None:
+    model, parallel, ranks, _ = scaled(family)
+    flags = started(train, tmp_path, {**model, "train-iters": 2})
+    one = train(1, "te_ring", flags)
+    run = train(ranks, options_of("zeppelin"), {**flags, **parallel}, config=two_nodes(2))
+    assert_same_training(run, one)
+    assert sum(sum(step["counters"]["kv_tokens_received"]) for step in run.steps) > 0, "attention was not cut"
