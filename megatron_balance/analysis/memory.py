@@ -33,15 +33,16 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
 
     In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output
     (H (D + V)), key and value (G (D + V)), latents before and behind their norms, and the MLP's inner
-    values (3 ffn when gated, else 2; once per expert a token visits). `full` recomputation keeps the
-    layer's input.
+    values (3 ffn when gated, else 2; once per expert a token visits). Each expert's input is a copy of
+    the token. `full` recomputation keeps the layer's input.
     """
     if recompute == "full":
         return float(model.bytes_per_element * model.hidden_size)
     attended = (model.num_heads + model.num_kv_heads) * (model.head_dim + model.value_width)
     attended += 2 * (model.query_rank + model.latent_rank)
     inner = (3 if model.gated_ffn else 2) * model.visited_ffn_size
-    return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner))
+    copies = model.experts_per_token * model.hidden_size if model.num_experts else 0
+    return float(model.bytes_per_element * (4 * model.hidden_size + attended + inner + copies))
 
 
 @dataclass(frozen=True, slots=True)

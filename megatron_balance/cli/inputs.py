@@ -225,7 +225,7 @@ def read(
     """
     config = _config(args)
     cluster, model = machine(args, shape.tensor_parallel)
-    model = replace(model, gradient_wire=config.gradient_wire)
+    model = replace(model, gradient_wire=config.gradient_wire, expert_split=max(1, shape.experts))
     _positive("--tokens-per-rank", args.tokens_per_rank)
     batches = tuple(Batch(tuple(each)) for each in lengths or _lengths(args, config))
     chosen = _planners(args, config)

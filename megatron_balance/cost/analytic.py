@@ -187,9 +187,7 @@ class AnalyticCost:
 
         Matrix products take their FLOPs, or reading their weights when tokens are few.
         """
-        modules_s = sum(
-            self._module_s(module, num_tokens, module.weights, backward=backward) for module in self._modules
-        )
+        modules_s = sum(self._module_s(module, num_tokens, module.read, backward=backward) for module in self._modules)
         return modules_s + self.tensor_parallel_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:

@@ -27,8 +27,8 @@ LOGIT_BYTES = 4
 class Module:
     """One module of a layer, for one token on all ranks of its tensor-parallel group.
 
-    `flops`: of its forward products; `weights`: elements of them; `elements`, `backward_elements`:
-    read and written besides.
+    `flops`: of its forward products; `weights`: elements of them, `elsewhere` those that other ranks
+    have, which share out experts; `elements`, `backward_elements`: read and written besides.
     """
 
     name: str
@@ -36,6 +36,12 @@ class Module:
     weights: float
     elements: float
     backward_elements: float
+    elsewhere: float = 0.0
+
+    @property
+    def read(self) -> float:
+        """Elements of the weights that a rank has."""
+        return self.weights - self.elsewhere
 
 
 def layer_modules(model: Model) -> tuple[Module, ...]:
@@ -68,6 +74,7 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
             ffn * max(1, model.num_experts) + products * hidden * model.shared_ffn_size,
             (inner + 1) * visited,
             (2 * inner + 1) * visited,
+            ffn * model.num_experts * (1 - 1 / model.expert_split),
         ),
     )
     if not model.num_experts:

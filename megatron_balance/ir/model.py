@@ -64,6 +64,9 @@ class Model:
     dense_layers: int = 0
     """Layers of a model with experts that have an MLP in their place. It counts as the experts and
     the shared MLP that a token visits elsewhere, which computes as much in DeepSeek-V3."""
+    expert_split: float = 1
+    """Ranks that share out the experts of a layer (expert parallelism); a fraction where
+    tensor-parallel ranks, of whose part `ffn_size` may be, split experts less than other weights."""
     mtp_layers: int = 0
     """Layers of `num_layers` that predict further tokens (multi-token prediction): each makes its
     input of two hidden states, and logits of its own."""

@@ -64,10 +64,9 @@ def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[St
     ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     ranks *= args.context_parallel_size * args.data_parallel_size
     shares = ranks // (tensor * num_stages) if args.use_distributed_optimizer else 1
-    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) / tensor
     found: list[Stage] = []
     for at, more in enumerate(further):
-        sharding = Sharding(pipeline=num_stages, stage=at, optimizer=shares, experts=experts)
+        sharding = Sharding(pipeline=num_stages, stage=at, optimizer=shares, experts=model.expert_split)
         layers = args.num_layers // num_stages + more
         state = _predicted_state(args, model, tensor, sharding)
         found.append(Stage(layers, sharding, recompute_of(args), virtual, state))

@@ -52,6 +52,7 @@ def _experts(args: argparse.Namespace, tensor: int) -> dict[str, int]:
     )
     return {
         "experts_per_token": args.moe_router_topk,
+        "expert_split": args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) / tensor,
         "shared_ffn_size": (args.moe_shared_expert_intermediate_size or 0) // tensor,
         "dense_layers": sum(dense),
     }

@@ -25,6 +25,7 @@ def seen(tensor: int = 1, **more: Any) -> Model:
     args = argparse.Namespace(
         **{
             "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 256, "num_experts": 8, "moe_ffn_hidden_size": 32,
+            "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
             "moe_router_topk": 2, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None, "swiglu": True,
             "window_size": None, "window_attn_skip_freq": None, "params_dtype": torch.bfloat16,
             "padded_vocab_size": 96, "multi_latent_attention": False, "mtp_num_layers": None,
@@ -39,6 +40,7 @@ def test_experts_shared_ones_and_layers_without_any() -> None:
     assert (model.ffn_size, model.shared_ffn_size, model.dense_layers) == (32, 64, 1)
     assert seen(moe_layer_freq=2).dense_layers == 2
     assert seen(2, moe_shared_expert_intermediate_size=64).shared_ffn_size == 32
+    assert seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1).expert_split == 2
     assert seen(num_experts=None, moe_layer_freq=[0, 1, 1, 1]).dense_layers == 0
 
 
@@ -60,8 +62,7 @@ def job_args(**more: Any) -> argparse.Namespace:
             "num_layers": 8, "mtp_num_layers": None, "virtual_pipeline_model_parallel_size": None,
             "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2,
             "data_parallel_size": 4,
-            "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "expert_model_parallel_size": 1,
-            "expert_tensor_parallel_size": None, "recompute_granularity": None,
+            "use_distributed_optimizer": True, "grad_reduce_in_bf16": False, "recompute_granularity": None,
         } | more
     )  # fmt: skip
 
@@ -77,17 +78,18 @@ def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
     """2 tensor-parallel ranks, 2 stages of 2 layers, 8 ranks beside them; each has 2 experts
     of 8, whole. The sum on paper.
     """
-    layout = {"num_layers": 4, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
-    stages = stages_of(job_args(**layout), seen(2), 2, 2)
+    model = seen(2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    stages = stages_of(job_args(num_layers=4), model, 2, 2)
     attention = 64 * 3 * 4 * 16 + 4 * 16 * 64  # `seen` gives a rank four heads
     others = 2 * (attention + 2 * 64 + 64 * 8) + 64 * 96 / 2
     experts = 2 * 2 * (3 * 64 * 32)
     first = 6 * (others + experts) + 12 * (others / 8 + experts / 4)
     assert stages[0].state_bytes == pytest.approx(first)
-    whole = stages_of(job_args(**layout, use_distributed_optimizer=False, grad_reduce_in_bf16=True), seen(2), 2, 2)
+    args = job_args(num_layers=4, use_distributed_optimizer=False, grad_reduce_in_bf16=True)
+    whole = stages_of(args, model, 2, 2)
     assert whole[0].state_bytes == pytest.approx(16 * (others + experts))
-    split = stages_of(job_args(**layout | {"expert_tensor_parallel_size": 2}), seen(2), 2, 2)
-    assert split[0].sharding.experts == 4
-    assert split[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
+    apart = stages_of(job_args(num_layers=4), seen(2, expert_model_parallel_size=4), 2, 2)
+    assert apart[0].sharding.experts == 4
+    assert apart[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recompute("uniform")

@@ -40,6 +40,8 @@ def test_shared_experts_are_visited_and_dense_layers_have_none_of_the_others() -
     assert num_parameters(shared) - num_parameters(moe) == 4 * beside
     assert layer_flops(shared) - layer_flops(moe) == 2 * beside
     assert layer_activation_bytes(shared) - layer_activation_bytes(moe) == 2 * 3 * 256
+    visits = 3 * 1024 + 512  # inner values of the second expert, and two copies of the token
+    assert layer_activation_bytes(moe) - layer_activation_bytes(MODEL) == 2 * (visits + 512)
     dense = replace(moe, dense_layers=1)
     assert num_parameters(moe) - num_parameters(dense) == 6 * 3 * 512 * 1024 + 512 * 8
 

@@ -61,10 +61,10 @@ def test_the_state_of_a_rank_of_2048_gpus_is_the_sum_on_paper() -> None:
 @pytest.mark.parametrize(
     ("ranks", "experts", "recompute", "tokens", "replays"),
     [
-        # 19.8 GB of state; 64 layers in flight of 1,024 tokens hold 340 kB each and receive 147 kB:
-        # 52 GB of the 72 that are filled.
+        # 19.8 GB of state; 64 layers in flight of 1,024 tokens hold 455 kB each and receive 147 kB:
+        # 59 GB of the 72 that are filled.
         (128, 64, "none", 1024, False),
-        # As many of 4,096 would hold 89 GB.
+        # As many of 4,096 would hold 119 GB.
         (128, 64, "none", 4096, True),
         # Full recomputation holds 14 kB each: 3.8 GB.
         (128, 64, "full", 4096, False),
