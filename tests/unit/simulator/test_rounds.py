@@ -44,7 +44,7 @@ def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, 
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5).map(tuple),
     shape=st.sampled_from([(2, 2), (3, 3), (6, 3), (8, 4), (8, 2)]),
-    pattern=st.sampled_from(["ring", "all_gather", "head_exchange"]),
+    pattern=st.sampled_from(["ring", "all_gather", "head_exchange", "head_exchange_once"]),
     entered=st.lists(st.floats(0.0, 2.0), min_size=8, max_size=8),
 )
 def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, pattern, entered):
@@ -70,7 +70,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
     case = replace(case, model=replace(case.model, attention=planned.mask.name))
-    collectives = ("all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
+    heads = [f"{kind}_exchange{once}" for kind in ("head", "chunk") for once in ("", "_once")]
+    collectives = ("all_gather", "gather_documents", "gather_sequence", *heads)
     if planned.routing is not None and any(zone.pattern in collectives for zone in planned.zones):
         # collectives are routed by `always` only, and the round engine leaves them whole
         planned = replace(planned, routing=None)
