@@ -51,8 +51,8 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layer
         if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
-        zones = (_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
-        plan = replace(plan, zones=tuple(zones))
+        zones = tuple(_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
+        plan = plan if zones == plan.zones else replace(plan, zones=zones)  # the same one is estimated once
     routing = _routing(plan, cluster, cost, layers.routing)
     routing = None if routing is None else replace(routing, pieces=layers.pieces)
     return plan if routing == plan.routing else replace(plan, routing=routing)
@@ -67,19 +67,15 @@ def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: Mac
     zone = plan.zones[index]
     if zone.pattern not in ONCE_PER_NODE or not _shares_rows(zone, plan):
         return zone
-    once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
     if isinstance(zone, Zone):
         before, after, passed_on = _by_heads(zone, plan, cluster, cost)
     else:
-        tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
-        before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
-        rows = pattern_of(once).messages(once, Context.of(plan))[1].rows
-        tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
-        passed_on = cost.kv_bytes(float(tokens))
+        before, after, passed_on = _by_rows(index, plan, cluster, cost)
     if not passed_on:
         return zone
     on_s = cost.call_s + cost.intra_node_s(passed_on)
-    return once if cost.inter_node_s(before) > cost.inter_node_s(after) + on_s else zone
+    pays = cost.inter_node_s(before) > cost.inter_node_s(after) + on_s
+    return replace(zone, pattern=ONCE_PER_NODE[zone.pattern]) if pays else zone
 
 
 def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
@@ -92,15 +88,26 @@ def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
     return plan.num_kv_heads % len(ranks) > 0 and min(ranks) // node != max(ranks) // node
 
 
-def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost) -> head_exchange_once.Rates:
-    """Bytes of a head exchange over the busiest NIC, as it is and once per node, and those that a rank
-    passes on.
+def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
+    """Bytes of a head exchange over the busiest NIC, as it is and once per node, and those that the
+    rank that passes on most does.
     """
     head_bytes = cost.query_bytes(1) / plan.num_heads, cost.kv_bytes(1) / plan.num_kv_heads
     heads, node = (plan.num_heads, plan.num_kv_heads), (plan.ranks_per_node, cluster.ranks_per_nic)
-    rates = head_exchange_once.rates(zone.ranks, heads, node, head_bytes)
-    num_tokens = sum(plan.lengths[seq] for seq in zone.seqs)
-    return head_exchange_once.Rates(*(num_tokens * rate for rate in rates))
+    before, after, passed_on = head_exchange_once.rates(zone.ranks, heads, node, head_bytes)
+    num_tokens = sum([plan.lengths[seq] for seq in zone.seqs])
+    return num_tokens * before, num_tokens * after, num_tokens * passed_on
+
+
+def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
+    """The same of a task table."""
+    zone = plan.zones[index]
+    once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
+    tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
+    before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
+    rows = pattern_of(once).messages(once, Context.of(plan))[1].rows
+    tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
+    return before, after, cost.kv_bytes(float(tokens))
 
 
 def _busiest_nic(loads: Sequence[Ints], cluster: Cluster) -> float:
