@@ -15,6 +15,7 @@ from megatron_balance.patterns.dispatch import Dispatch
 from megatron_balance.patterns.dispatch_once import DispatchOnce
 from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
+from megatron_balance.patterns.head_exchange_once import ChunkExchangeOnce, HeadExchangeOnce
 from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.ring import Ring
 from megatron_balance.patterns.waves import Waves
@@ -26,11 +27,22 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "gather_sequence": GATHER_SEQUENCE,
     "head_exchange": HeadExchange(),
     "chunk_exchange": ChunkExchange(),
+    "head_exchange_once": HeadExchangeOnce(),
+    "chunk_exchange_once": ChunkExchangeOnce(),
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),
     "dispatch_once": DispatchOnce(),
     "waves": Waves(),
 }
+
+ONCE_PER_NODE = {
+    "dispatch": "dispatch_once",
+    "head_exchange": "head_exchange_once",
+    "chunk_exchange": "chunk_exchange_once",
+}
+"""Comm patterns that send rows to each rank that needs them, and those that are the same but send them
+once to a node.
+"""
 
 
 def pattern_of(zone: AnyZone) -> CommPattern[Any]:

@@ -205,11 +205,14 @@ class GroupTraffic:
 
     `inputs`, `outputs`: by kind, tokens times heads [G, G] from the rank of a row to that of a
     column; a kind that is not there does not travel. `gathers`: all-gather, else all-to-all.
+    `passed_on`: rows of `ir.columns.Message` of what goes on from rank to rank between the first
+    collective and the launch.
     """
 
     inputs: Mapping[Kind, Floats]
     outputs: Mapping[Kind, Floats]
     gathers: bool
+    passed_on: Ints = field(default_factory=lambda: np.empty((0, Message.WIDTH), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, runs: Ints, zone: Zone, context: Context) -> Shares:
-        return cls(runs, *head_counts(_slices(zone, context)))
+        return cls(runs, *head_counts(slices_of(zone, context)))
 
 
 class HeadExchange(CommPattern[Zone]):
@@ -191,7 +191,7 @@ class HeadExchange(CommPattern[Zone]):
         back.
         """
         index, seqs = zone.ranks.index(rank), np.array(zone.seqs, dtype=np.int64)
-        slices = _slices(zone, context)
+        slices = slices_of(zone, context)
         trade = Trade(zone.ranks, self.runs(zone, context.lengths), slices)
         ops: list[Op] = []
         if trade.moves:
@@ -260,7 +260,7 @@ class HeadExchange(CommPattern[Zone]):
         """Messages of both all-to-alls: to and from every rank that has heads."""
         if len(zone.ranks) == 1:
             return []
-        runs, slices = self.run_tokens(zone, context.lengths), _slices(zone, context)
+        runs, slices = self.run_tokens(zone, context.lengths), slices_of(zone, context)
         return trade_messages(zone.ranks, runs, slices, context, (0, 1), across=across)
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
@@ -282,7 +282,7 @@ class HeadExchange(CommPattern[Zone]):
         size = len(zone.ranks)
         if size == 1:
             return Ring().rounds(zone, context)
-        seqs, slices = np.array(zone.seqs, dtype=np.int64), _slices(zone, context)
+        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
         launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
@@ -366,7 +366,8 @@ def trade_messages(
     return [ZoneMessages(np.concatenate(rows), "all_to_all", ranks) for rows in (there, back)]
 
 
-def _slices(zone: Zone, context: Context) -> list[list[HeadSlice]]:
+def slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:
+    """The slices of the heads that each rank of a zone attends."""
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
 
 

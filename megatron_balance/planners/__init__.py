@@ -28,7 +28,7 @@ from megatron_balance.planners import (
 from megatron_balance.planners.base import Planner, Try, slack
 from megatron_balance.planners.wlb_llm import tuning
 
-_WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays")
+_WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays", once_per_node=True)
 _ONCE_PER_NODE = Layers(once_per_node=True)
 _ONCE_PER_NODE_OVER_ALL_NICS = Layers(routing="pays", once_per_node=True)
 _RINGS = (Try(least=Bounds.rings),)
@@ -39,7 +39,7 @@ PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
     "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
-    "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, tries=(Try(least=Bounds.pool_heads),)),
+    "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.pool_heads),)),
     "packing": Planner(packing.plan, packing.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)),
     "hybrid_dp": Planner(
         hybrid_dp.plan,
@@ -52,12 +52,17 @@ PLANNERS: dict[str, Planner] = {
     "flexsp": Planner(
         flexsp.plan,
         flexsp.FlexSpOptions,
+        _ONCE_PER_NODE,
         plan_batch=flexsp.plan_batch,
         room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
     "knapformer": Planner(
-        knapformer.plan, knapformer.KnapFormerOptions, room=slack, tries=(Try(least=Bounds.whole_on_groups),)
+        knapformer.plan,
+        knapformer.KnapFormerOptions,
+        _ONCE_PER_NODE,
+        room=slack,
+        tries=(Try(least=Bounds.whole_on_groups),),
     ),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,

@@ -29,50 +29,85 @@ import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
-from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.cost.remap import remap_s
 from megatron_balance.cost.remap import token_bytes as _token_bytes
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.layers import Layers, When
-from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, TaskTable
+from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns import ONCE_PER_NODE, head_exchange_once, pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.solvers import remap
 
 
-def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers: Layers) -> MicrobatchPlan:
+def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layers: Layers) -> MicrobatchPlan:
     """The planner's plan with its remap and its routing."""
     if layers.remap and plan.lengths:
         held = tokens_per_rank(plan)
         if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
-        zones = (_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
-        plan = replace(plan, zones=tuple(zones))
+        zones = tuple(_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
+        plan = plan if zones == plan.zones else replace(plan, zones=zones)  # the same one is estimated once
     routing = _routing(plan, cluster, cost, layers.routing)
     routing = None if routing is None else replace(routing, pieces=layers.pieces)
     return plan if routing == plan.routing else replace(plan, routing=routing)
 
 
-def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel) -> AnyPlanZone:
-    """The zone, or a task table that sends rows once to a node if its busiest NIC gains more than
-    the ranks that pass them on take.
+def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: MachineCost) -> AnyPlanZone:
+    """The zone, or one that sends rows once to a node if its busiest NIC gains more than the ranks
+    that pass them on take.
+
+    Judged by the forward: in the backward gradients, of twice the bytes, go the same ways.
     """
     zone = plan.zones[index]
-    if not isinstance(zone, TaskTable) or zone.pattern != "dispatch":
+    if zone.pattern not in ONCE_PER_NODE or not _shares_rows(zone, plan):
         return zone
-    once = replace(zone, pattern="dispatch_once")
+    if isinstance(zone, Zone):
+        before, after, passed_on = _by_heads(zone, plan, cluster, cost)
+    else:
+        before, after, passed_on = _by_rows(index, plan, cluster, cost)
+    if not passed_on:
+        return zone
+    on_s = cost.call_s + cost.intra_node_s(passed_on)
+    pays = cost.inter_node_s(before) > cost.inter_node_s(after) + on_s
+    return replace(zone, pattern=ONCE_PER_NODE[zone.pattern]) if pays else zone
+
+
+def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
+    """Whether ranks of another node may need the same rows. By heads they do not where each has
+    key-value heads of its own, nor inside a node.
+    """
+    if not isinstance(zone, Zone):
+        return True
+    ranks, node = zone.ranks, plan.ranks_per_node
+    return plan.num_kv_heads % len(ranks) > 0 and min(ranks) // node != max(ranks) // node
+
+
+def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
+    """Bytes of a head exchange over the busiest NIC, as it is and once per node, and those that the
+    rank that passes on most does.
+    """
+    head_bytes = cost.query_bytes(1) / plan.num_heads, cost.kv_bytes(1) / plan.num_kv_heads
+    heads, node = (plan.num_heads, plan.num_kv_heads), (plan.ranks_per_node, cluster.ranks_per_nic)
+    before, after, passed_on = head_exchange_once.rates(zone.ranks, heads, node, head_bytes)
+    num_tokens = sum([plan.lengths[seq] for seq in zone.seqs])
+    return num_tokens * before, num_tokens * after, num_tokens * passed_on
+
+
+def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
+    """The same of a task table."""
+    zone = plan.zones[index]
+    once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
     tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
     before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
-    context = Context.of(plan)
-    rows = pattern_of(once).messages(once, context)[1].rows
-    passed_on = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
-    on_s = cost.intra_node_s(cost.kv_bytes(float(passed_on))) if len(rows) else 0.0
-    return once if cost.inter_node_s(before) > cost.inter_node_s(after) + on_s else zone
+    rows = pattern_of(once).messages(once, Context.of(plan))[1].rows
+    tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
+    return before, after, cost.kv_bytes(float(tokens))
 
 
 def _busiest_nic(loads: Sequence[Ints], cluster: Cluster) -> float:

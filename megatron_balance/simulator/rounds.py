@@ -194,15 +194,21 @@ class _Run:
 
     def _collective(self, table: ZoneTable, traffic: Collectives) -> None:
         gathers = traffic.gathers
+        on = [traffic.passed_on] if len(traffic.passed_on) else []
         if not self.clocks.backward:
             self._together(table, traffic.inputs, COPIED, ring=gathers)
+            self._pass_on(table, on)
             self._compute(table)
             self._together(table, traffic.outputs, MOVED, stored=True)
             return
         self._together(table, traffic.output_grads, COPIED, stored=True)
         if self.clocks.policy == "replay":
             self._together(table, traffic.inputs, COPIED, ring=gathers)
+            self._pass_on(table, on)
         self._compute(table)
+        for messages in on:
+            self._messages(table, turned(messages), MOVED)
+            self.clocks.settle(table.ranks)  # gradients are added up before they go on
         self._together(table, traffic.input_grads, MOVED, ring=gathers, added=True)
 
     def _nested(self, table: ZoneTable, traffic: Nested) -> None:
@@ -362,9 +368,13 @@ class _Run:
 
     def _one_by_one(self, table: ZoneTable, stages: list[Ints]) -> None:
         """Exchanges of which each passes on what the one before brings."""
-        for at, stage in enumerate(stages):
-            if at:
-                self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
+        self._messages(table, stages[0], COPIED)
+        self._pass_on(table, stages[1:])
+
+    def _pass_on(self, table: ZoneTable, stages: Sequence[Ints]) -> None:
+        """Exchanges of which each passes on what the one before it brought."""
+        for stage in stages:
+            self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             self._messages(table, stage, COPIED)
 
     def _messages(self, table: ZoneTable, messages: Ints, traffic_class: int) -> None:

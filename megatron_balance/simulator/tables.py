@@ -58,7 +58,7 @@ class Collectives:
     """Bytes [G, G] from rank to rank of a zone's collectives; an empty array: there is none.
 
     `inputs`, `outputs` and their gradients; `gathers`: all-gathers and reduce-scatters, else
-    all-to-alls.
+    all-to-alls. `passed_on`: as in `GroupTraffic`.
     """
 
     inputs: Floats
@@ -66,6 +66,7 @@ class Collectives:
     input_grads: Floats
     output_grads: Floats
     gathers: bool
+    passed_on: Ints
 
     @classmethod
     def of(cls, traffic: GroupTraffic, payload: Payload) -> Collectives:
@@ -75,6 +76,7 @@ class Collectives:
             _bytes({GRAD_OF[kind]: sizes.T for kind, sizes in traffic.inputs.items()}, payload),
             _bytes({GRAD_OF[kind]: sizes.T for kind, sizes in traffic.outputs.items()}, payload),
             traffic.gathers,
+            traffic.passed_on,
         )
 
 

@@ -156,7 +156,7 @@ def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
     counted where they run."""
     zones = (
         by_hand.ring(range(8), 0, name="inter_node"),
-        by_hand.head_exchange(range(8), 1, name="inter_node"),
+        by_hand.zone("inter_node", "head_exchange_once", range(8), [1]),
         by_hand.all_gather((4, 5, 6, 7), 2, name="intra_node"),
         by_hand.all_gather((1, 3), 3, name="intra_node"),
         by_hand.local(2, 4),

@@ -18,7 +18,7 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand
 
-ZONES = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_ring")
+ZONES = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring")
 
 
 def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:

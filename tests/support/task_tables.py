@@ -13,9 +13,9 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners import knapformer
 from tests.support import by_hand
@@ -27,6 +27,8 @@ PATTERNS = (
     "gather_sequence",
     "head_exchange",
     "chunk_exchange",
+    "head_exchange_once",
+    "chunk_exchange_once",
     "head_ring",
 )
 
@@ -38,23 +40,40 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
     owner anywhere, in any order.
     """
     rng = np.random.default_rng(seed)
+    zone = _random_tasks(rng, "random", range(len(batch.lengths)), batch, cluster, model)
+    return _plan("random_task_table", batch, cluster, model, (zone,))
+
+
+def random_once_per_node(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """Rows that cross once to each node: sequences dealt to a random task table and to a head
+    exchange on a random ordered choice of ranks; under a window to the task table only.
+    """
+    rng = np.random.default_rng(seed)
+    by_heads = rng.integers(0, 2, len(batch.lengths)) > 0
+    by_heads &= not isinstance(model.mask, SlidingWindow)
+    zones: list[AnyPlanZone] = []
+    if by_heads.any():
+        ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
+        pattern = ("head_exchange_once", "chunk_exchange_once")[int(rng.integers(2))]
+        zones.append(by_hand.zone("heads", pattern, ranks.tolist(), np.flatnonzero(by_heads).tolist()))
+    tasks = _random_tasks(rng, "random", np.flatnonzero(~by_heads).tolist(), batch, cluster, model)
+    zones.append(replace(tasks, pattern="dispatch_once"))
+    return _plan("random_once_per_node", batch, cluster, model, tuple(zones))
+
+
+def _random_tasks(
+    rng: np.random.Generator, name: str, seqs: Sequence[int], batch: Batch, cluster: Cluster, model: Model
+) -> TaskTable:
     fragments: list[tuple[int, ...]] = []
     tasks: list[tuple[int, ...]] = []
-    for seq, length in enumerate(batch.lengths):
+    for seq in seqs:
+        length = batch.lengths[seq]
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
         tasks += [
             (_rank(rng, cluster), seq, *r)
             for r in _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
         ]
-    zone = dispatch.task_table("random", _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
-    return _plan("random_task_table", batch, cluster, model, (zone,))
-
-
-def random_once_per_node(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """A random task table whose rows cross once to each node."""
-    planned = random_task_table(batch, cluster, model, seed)
-    zones = tuple(replace(zone, pattern="dispatch_once") for zone in planned.zones)
-    return replace(planned, planner="random_once_per_node", zones=zones)
+    return dispatch.task_table(name, _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
 
 
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:

@@ -129,10 +129,10 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("planner: zeppelin", Layers(routing="pays", remap=True, remap_when="pays")),
+        ("planner: zeppelin", Layers(routing="pays", remap=True, remap_when="pays", once_per_node=True)),
         (
             "planner: zeppelin\nremap: true\nrouting: {when: always, pieces: 2}",
-            Layers(routing="always", remap=True, pieces=2),
+            Layers(routing="always", remap=True, pieces=2, once_per_node=True),
         ),
         ("planner: te_ring\nremap: {when: pays}", Layers(remap=True, remap_when="pays")),
         ("planner: te_ring", Layers()),
@@ -140,9 +140,13 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
         ("planner: distca\nonce_per_node: false\nrouting: never", Layers()),
         ("planner: packing\nonce_per_node: true", Layers(once_per_node=True)),
         ("planner: te_ring\nrouting: always\nremap: true", Layers(routing="always", remap=True)),
-        ("planner: zeppelin\nrouting: never\nremap: false", Layers()),
+        ("planner: zeppelin\nrouting: never\nremap: false\nonce_per_node: false", Layers()),
+        ("planner: ulysses", Layers(once_per_node=True)),
         ("planner: te_ring\nremap: {solver: highs, sides: send}", Layers(remap=True, solver="highs", sides="send")),
-        ("planner: zeppelin\nremap: {objective: total}", Layers(routing="pays", remap=True, objective="total")),
+        (
+            "planner: zeppelin\nremap: {objective: total}",
+            Layers(routing="pays", remap=True, objective="total", once_per_node=True),
+        ),
     ],
 )
 def test_layers_are_the_planners_own_unless_given_and_are_written_out(write, text, layers):

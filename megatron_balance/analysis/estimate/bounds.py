@@ -160,7 +160,9 @@ class Bounds:
         if size == 1:
             return 0.0
         machine, made = self.machine, ZoneTimes(np.arange(size), 0.0, slice(0, size))
-        exchange_heads(made, range(size), _MANY, most_heads(machine.model, size), machine)
+        # What ranks of a node share may cross once, where that is chosen.
+        once = machine.intra.bytes_per_s * machine.cluster.ranks_per_nic > machine.inter.bytes_per_s
+        exchange_heads(made, range(size), _MANY, most_heads(machine.model, size), machine, once=once)
         seconds = 0.0
         for bulk in (made.inputs, made.outputs, made.output_grads, made.input_grads):
             assert bulk is not None

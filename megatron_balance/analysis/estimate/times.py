@@ -197,15 +197,17 @@ class _AllToAll(NamedTuple):
         between_byte_s = (size - here) / (size - 1) / machine.inter.bytes_per_s
         return cls((inside, inside_byte_s), (between, between_byte_s), min(here, cluster.ranks_per_nic))
 
-    def seconds(self, most: _Amount, mean: _Amount) -> _Amount:
-        """Seconds until all ranks have what comes: `most` bytes for a rank, `mean` on average."""
+    def seconds(self, most: _Amount, far: tuple[_Amount, _Amount]) -> _Amount:
+        """Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
+        crossed, bytes for a rank and on average.
+        """
         inside = self.inside[0] + most * self.inside[1]
         if self.between is None:
             return inside
-        return _larger(inside, self.between[0] + _larger(most, mean * self.sharing) * self.between[1])
+        return _larger(inside, self.between[0] + _larger(far[0], far[1] * self.sharing) * self.between[1])
 
 
-def exchange_heads(
+def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags beside it
     made: ZoneTimes,
     group: Sequence[int],
     num_tokens: Floats | float,
@@ -213,9 +215,11 @@ def exchange_heads(
     machine: Machine,
     *,
     inputs_only: bool = False,
+    once: bool = False,
 ) -> None:
     """The all-to-alls of a group before and after its launches; `num_tokens`: of one group, which all
-    are like, or of each [groups]. `inputs_only`: without outputs and their gradients.
+    are like, or of each [groups]. `inputs_only`: without outputs and their gradients; `once`: what
+    several ranks of a node share crosses once and is passed on inside (`patterns.head_exchange_once`).
     """
     model, size, row_bytes, way = machine.model, len(group), machine.row_bytes, _AllToAll.of(group, machine)
     others = num_tokens * (size - 1) / size
@@ -226,14 +230,25 @@ def exchange_heads(
     made.sent = num_tokens / size * (model.num_heads - heads[0])
     away = num_tokens / size
     together = isinstance(num_tokens, np.ndarray)
+    here, sharing = _sharing(group, heads[1], machine) if once else (size, 1.0)
+    passed_on = num_tokens * ((size - here) / size * heads[1] * (1 - 1 / sharing))
 
     def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
         """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
-        owners of tokens; `home`: the other way.
+        owners of tokens, keys last; `home`: the other way.
         """
         into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
         out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
-        seconds = way.seconds(_larger(into, out), out)
+        most = _larger(into, out)
+        if sharing > 1 and len(kinds) > 1:
+            kind, to, leaves = kinds[-1]
+            spared = row_bytes[kind] * (1 - 1 / sharing)
+            far_out = out - spared * leaves
+            on_s = passed_on * row_bytes[kind] / machine.intra.bytes_per_s
+            on_s = on_s + machine.cost.call_s + machine.intra.alpha_s
+            seconds = on_s + way.seconds(most, (_larger(into - spared * to, far_out), far_out))
+        else:
+            seconds = way.seconds(most, (most, out))
         if home:
             into, out = out, into
         return Bulk(seconds, out, into if placed else 0.0, adds, together=together)
@@ -246,6 +261,16 @@ def exchange_heads(
     if not inputs_only:
         made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
         made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
+
+
+def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
+    """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
+    `kv_heads`.
+    """
+    model, size, nodes = machine.model, len(group), np.bincount(machine.nics.node(np.array(group)))
+    here = int(nodes.max())
+    trading = min(size, model.num_heads) * here / size
+    return here, max(1.0, trading * kv_heads / max(1.0, model.num_kv_heads * here / size))
 
 
 def _larger(one: _Amount, other: _Amount) -> _Amount:

@@ -29,10 +29,11 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
 
-_EXCHANGES = ("head_exchange", "chunk_exchange")
+_ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
+_EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
 _EVEN = ("ring", "head_ring", *_EXCHANGES)
 """Patterns of zones whose ranks are alike."""
 
@@ -138,9 +139,9 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
         yield first, run
 
 
-def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool] | None:
-    """Size, place in the node, and collective or not, of a zone of one group: in these, zones that lie
-    alike are equal; None: not one group, or not ranks in a row.
+def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | None:
+    """Size, place in the node, collective or not, and once per node or not, of a zone of one group: in
+    these, zones that lie alike are equal; None: not one group, or not ranks in a row.
     """
     if not isinstance(zone, Zone):
         return None
@@ -151,7 +152,8 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool] | None:
     cluster = machine.cluster
     inside = ranks[0] // cluster.node_size == ranks[-1] // cluster.node_size
     place = 0 if inside else ranks[0] % cluster.node_size
-    return size, place, inside and is_collective(ranks, cluster.num_ranks, cluster.node_size)
+    together = inside and is_collective(ranks, cluster.num_ranks, cluster.node_size)
+    return size, place, together, zone.pattern in _ONCE
 
 
 def _groups_apart(
@@ -172,7 +174,7 @@ def _groups_apart(
     around = num_tokens * (heads[0] * row_bytes[Kind.Q_GRAD] + heads[1] * row_bytes[Kind.KV_GRAD])
     first = prices.add_each(pairs_of((zero, own), (zero, own), heads), of_group, around)
     if size > 1:
-        exchange_heads(made, zones[0].ranks, num_tokens, heads, machine)
+        exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
             np.repeat(each, size) for each in (made.query_heads, made.kv_heads, made.largest, made.sent)
         )
@@ -190,7 +192,7 @@ def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> 
     heads = most_heads(model, size)
     first, other = _ring_launches(own, groups, heads, num_tokens, machine, prices)
     if size > 1:
-        exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine)
+        exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
     if groups > 1:
         block = num_tokens * heads[1]
         crosses = machine.nics.node(np.array(zone.ranks))

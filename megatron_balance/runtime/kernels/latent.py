@@ -20,7 +20,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.shape import AttentionShape
 
-BY_HEADS = ("head_exchange", "chunk_exchange", "head_ring")
+BY_HEADS = ("head_exchange", "chunk_exchange", "head_exchange_once", "chunk_exchange_once", "head_ring")
 """Comm patterns in which a rank attends with some of the heads."""
 
 

@@ -25,7 +25,7 @@ from tests.support.masks import NAMES
 from tests.support.strategies import ALL_PLANNERS, Case, cases
 from tests.support.strategies import plan as plan_of
 
-PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_ring", "tiles")
+PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring", "tiles")
 
 
 def model_of(plan: MicrobatchPlan) -> Model:

@@ -24,7 +24,7 @@ from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
 from tests.support import by_hand
 from tests.support.by_hand import plan, pool
 
-PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_ring")
+PATTERNS = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring")
 
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:

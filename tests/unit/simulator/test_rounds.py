@@ -44,7 +44,7 @@ def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, 
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5).map(tuple),
     shape=st.sampled_from([(2, 2), (3, 3), (6, 3), (8, 4), (8, 2)]),
-    pattern=st.sampled_from(["ring", "all_gather", "head_exchange"]),
+    pattern=st.sampled_from(["ring", "all_gather", "head_exchange", "head_exchange_once"]),
     entered=st.lists(st.floats(0.0, 2.0), min_size=8, max_size=8),
 )
 def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, pattern, entered):
@@ -70,7 +70,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
     case = replace(case, model=replace(case.model, attention=planned.mask.name))
-    collectives = ("all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
+    heads = [f"{kind}_exchange{once}" for kind in ("head", "chunk") for once in ("", "_once")]
+    collectives = ("all_gather", "gather_documents", "gather_sequence", *heads)
     if planned.routing is not None and any(zone.pattern in collectives for zone in planned.zones):
         # collectives are routed by `always` only, and the round engine leaves them whole
         planned = replace(planned, routing=None)
@@ -111,6 +112,21 @@ def test_a_head_ring_takes_about_as_long_in_both_engines(zone: tuple[int, int], 
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.1)
         first = 2 * machine.num_ranks
         assert b.bytes_moved[first:] == pytest.approx(a.bytes_moved[first:], rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_head_exchange_passes_on_takes_as_long_in_both_engines(policy: Policy):
+    """Links inside the node are as slow as NICs, so that it takes a fifth of the time. In a replay the
+    round engine passes on behind the gradients of the outputs, the event engine beside them.
+    """
+    cluster = Cluster(8, 4, nic_bytes_per_s=25e9, intra_bytes_per_s=25e9, num_sms=108)
+    model = replace(LLAMA, num_kv_heads=2)
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    planned = by_hand.pool("head_exchange_once", (9000, 700), 8, ranks_per_node=4, heads=(32, 2))
+    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
+    for a, b in zip(exact, rounds, strict=True):
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.05 if policy == "replay" else 0.01)
+        assert b.bytes_moved == pytest.approx(a.bytes_moved, rel=1e-3)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

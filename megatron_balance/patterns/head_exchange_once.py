@@ -1,0 +1,266 @@
+"""Head exchange, once per node: a key-value head that several ranks of a node attend with crosses to
+one of them, and it passes it on inside.
+
+A head exchange (`patterns.head_exchange`) with one exchange more: in, on, back. The ranks of a node
+that share a key-value head receive it from other nodes in turns, one the tokens of one source, the
+next those of the next, so that all their NICs carry an equal part; inside the node of its owner a
+token goes straight to all of them. In the backward the way is turned: gradients of keys and values
+are added up inside the node, and cross once.
+
+A replayed backward brings the inputs the same way, the first exchange before anything else, since the
+second one passes on what it brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Message, Transfer
+from megatron_balance.ir.plan import Zone
+from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.patterns.base import (
+    Context,
+    Floats,
+    GroupTraffic,
+    Startable,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    exchange,
+)
+from megatron_balance.patterns.head_exchange import (
+    ChunkExchange,
+    HeadExchange,
+    HeadSlice,
+    Trade,
+    head_counts,
+    head_slices,
+    kv_heads_of,
+    slices_of,
+    trade_messages,
+)
+from megatron_balance.patterns.rows import messages_from, transfers_of
+
+_IN, _ON, _BACK = range(3)
+_NO_TRANSFERS = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+
+
+class Way:
+    """Columns of a table of key-value heads on their way: group indices of the tokens' owner, of who
+    sends them and who receives them, and the heads.
+    """
+
+    WIDTH = 5
+    OWNER, SRC, DST, HEAD_START, HEAD_STOP = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A node's ranks [n], as group indices, that all attend with key-value heads [start, stop)."""
+
+    node: int
+    members: Ints
+    start: int
+    stop: int
+
+
+def shared_heads(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> Iterator[Shared]:
+    """The key-value heads of each node, cut where the ranks that need them differ."""
+    needs: dict[int, list[tuple[int, int, int]]] = {}
+    for index, (rank, own) in enumerate(zip(ranks, slices, strict=True)):
+        if own:
+            needs.setdefault(rank // ranks_per_node, []).append((*kv_heads_of(own), index))
+    for node, spans in needs.items():
+        edges = sorted({edge for start, stop, _ in spans for edge in (start, stop)})
+        for start, stop in zip(edges, edges[1:], strict=False):
+            members = [index for a, b, index in spans if a <= start and stop <= b]
+            if members:
+                yield Shared(node, np.array(members, dtype=np.int64), start, stop)
+
+
+def ways(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> tuple[Ints, Ints]:
+    """All key-value heads that the ranks of a zone send one another, and those that are passed on
+    inside nodes behind that: `Way` rows each.
+    """
+    nodes = np.array(ranks, dtype=np.int64) // ranks_per_node
+    there, on = ([np.empty((0, Way.WIDTH), dtype=np.int64)] for _ in range(2))
+    for shared in shared_heads(ranks, slices, ranks_per_node):
+        heads, members = (shared.start, shared.stop), shared.members
+        here = np.flatnonzero(nodes == shared.node)
+        there.append(_rows(here[:, None], here[:, None], members, heads))
+        away = np.flatnonzero(nodes != shared.node)
+        first = members[np.arange(len(away)) % len(members)]
+        there.append(_rows(away, away, first, heads))
+        on.append(_rows(away[:, None], first[:, None], members, heads))
+    return np.concatenate(there), np.concatenate(on)
+
+
+def _rows(owner: Ints, src: Ints, dst: Ints, heads: tuple[int, int]) -> Ints:
+    """`Way` rows of all that moves; the columns are broadcast against one another."""
+    columns = np.broadcast_arrays(owner, src, dst, *(np.int64(head) for head in heads))
+    rows = np.stack([column.ravel() for column in columns], axis=1)
+    return rows[rows[:, Way.SRC] != rows[:, Way.DST]]
+
+
+@dataclass(frozen=True)
+class OnceTrade(Trade):
+    """The exchanges of a group whose key-value heads cross once to a node."""
+
+    ranks_per_node: int = 1
+
+    @cached_property
+    def ways(self) -> tuple[Ints, Ints]:
+        """As the function of this name."""
+        return ways(self.ranks, self.slices, self.ranks_per_node)
+
+    def there(self, index: int) -> Ints:
+        """Transfers of queries, keys and values that group index `index` sends or receives first."""
+        rows = Trade.there(self, index)
+        return np.concatenate([rows[rows[:, Transfer.KIND] == Kind.Q], self._moved(self.ways[0], index)])
+
+    def on(self, index: int) -> Ints:
+        """Transfers of keys and values that group index `index` passes on, or is passed."""
+        return self._moved(self.ways[1], index)
+
+    def _moved(self, rows: Ints, index: int) -> Ints:
+        own: list[list[int]] = rows[(rows[:, Way.SRC] == index) | (rows[:, Way.DST] == index)].tolist()
+        tables = [
+            transfers_of(Kind.KV, self.runs[owner], (start, stop), self.ranks[src], self.ranks[dst])
+            for owner, src, dst, start, stop in own
+        ]
+        return np.concatenate([_NO_TRANSFERS, *tables])
+
+
+class Rates(NamedTuple):
+    """Bytes of a zone's inputs for each of its tokens, which lie evenly on its ranks: over the busiest
+    NIC in or out of a node, `plain` and `once`; and `passed_on` by the rank that passes on most.
+    """
+
+    plain: float
+    once: float
+    passed_on: float
+
+
+@lru_cache(maxsize=256)
+def rates(
+    ranks: tuple[int, ...], heads: tuple[int, int], node: tuple[int, int], head_bytes: tuple[float, float]
+) -> Rates:
+    """What a head exchange of `ranks` moves between nodes, and what it would once per node.
+
+    `heads`: of queries and of keys; `node`: ranks of a node and of a NIC; `head_bytes`: of a token's
+    query, and of its key and value.
+    """
+    (per_node, per_nic), size = node, len(ranks)
+    at_node, place = np.divmod(np.array(ranks, dtype=np.int64), per_node)
+    slices = head_slices(*heads, size)
+    queries, keys = (each.astype(np.float64) for each in head_counts(slices))
+    num_nodes = int(at_node.max()) + 1
+    here = np.bincount(at_node, minlength=num_nodes)
+    far = (size - here)[at_node] / size  # of the tokens
+    came, passed_on, distinct = np.zeros(size), np.zeros(size), np.zeros(num_nodes)
+    for shared in shared_heads(ranks, slices, per_node):
+        count, share = shared.stop - shared.start, len(shared.members)
+        distinct[shared.node] += count
+        came[shared.members] += count / share
+        passed_on[shared.members] += count * (share - 1) / share
+    nic = at_node * -(-per_node // per_nic) + place // per_nic
+
+    def busiest(into: Floats, leaving: Floats) -> float:
+        """`into` by rank, `leaving` by the node that it is for."""
+        out = (leaving.sum() - leaving)[at_node] / size
+        return float(max(np.bincount(nic, each).max() for each in (into * far, out)))
+
+    def by_node(each: Floats) -> Floats:
+        return np.bincount(at_node, each, num_nodes)
+
+    query, key = head_bytes
+    plain = queries * query + keys * key
+    once = busiest(queries * query + came * key, by_node(queries * query) + distinct * key)
+    return Rates(busiest(plain, by_node(plain)), once, float((passed_on * far).max() * key))
+
+
+class HeadExchangeOnce(HeadExchange):
+    """Two all-to-alls around one launch; what several ranks of a node share is passed on between the
+    first and the launch.
+    """
+
+    def num_exchanges(self, zone: Zone) -> int:
+        """In, on and back, where there are other ranks (unused ids cost nothing)."""
+        return 3 if len(zone.ranks) > 1 else 0
+
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        """The ops of `rank`: those of the head exchange, their exchange in cut in two."""
+        index = zone.ranks.index(rank)
+        runs, slices = self.runs(zone, context.lengths), slices_of(zone, context)
+        trade = OnceTrade(zone.ranks, runs, slices, context.ranks_per_node)
+        inputs = exchange(context, _IN, trade.there(index), "all_to_all", zone.ranks)
+        on = trade.on(index)
+        ops: list[Op] = []
+        for op in super().project(zone, context, rank).ops:
+            if not isinstance(op, Exchange):
+                ops.append(op)
+            elif op.id == context.base + _IN:
+                ops += [inputs, exchange(context, _ON, on)] if len(on) else [inputs]
+            else:
+                ops.append(replace(op, id=context.base + _BACK))
+        # A replayed backward begins where the forward ended: there it brings what comes first, and
+        # nothing where the forward did.
+        again = (context.base + _BACK, replace(inputs, id=context.base + _BACK))
+        nothing = (context.base + _IN, exchange(context, _IN, _NO_TRANSFERS))
+        return ZoneProgram(ops, [nothing, again] if trade.moves else [])
+
+    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of both all-to-alls, and between them of what is passed on inside nodes."""
+        if len(zone.ranks) == 1:
+            return []
+        slices, tokens = slices_of(zone, context), self.run_tokens(zone, context.lengths)
+        there, back = trade_messages(zone.ranks, tokens, slices, context, (_IN, _BACK), across=across)
+        keys = self._key_messages(zone, context, tokens)
+        if across:
+            rows = keys[_IN]
+            keys = rows[context.crosses(rows[:, Message.SRC], rows[:, Message.DST])], keys[_ON]
+        queries = there.rows[there.rows[:, Message.KIND] == Kind.Q]
+        inputs = ZoneMessages(np.concatenate([queries, keys[_IN]]), "all_to_all", zone.ranks)
+        return [inputs, ZoneMessages(keys[_ON]), back]
+
+    def _key_messages(self, zone: Zone, context: Context, tokens: Ints) -> tuple[Ints, Ints]:
+        """Keys and values of the first exchange, and of the second; `tokens`: of each group index."""
+        ranks = np.array(zone.ranks, dtype=np.int64)
+        tables: list[Ints] = []
+        for step, rows in enumerate(ways(zone.ranks, slices_of(zone, context), context.ranks_per_node)):
+            owner, src, dst, start, stop = rows.T
+            made = messages_from(step, ranks[src], ranks[dst], Kind.KV, (0, 0), tokens[owner])
+            made[:, Message.HEAD_START], made[:, Message.HEAD_STOP] = start, stop
+            tables.append(made)
+        return tables[_IN], tables[_ON]
+
+    def startable(self, zone: Zone) -> Startable:
+        """The way in, its replay in the place of the way back, and the gradients of the outputs."""
+        del zone
+        return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """An all-to-all, what is passed on, a launch and an all-to-all."""
+        found = super().rounds(zone, context)
+        if not isinstance(found.traffic, GroupTraffic):
+            return found
+        tokens = self.run_tokens(zone, context.lengths)
+        there, on = self._key_messages(zone, context, tokens)
+        place = np.zeros(context.num_ranks, dtype=np.int64)
+        place[found.ranks] = np.arange(len(found.ranks))
+        keys = np.zeros((len(found.ranks),) * 2)
+        heads = there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]
+        ends = place[there[:, Message.SRC]], place[there[:, Message.DST]]
+        np.add.at(keys, ends, there[:, Message.TOKENS] * heads)
+        inputs = {**found.traffic.inputs, Kind.KV: keys}
+        return replace(found, traffic=replace(found.traffic, inputs=inputs, passed_on=on))
+
+
+class ChunkExchangeOnce(HeadExchangeOnce, ChunkExchange):
+    """As `HeadExchangeOnce`, where every rank holds a contiguous chunk of each sequence."""
