@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import layer_trace
-from tests.support import by_hand, routed, trace_reader
+from tests.support import by_hand, routed, trace_processor, trace_reader
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -52,7 +53,7 @@ def moved(spans: Sequence[Span]) -> Counter[tuple[object, ...]]:
     ("plan", "policy"), [(RING, "replay"), (HEADS, "keep"), (GATHER, "keep")], ids=["routed", "heads", "gather"]
 )
 def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
-    pool: Pool, plan: MicrobatchPlan, policy: Policy, streamed: bool
+    pool: Pool, tmp_path: Path, plan: MicrobatchPlan, policy: Policy, streamed: bool
 ) -> None:
     runs = pool.run(routed.recorded, 8, plan, policy, streamed)
     model = Model(plan.num_heads, plan.num_kv_heads, routed.HEAD_DIM, bytes_per_element=4)
@@ -76,5 +77,8 @@ def test_a_real_call_moves_what_the_simulated_one_moves_under_the_same_names(
     ]
     trace = joined(traces)
     assert trace.facts["skew_s"] == 0, "one machine has one clock"
-    found = trace_reader.read(json.dumps(trace.document(), allow_nan=False))
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps(trace.document(), allow_nan=False))
+    found = trace_reader.read(file.read_text())
+    trace_processor.check(file, found, tmp_path)
     assert len(found.arrows) == 2 * sum(len(s.sent) for s in simulated)

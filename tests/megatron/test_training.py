@@ -21,7 +21,7 @@ from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.megatron import carry
 from megatron_balance.training.ledger import Held, Ledger
 from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Run, Train, assert_same_training, started, write_corpus
-from tests.support import trace_reader
+from tests.support import trace_processor, trace_reader
 from tests.support.megatron_run import Result
 
 pytestmark = pytest.mark.megatron
@@ -110,6 +110,7 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
     assert sorted(path.name for path in (folder / "traces").iterdir()) == [f"step-3-rank-{r}.json" for r in range(4)]
     assert cli.main(["trace", str(folder), "--out", str(out)]) == 0
     found = trace_reader.read(out.read_text())
+    trace_processor.check(out, found, out.parent)
     assert found.processes == {rank: f"rank {rank}, node {rank // 2}" for rank in range(4)}
     names = {e["name"] for e in found.spans if found.track(e) == "step"}
     assert names >= {"plan", "forward 0", "backward 0", "gradient sync", "optimizer"}

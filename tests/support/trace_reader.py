@@ -83,6 +83,7 @@ def _refuse(constant: str) -> None:
 def _metadata(event: Event, found: Read) -> None:
     key = _METADATA[event["name"]]
     assert set(event["args"]) == {key}
+    assert event["args"][key] != "", f"a {event['name']} that is empty"
     if event["name"] == "process_name":
         assert event["pid"] not in found.processes, f"process {event['pid']} has two names"
         found.processes[event["pid"]] = event["args"]["name"]
@@ -102,11 +103,13 @@ def _in_order(events: list[Event], found: Read) -> None:
             _put(event, stacks[track_of(event)], found)
             continue
         if phase == "C":
+            assert event["args"], "a counter without values"
             for series, value in event["args"].items():
                 assert type(value) in (int, float), f"a counter with the value {value!r}"
                 found.counters.setdefault((event["pid"], event["name"], series), []).append((event["ts"], value))
             continue
         arrow = event["name"], event["cat"], event["id"]
+        assert type(event["id"]) is int, f"arrow {event['id']!r} is no number"
         assert stacks[track_of(event)], f"an end of arrow {event['id']} before any span of its track"
         span = stacks[track_of(event)][-1]
         assert ns(event["ts"]) <= _end(span), f"an end of arrow {event['id']} between spans: it falls to {span['name']}"
