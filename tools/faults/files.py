@@ -31,6 +31,7 @@ from megatron_balance.ir.step import Carry
 from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.report.steps import read as read_steps
+from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import Held, Ledger
 from megatron_balance.workloads import order_cache
 from megatron_balance.workloads.datasets import document_lengths
@@ -140,7 +141,8 @@ def _loaders(folder: Path) -> Iterator[Loader]:
     planfile.write(folder / "plans.json", StepPlanner(spec).plan([lengths])[0].plans, "replay")
     yield Loader("plan file", (folder / "plans.json").read_bytes(), ".json", planfile.read)
     carry = Carry.of("wlb_llm", {"remained": []}, ((-1, 5),))
-    ledger = Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5).to_json("0123456789abcdef")
+    data = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes"}, {"corpus 1": "here"}, {0: "ab", 1: "cd"})
+    ledger = Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5).to_json(data)
     yield Loader("ledger", ledger.encode(), ".json", lambda path: Ledger.from_json(path.read_text(errors="replace")))
     with CorpusWriter(folder / "corpus", "uint16") as writer:
         for length in (5, 60, 1):
