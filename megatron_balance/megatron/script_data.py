@@ -152,8 +152,8 @@ def _of_corpus(part: Any) -> str:
 
 
 def content(prefix: str) -> str | None:
-    """The bytes of the files at a path or prefix, and a digest of their sizes and pieces; None: there
-    are none.
+    """The bytes of the files at a path or prefix, and a digest of their pieces; None: there are
+    none.
     """
     found = [path for path in (Path(f"{prefix}{end}") for end in FILES) if path.is_file()]
     digest, total = hashlib.sha256(), 0
@@ -161,7 +161,6 @@ def content(prefix: str) -> str | None:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             total += size
-            digest.update(f"{path.suffix if path.suffix in FILES else ''} {size} ".encode())
             last = max(0, size - PIECE_BYTES)
             for at in dict.fromkeys(last * piece // (PIECES - 1) for piece in range(PIECES)):
                 stream.seek(at)

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -50,7 +51,8 @@ class Lines(SFTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:  # noqa: ARG004
-        return [[{"role": "user", "content": line}] for line in Path(dataset_path).read_text().splitlines()]
+        lines = Path(dataset_path).read_text().splitlines()
+        return [[{"role": "system", "content": part} for part in (line[:7], line[7:])] for line in lines]
 
 
 def write(prefix: Path, lengths: list[int], seed: int = 1) -> str:
@@ -199,6 +201,33 @@ def test_of_another_data_set_its_samples_are_known(caplog: pytest.LogCaptureFixt
         assert found.fingerprint
         assert not found.samples
         assert reason in caplog.text
+
+
+class Broken(Own):
+    """A data set that does not say what it is."""
+
+    @property
+    def datasets(self) -> Any:
+        raise RuntimeError("not open")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [(None, "no rank has a training set"), (Broken([(0,)]), "does not say what it is (RuntimeError: not open)")],
+    ids=["none", "broken"],
+)
+def test_samples_that_nobody_can_tell_are_unknown_on_all_ranks(
+    dataset: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(script_data, "job_device", lambda: torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert script_data.agreed(dataset, ARGS) == DataIdentity()
+        assert told in caplog.text
+        own = Own([(0,)])
+        assert script_data.agreed(own, ARGS) == identity(own)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_the_command_line_names_is_told_where_a_data_set_does_not(tmp_path: Path) -> None:

@@ -55,13 +55,25 @@ IMPORTED_LATE = (
 )
 
 Entry = Literal[
-    "pretrain_gpt", "counted", "documents", "gaps", "gradients", "roles", "launch", "plain", "loop", "watched"
+    "pretrain_gpt",
+    "counted",
+    "documents",
+    "script",
+    "packed",
+    "gaps",
+    "gradients",
+    "roles",
+    "launch",
+    "plain",
+    "loop",
+    "watched",
 ]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
 and gradients written (`pipeline_runs`), or with gradients alone, or with the documents that it trains
-(`trained_documents`); roles of several strategies (`role_runs`, argv[0] names them); the launcher
-(argv[0] is the script); the script alone, on the CPU but without balance; a loop of its own
-(`loop_runs`); our own, with samples of each rank's memory (`tools.faults.soak`).
+(`trained_documents`), of ours or of a data set of the script (`numbered_data`); roles of several
+strategies (`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone,
+on the CPU but without balance; a loop of its own (`loop_runs`); our own, with samples of each
+rank's memory (`tools.faults.soak`).
 """
 
 
@@ -360,10 +372,12 @@ def _enter(job: Job) -> int:
         from tools.faults import soak
 
         soak.install(Path(job.logs), int(os.environ["RANK"]))
-    if job.entry == "documents":
-        from tests.support import trained_documents
+    if job.entry in ("documents", "script", "packed"):
+        from tests.support import numbered_data, trained_documents
 
         trained_documents.install(Path(job.logs), int(os.environ["RANK"]))
+        if job.entry != "documents":
+            return entry.run(functools.partial(numbered_data.main, job.entry))
     if job.entry in ("gaps", "gradients"):
         from tests.support import pipeline_runs
 

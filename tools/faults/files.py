@@ -141,7 +141,7 @@ def _loaders(folder: Path) -> Iterator[Loader]:
     planfile.write(folder / "plans.json", StepPlanner(spec).plan([lengths])[0].plans, "replay")
     yield Loader("plan file", (folder / "plans.json").read_bytes(), ".json", planfile.read)
     carry = Carry.of("wlb_llm", {"remained": []}, ((-1, 5),))
-    data = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes ab"}, {"corpus 1": "here"}, {0: "aa", 4: "bb"})
+    data = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes"}, {"corpus 1": "here"}, {0: "ab", 1: "cd"})
     ledger = Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5).to_json(data)
     yield Loader("ledger", ledger.encode(), ".json", lambda path: Ledger.from_json(path.read_text(errors="replace")))
     with CorpusWriter(folder / "corpus", "uint16") as writer:

@@ -246,6 +246,17 @@ def test_a_refusal_says_what_of_a_scripts_data_changed(
         resumed(planner, 3, here).restore(Ledger(), SCRIPTS)
 
 
+def test_a_damaged_account_of_the_data_is_refused() -> None:
+    text = Ledger().to_json(SCRIPTS)
+    for damaged in (
+        text.replace('"4":', '"four":'),
+        text.replace('"samples":', '"some":'),
+        text.replace('{"--seed"', '["'),
+    ):
+        with pytest.raises(ConfigError, match="not "):
+            Ledger.from_json(damaged)
+
+
 def test_a_checkpoint_that_does_not_know_its_data_goes_on_in_a_scripts_and_says_so(
     planner: StepPlanner, caplog: pytest.LogCaptureFixture
 ) -> None:
