@@ -69,7 +69,7 @@ class Inputs:
         """
         cluster = cluster or self.cluster
         if self.plan_costs is None:
-            return AnalyticCost(cluster, self.model, self.tensor_parallel)
+            return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
         return planning_cost(cluster, self.model, self.plan_costs)
 
 

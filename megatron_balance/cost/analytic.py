@@ -18,6 +18,7 @@ from megatron_balance.cost.collectives import Group, all_gather_s
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
+from megatron_balance.cost.parallel import experts_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
@@ -49,13 +50,16 @@ class AnalyticCost:
     With tensor parallelism a rank of `cluster` is a whole tensor-parallel group
     (`cost.parallel.wide_ranks`) of `tensor_parallel` GPUs, which split heads and channels evenly;
     their own communication is part of `layer_s`. `pads`: head dims that no library takes are padded
-    by copies, as the runtime does; how published runs served them is not known.
+    by copies, as the runtime does; how published runs served them is not known. `exchanges`: tokens'
+    way to experts on other ranks (`Model.expert_split`) is part of a layer, as planners weigh it; the
+    simulator adds it itself.
     """
 
     cluster: Cluster
     model: Model
     tensor_parallel: int = 1
     pads: bool = True
+    exchanges: bool = False
     _pair_s: float = field(init=False, repr=False, compare=False)
     """Seconds of a pair, all heads: planners ask for thousands of sequences."""
     _token_s: float = field(init=False, repr=False, compare=False)
@@ -70,7 +74,8 @@ class AnalyticCost:
         object.__setattr__(self, "_modules", layer_modules(model))
         modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in self._modules)
         parallel_s = self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0)
-        object.__setattr__(self, "_token_s", modules_s + parallel_s)
+        experts_s = self.experts_s(2.0) - self.experts_s(1.0)
+        object.__setattr__(self, "_token_s", modules_s + parallel_s + experts_s)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
@@ -188,7 +193,7 @@ class AnalyticCost:
         Matrix products take their FLOPs, or reading their weights when tokens are few.
         """
         modules_s = sum(self._module_s(module, num_tokens, module.read, backward=backward) for module in self._modules)
-        return modules_s + self.tensor_parallel_s(num_tokens)
+        return modules_s + self.tensor_parallel_s(num_tokens) + self.experts_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
         """Seconds of embedding, logits and loss."""
@@ -213,6 +218,12 @@ class AnalyticCost:
         num_bytes = num_tokens * self.model.hidden_size * self.model.bytes_per_element / ranks
         link = Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s / ranks)
         return 4 * (CALL_S + all_gather_s(num_bytes, Group(ranks, ranks, link, link)))
+
+    def experts_s(self, num_tokens: float) -> float:
+        """Seconds of a layer's exchange of tokens between experts in one direction, if it counts."""
+        if not self.exchanges:
+            return 0.0
+        return experts_s(self.model, num_tokens, self.cluster, max(1, round(self.model.expert_split)))
 
     def optimizer_s(self, num_parameters: float) -> float:
         """Seconds of Adam's update of the parameters that this rank keeps the state of:

@@ -101,7 +101,8 @@ class MeasuredCost:
     Attention scales with the number of heads and the modules with their FLOPs, where the table's
     model has others. Links that the table has not measured are the cluster's. With tensor
     parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`), which splits all
-    of it evenly; what it communicates within itself is the analytic model's.
+    of it evenly; what it communicates within itself is the analytic model's, and so is what experts
+    exchange (`exchanges`).
 
     Raises:
         ConfigError: the table was measured for another head dim.
@@ -111,6 +112,7 @@ class MeasuredCost:
     cluster: Cluster
     model: Model
     tensor_parallel: int = 1
+    exchanges: bool = False
     _grids: dict[tuple[bool, bool], PairGrid] = field(init=False, repr=False, compare=False)
     _runs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
     _lines: dict[str, Line] = field(init=False, repr=False, compare=False)
@@ -179,7 +181,7 @@ class MeasuredCost:
 
     @property
     def _analytic(self) -> AnalyticCost:
-        return AnalyticCost(self.cluster, self.model, self.tensor_parallel)
+        return AnalyticCost(self.cluster, self.model, self.tensor_parallel, exchanges=self.exchanges)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
@@ -207,7 +209,9 @@ class MeasuredCost:
         """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
         norms. Proportional.
         """
-        shared_s = self._analytic.tensor_parallel_s(1.0) - self._analytic.tensor_parallel_s(0.0)
+        analytic = self._analytic
+        shared_s = analytic.tensor_parallel_s(1.0) - analytic.tensor_parallel_s(0.0)
+        shared_s += analytic.experts_s(2.0) - analytic.experts_s(1.0)
         return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
@@ -271,7 +275,7 @@ class MeasuredCost:
         """Seconds of one layer's modules outside attention, tensor-parallel communication included."""
         line = self._lines["backward" if backward else "forward"]
         own_s = line.a + line.b * num_tokens * self._flops_ratio if num_tokens else 0.0
-        return own_s + self._analytic.tensor_parallel_s(num_tokens)
+        return own_s + self._analytic.tensor_parallel_s(num_tokens) + self._analytic.experts_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
         """Seconds of embedding, logits and loss, at the rate of the layer's modules."""

@@ -5,9 +5,10 @@ context parallelism cost.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s, reduce_scatter_s
+from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -104,6 +105,16 @@ def expert_exchange_s(model: Model, num_tokens: float, group: Group) -> float:
     if not model.num_experts:
         return 0.0
     return 2 * all_to_all_s(num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element, group)
+
+
+def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> float:
+    """Seconds of a layer's exchange of tokens between experts, one way through the layer, where so
+    many neighbouring ranks share them out and all others do the same at once.
+    """
+    if ranks == 1 or not model.num_experts or not num_tokens:
+        return 0.0
+    here = gcd(ranks, cluster.node_size)
+    return expert_exchange_s(model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
 
 
 def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:

@@ -291,8 +291,8 @@ def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> A
         ConfigError: no such table, or one measured for another head dim.
     """
     if table is None:
-        return AnalyticCost(cluster, model)
-    return MeasuredCost(load_table(Path(table)), cluster, model)
+        return AnalyticCost(cluster, model, exchanges=True)
+    return MeasuredCost(load_table(Path(table)), cluster, model, exchanges=True)
 
 
 def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_microbatches: int = 1) -> int:

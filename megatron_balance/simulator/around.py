@@ -46,13 +46,7 @@ class Around:
 
     def experts_s(self, num_tokens: float) -> float:
         """Seconds of a layer's exchange of tokens between experts, one way through the layer."""
-        cluster, ranks = self.machine.cluster, self.setup.experts
-        if ranks == 1 or not self.machine.model.num_experts:
-            return 0.0
-        here = min(ranks, cluster.node_size)
-        return parallel.expert_exchange_s(
-            self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True)
-        )
+        return parallel.experts_s(self.machine.model, num_tokens, self.machine.cluster, self.setup.experts)
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer's update."""

@@ -14,18 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.analysis.room import stages_of
 from megatron_balance.analysis.step_memory import StepMemory
-from megatron_balance.config import load_cluster
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import _replays
-from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.choice import choose_planner, planning_cost
+from megatron_balance.simulator.around import Around
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.memory import step_memory
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
 
 STAGES, LAYERS = 16, 4
@@ -128,6 +136,27 @@ def test_stages_that_are_left_out_change_no_decision(
     )
     for bytes_of in ("peak_bytes", "keep_bytes", "replay_bytes"):
         assert getattr(decision, bytes_of) == pytest.approx(getattr(expected, bytes_of))
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_others(experts: int) -> None:
+    """A layer of experts is as long as it is simulated, and as many layers keep."""
+    cluster = load_cluster("h100").build(num_ranks=16, ranks_per_node=4)
+    model = replace(load_model("moe-8x550m"), expert_split=experts)
+    own = planning_cost(cluster, model, None)
+    plan = choose_planner("zeppelin", {}).plan(Batch(tuple(MIXED)), cluster, model, own)
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    setup = Setup("auto", experts=experts, engine="rounds")
+    told = step_memory(Around(machine, setup)).of_microbatches(1)
+    found, step = estimate(plan, Prices.of(cluster, model, own, told)), simulate_step([plan], machine, setup)
+    assert found is not None
+    around = sum(step.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
+    assert found.layer_s == pytest.approx((step.step_s - around) / model.num_layers, rel=0.05)
+    without = estimate(plan, Prices.of(cluster, model, machine.cost, told))
+    assert without is not None
+    assert (found.layer_s > 1.2 * without.layer_s) == (experts > 1), "beyond that tolerance"
+    assert found.backward.keeping == step.backward.keeping
+    assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
 
 
 def test_it_is_told_to_the_planning_process_as_it_is() -> None:
