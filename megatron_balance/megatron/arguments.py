@@ -286,7 +286,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: args.hybrid_layer_pattern is not None or bool(args.hybrid_override_pattern),
         "hybrid models (--hybrid-layer-pattern) have layers whose state runs along the sequence: a sequence that lies "
-        "on several ranks would need the state handed from rank to rank in order, which no plan has",
+        "on several ranks would need the state handed from rank to rank in order, which no plan has; train them with "
+        "Megatron's own context parallelism",
     ),
     (
         lambda args: any(
@@ -311,7 +312,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         given("fine_grained_activation_offloading"),
         "--fine-grained-activation-offloading runs attention on other streams, and what a plan received would have "
-        "to be offloaded with it; leave it out",
+        "to be offloaded with it, of another size in every step; leave it out, or recompute (--recompute-granularity)",
     ),
     (
         lambda args: args.cpu_offloading_num_layers > 0,
@@ -322,7 +323,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         given("export_kd_teacher_load"),
         "--export-kd-teacher-load distils by the script's own loss, of a teacher's output beside the model's, and a "
-        "plan's loss takes the place of the script's; leave it out",
+        "plan's loss takes the place of the script's: a teacher would have to run on the rows of the plan; distil "
+        "without plans",
     ),
     (given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
     (
