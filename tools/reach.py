@@ -8,7 +8,8 @@ checks (`megatron/arguments.py`, `megatron/corpora.py`). Files and GPUs are not 
 configuration whose data set cannot be replaced by whole documents starts with `data: script`, and the
 report counts those. `--before`: with the flags that had to be given by hand while they were not set
 for the user. `--list` names the configurations. Prints a table of suites, then the reasons by how
-many configurations each keeps out, and how many it keeps out alone.
+many configurations each keeps out, and how many it keeps out alone, and the flags that nobody looked
+at; those of `--export-*` are Megatron's library for distillation's.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ BEFORE = ("--calculate-per-token-loss", "--attention-dropout", "--moe-token-disp
 
 
 def words_of(config: dict[str, Any], single: Collection[str] = ()) -> list[str]:
-    """The command line of a test's configuration. A value with blanks is several words, except for the
-    flags `single`, which take one.
+    """The command line of a test's configuration. A value with blanks, or in brackets, is several
+    words, except for the flags `single`, which take one.
     """
     words: list[str] = []
     for flag, value in (config.get("MODEL_ARGS") or {}).items():
@@ -45,7 +46,7 @@ def words_of(config: dict[str, Any], single: Collection[str] = ()) -> list[str]:
             text = str(value).replace('"', "")
             for name, set_to in SET_BY_THE_RUNNER.items():
                 text = text.replace(f"${{{name}}}", set_to)
-            several = text.startswith("[") and text.endswith("]") and " " in text
+            several = text.startswith("[") and text.endswith("]")
             words += [flag, *([text] if flag in single else (text[1:-1] if several else text).split())]
     return words
 
@@ -98,6 +99,7 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.reviewed_flags import unreviewed
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser = add_modelopt_arguments(add_balance_arguments(add_megatron_arguments(parser)))
@@ -131,6 +133,8 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
     lines += [f"  {reason}" for reason in dict.fromkeys(kept)]
     lines += ["", "keeps out  alone  reason"]
     lines += [f"{count:9} {alone[reason]:6}  {reason}" for reason, count in every.most_common()]
+    flags = sorted(flag for flag in parser._option_string_actions if flag.startswith("--"))
+    lines += ["", f"flags that nobody looked at: {' '.join(unreviewed(flags)) or 'none'}"]
     return lines + (["", *named] if listing else [])
 
 

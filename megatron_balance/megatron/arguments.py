@@ -176,6 +176,11 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--iterations-to-skip (and --result-rejected-tracker-filename) read batches past the planner; leave them out",
     ),
     (
+        lambda args: getattr(args, "override_ckpt_iteration", None) is not None,
+        "--override-ckpt-iteration sets the samples back, and not the documents of the checkpoint that wait for a "
+        "later step; load the checkpoint of that iteration",
+    ),
+    (
         lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
         "--position-embedding-type must be rope, learned_absolute or none: yarn, mrope and relative cannot be applied "
         "by position",
@@ -264,10 +269,15 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "alone can be FP8",
     ),
     (
-        lambda args: args.use_megatron_fsdp or args.use_torch_fsdp2,
-        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) gathers weights and sums gradients by modules of its own, whose "
-        "sums over ranks with unequal numbers of tokens have not been compared with one rank's; use "
-        "--use-distributed-optimizer",
+        lambda args: args.use_torch_fsdp2,
+        "--use-torch-fsdp2: Megatron's wrapper of torch's FSDP averages gradients over ranks and does not divide them "
+        "by a step's tokens (its scale_gradients does nothing), so steps would grow with the number of tokens; use "
+        "--use-distributed-optimizer, or FSDP2 without Megatron (megatron_balance.torch)",
+    ),
+    (
+        lambda args: args.use_megatron_fsdp,
+        "--use-megatron-fsdp gathers weights and sums gradients by its own hooks, whose sums over ranks with unequal "
+        "numbers of tokens have not been compared with one rank's; use --use-distributed-optimizer",
     ),
     (
         lambda args: any(getattr(args, f"{kind}_context_parallel", None) for kind in ("hybrid", "dynamic")),
@@ -276,7 +286,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: args.hybrid_layer_pattern is not None or bool(args.hybrid_override_pattern),
         "hybrid models (--hybrid-layer-pattern) have layers whose state runs along the sequence: a sequence that lies "
-        "on several ranks would need the state handed from rank to rank in order, which no plan has",
+        "on several ranks would need the state handed from rank to rank in order, which no plan has; train them with "
+        "Megatron's own context parallelism",
     ),
     (
         lambda args: any(
@@ -301,7 +312,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         given("fine_grained_activation_offloading"),
         "--fine-grained-activation-offloading runs attention on other streams, and what a plan received would have "
-        "to be offloaded with it; leave it out",
+        "to be offloaded with it, of another size in every step; leave it out, or recompute (--recompute-granularity)",
     ),
     (
         lambda args: args.cpu_offloading_num_layers > 0,
@@ -312,7 +323,8 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         given("export_kd_teacher_load"),
         "--export-kd-teacher-load distils by the script's own loss, of a teacher's output beside the model's, and a "
-        "plan's loss takes the place of the script's; leave it out",
+        "plan's loss takes the place of the script's: a teacher would have to run on the rows of the plan; distil "
+        "without plans",
     ),
     (given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
     (
@@ -424,8 +436,11 @@ RANDOM: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda args: args.hidden_dropout > 0, "--hidden-dropout drops"),
     (lambda args: args.num_experts is not None and bool(args.moe_input_jitter_eps), "--moe-input-jitter-eps draws"),
     (
-        lambda args: args.num_experts is not None and bool(args.moe_router_force_load_balancing),
-        "--moe-router-force-load-balancing draws",
+        lambda args: (
+            args.num_experts is not None
+            and (bool(args.moe_router_force_load_balancing) or args.moe_router_force_biased is not None)
+        ),
+        "--moe-router-force-load-balancing and --moe-router-force-biased draw",
     ),
 )
 """Flags by which a rank draws at random for each of its rows."""

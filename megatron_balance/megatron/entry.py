@@ -12,6 +12,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
 from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in
+from megatron_balance.megatron.reviewed_flags import unreviewed
 from megatron_balance.patches import Patch, applied, fault_of
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,13 @@ def _say_what_was_set(args: Any, cfg_container: Any) -> None:
         args.ddp_average_in_collective = False
         if ddp is not None:
             ddp.average_in_collective = False
+    unknown = unreviewed(sys.argv[1:])
+    if unknown:
+        log.warning(
+            "flags of which nobody looked at what they do to plans (the script's own, or of a Megatron that was not "
+            "reviewed): %s",
+            ", ".join(unknown),
+        )
     for drawn in reasons_in(RANDOM, args):
         log.warning(
             "%s at random by where a token lies, so losses differ between plans; leave it out to compare", drawn

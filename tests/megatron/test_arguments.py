@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("megatron.training")
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import entry
+from megatron_balance.megatron import entry, reviewed_flags
 from megatron_balance.megatron.arguments import (
     LEFT_OUT,
     RANDOM,
@@ -91,6 +92,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--use-kitchen-attention": ("--use-kitchen-attention",),
     "--batch-invariant-mode": ("--batch-invariant-mode",),
     "--fake-process-group": ("--fake-process-group",),
+    "--override-ckpt-iteration": ("--override-ckpt-iteration", "3"),
     "quantile_balancing": (*EXPERTS, "--moe-router-load-balancing-type", "quantile_balancing"),
     "--moe-expert-capacity-factor": (*EXPERTS, "--moe-expert-capacity-factor", "1.0"),
 }
@@ -217,13 +219,46 @@ def test_what_another_version_calls_it_is_left_out_there() -> None:
         ("--hidden-dropout", "0.1"),
         (*EXPERTS, "--moe-input-jitter-eps", "0.1"),
         (*EXPERTS, "--moe-router-force-load-balancing"),
+        (*EXPERTS, "--moe-router-force-biased", "0.1"),
     ],
 )
 def test_what_is_drawn_by_row_is_named(words: tuple[str, ...]) -> None:
     plain = parse("--hidden-dropout", "0")
     assert reasons_in(RANDOM, plain) == []
     (told,) = reasons_in(RANDOM, parse(*(() if "--hidden-dropout" in words else ("--hidden-dropout", "0")), *words))
-    assert any(told.startswith(word) for word in words)
+    assert any(word in told.split() for word in words)
+
+
+def flags_of_megatron() -> dict[str, str]:
+    """Megatron's own flags, without dashes, and the names of their values."""
+    ours = {"help", "h"}
+    actions = parser()._option_string_actions.items()
+    names = {flag.lstrip("-"): action.dest for flag, action in actions if not action.dest.startswith("balance_")}
+    return {flag: name for flag, name in names.items() if flag not in ours}
+
+
+def test_every_flag_of_megatron_was_looked_at() -> None:
+    """A new one goes into one of the lists when it is known what a plan does to it."""
+    assert sorted(set(flags_of_megatron()) - reviewed_flags.REVIEWED) == []
+    lists = (reviewed_flags.HANDLED, reviewed_flags.ELSEWHERE, reviewed_flags.HARMLESS)
+    assert sum(map(len, lists)) == len(reviewed_flags.REVIEWED), "a flag is in two lists"
+
+
+def test_what_is_said_to_be_handled_is_named_in_the_code() -> None:
+    folder = Path(reviewed_flags.__file__).parent
+    files = [*folder.glob("*.py"), *(folder.parent / "patches").glob("*.py")]
+    text = " ".join(path.read_text() for path in files if path.name != "reviewed_flags.py")
+    text = text.replace("{kind}", "")
+    named = set(re.findall(r"[a-z_0-9]+", text))
+    values = flags_of_megatron()
+    handled = {flag: values[flag] for flag in reviewed_flags.HANDLED if flag in values}
+    built = {"hybrid_context_parallel", "expert_tensor_parallel_num_weight_shards"}  # of a word and `kind`
+    assert sorted(flag for flag, name in handled.items() if name not in named | built) == []
+
+
+def test_flags_that_nobody_looked_at_are_named_once() -> None:
+    argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
+    assert reviewed_flags.unreviewed(argv) == ["--of-a-fork"]
 
 
 def test_what_plans_need_is_the_default() -> None:
