@@ -124,16 +124,14 @@ def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pyte
 
 
 @pytest.mark.parametrize("tokens_per_rank", [10**7, 10**9])
-def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int) -> None:
+def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, caplog: pytest.LogCaptureFixture) -> None:
     """As that of a small model on a GPU, which `report --run` of a trial has."""
     small = Model(8, 4, 4, num_layers=2, hidden_size=32, ffn_size=64, bytes_per_element=4)
     for lengths in ((300, 1, 1, 7, 300), (1, 1, 140, 300, 20, 20, 20, 7, 1, 20, 300, 20, 20, 7, 7, 7)):
-        roomy, less = (
-            make_planner("flexsp", Cluster(4, 2), small, tokens_per_rank=tokens)(lengths)
-            for tokens in (tokens_per_rank, 10**4)
-        )
-        assert len(roomy.zones) > 1
-        assert roomy.zones == less.zones, "the program is solved as where all ranks hold ten batches"
+        with caplog.at_level(logging.DEBUG):
+            made = make_planner("flexsp", Cluster(4, 2), small, tokens_per_rank=tokens_per_rank)(lengths)
+        assert len(made.zones) > 1
+    assert "tolerance" not in caplog.text, "the program can be solved"
 
 
 def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
