@@ -29,6 +29,9 @@ _FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, inf)
 TOLERANCE = 0.005
 """Makespans this close, relatively, are not told apart."""
 
+MOST_ROOM = 8
+"""Of a group, over all items' tokens: more would be the same, and is beyond the solver's tolerance."""
+
 
 class NoSolverError(Exception):
     """The solver is not installed; the message says what to do."""
@@ -174,6 +177,8 @@ def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
         items = [left[q].pop(0) for q, count in taken for _ in range(count)]
         groups.append((problem.sizes[size], tuple(sorted(items))))
     assert not any(left), left
+    if sum(size for size, _ in groups) > problem.num_ranks:
+        raise NoAnswerError("the solver's tolerance took items into groups that are not there")
     if problem.makespan(tuple(groups)) >= best_s:
         raise NoAnswerError("the groups of the program are no better")
     return tuple(groups)
@@ -297,6 +302,7 @@ class _Program:
         Variable 0: makespan over `most_s`; then the groups; then `takes`.
         """
         problem, first = self.problem, 1 + len(self.group_sizes)
+        most = MOST_ROOM * sum(problem.tokens)
         by_bucket: list[list[tuple[int, float]]] = [[] for _ in self.buckets]
         time: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
         free_tokens: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
@@ -304,7 +310,7 @@ class _Program:
             size = problem.sizes[self.group_sizes[p]]
             by_bucket[q].append((column, 1.0))
             time[p].append((column, self.seconds[q][self.group_sizes[p]] / self.most_s))
-            free_tokens[p].append((column, self.tokens[q] / (size * problem.capacity)))
+            free_tokens[p].append((column, self.tokens[q] / min(size * problem.capacity, most)))
         rows = [(float(len(items)), float(len(items)), row) for items, row in zip(self.buckets, by_bucket, strict=True)]
         rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
         rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(free_tokens)]

@@ -1,4 +1,4 @@
-"""The loss that Megatron's checks see."""
+"""The loss and the tokens that Megatron's own checks and counts see."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
+import numpy as np
 import torch
+from megatron.training import training
 
-from megatron_balance.megatron import forward_step
+from megatron_balance.megatron import forward_backward, forward_step
+from megatron_balance.training.lengths import PoolLengths
 
 pytestmark = pytest.mark.megatron
 
@@ -37,3 +40,14 @@ def test_checks_see_the_loss_of_a_token_however_many_a_rank_holds(monkeypatch: p
         assert report["lm loss"].tolist() == [3.0 * tokens, tokens]
     assert [value for message, value in seen if message == "Spiky loss"] == [3.0, 3.0, 0.0]
     assert len(seen) == 9
+
+
+def test_megatrons_throughput_counts_the_real_tokens_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the squares of its sequences; of no padding, and of no other replica's."""
+    for name, fresh in (("_seqlen_stats_in_iteration", None), ("_seqlen_stats_active", False)):
+        monkeypatch.setattr(training, name, fresh)
+    owners = (np.array([0, 0, 2]), np.array([2, 2]), np.array([0]))
+    forward_backward._count_flops(PoolLengths(((30, 20, 40), (9, 9), (7,)), owners), 0)
+    counted: Any = training._seqlen_stats_in_iteration
+    assert counted.tolist() == [57, 30**2 + 20**2 + 7**2]
+    assert training._seqlen_stats_active

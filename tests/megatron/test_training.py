@@ -267,7 +267,7 @@ def test_a_pool_that_cannot_hold_a_batch_says_what_it_would_take(train: Train) -
     train(2, {"name": "zeppelin", "tokens_per_rank": 16}, expect=refused, deadline_s=60)
 
 
-def test_steps_are_logged_with_their_keys(train: Train) -> None:
+def test_steps_are_logged_with_their_keys_and_a_report_reads_them(train: Train, tmp_path: Path) -> None:
     run = train(2, "zeppelin", {"train-iters": 2}, config=TWO_NODES)
     expected = {
         *("step", "loss", "grad_norm", "planner", "num_sequences", "num_tokens", "imbalance_before", "imbalance_after"),
@@ -281,3 +281,7 @@ def test_steps_are_logged_with_their_keys(train: Train) -> None:
     assert (run.result.logs / "log" / "config.yaml").read_text().count("zeppelin") == 1
     assert run.result.log(0).count("zeppelin, ") == 2, "one line a step, on rank 0"
     assert "zeppelin, " not in run.result.log(1)
+    planners = [word for name in ("te_ring", "flexsp", "megatron") for word in ("--planner", name)]
+    out = tmp_path / "report.html"
+    assert cli.main(["report", "--run", str(run.result.logs / "log"), "--out", str(out), *planners]) == 0
+    assert "The batches are those of 2 of the 2 steps" in out.read_text()

@@ -19,7 +19,9 @@ from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS, zeppelin
 from megatron_balance.planners.base import StepContext
@@ -257,7 +259,10 @@ def test_a_plan_that_loses_tokens_is_refused(run, monkeypatch, verb, lose):
     monkeypatch.setitem(PLANNERS, "te_ring", replace(planner, plan=plan))
     said = run.error(f"{verb} --planner te_ring --ranks 4 --model gpt-tiny --lengths 900,20,64")
     assert "te_ring" in said
-    assert ("is in 0 zones" if lose is None else "expected the same sequences") in said
+    complaint = "is in 0 zones" if lose is None else "expected the same sequences"
+    assert complaint in said
+    with pytest.raises(InvalidProgramError, match=complaint):
+        make_planner("te_ring", Cluster(4, 4), load_model("gpt-tiny"))((900, 20, 64))
 
 
 def test_plan_does_not_import_the_simulator():

@@ -20,6 +20,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.flexsp import FlexSpOptions, blast, plan_batch
+from megatron_balance.solvers import sized_groups
 from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, Problem, bucket, greedy, improve
 
 MODEL = Model(32, 8, 128)
@@ -120,6 +121,24 @@ def test_a_program_whose_first_node_would_take_seconds_is_not_tried(caplog: pyte
         few_cells = plan_of(LENGTHS, Cluster(16, 8), most_cells=100)
     assert few_cells == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
     assert "constraints make more than 100 cells" in caplog.text
+
+
+@pytest.mark.parametrize("tokens_per_rank", [10**7, 10**9])
+def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As that of a small model on a GPU, which `report --run` of a trial has."""
+    small = Model(8, 4, 4, num_layers=2, hidden_size=32, ffn_size=64, bytes_per_element=4)
+    for lengths in ((300, 1, 1, 7, 300), (1, 1, 140, 300, 20, 20, 20, 7, 1, 20, 300, 20, 20, 7, 7, 7)):
+        with caplog.at_level(logging.DEBUG):
+            made = make_planner("flexsp", Cluster(4, 2), small, tokens_per_rank=tokens_per_rank)(lengths)
+        assert len(made.zones) > 1
+    assert "tolerance" not in caplog.text, "the program can be solved"
+
+
+def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized_groups._Program, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
+    problem = Problem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
+    with pytest.raises(NoAnswerError, match="groups that are not there"):
+        improve(problem, ((2, (0, 1)),), Limits())
 
 
 def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
