@@ -226,8 +226,8 @@ class RunConfig(BaseModel):
     """Whether to balance tokens outside attention: true, false, or keys when (always, pays),
     solver, objective, sides. Default: the planner's own."""
     once_per_node: bool | None = None
-    """Whether rows that several ranks of a node need cross its NICs once, where that pays: those of
-    planners that dispatch tasks. Default: the planner's own."""
+    """Whether rows that several ranks of a node need cross its NICs once, where that pays: of
+    tasks that are dispatched, and of head exchanges. Default: the planner's own."""
     plan_costs: Path | None = None
     """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan
     by. Default: data sheets."""

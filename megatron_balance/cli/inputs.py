@@ -106,8 +106,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once-per-node",
         action=argparse.BooleanOptionalAction,
-        help="rows that several ranks of a node need cross its NICs once, where that pays: for planners that dispatch "
-        f"tasks (default: {_own(lambda layers: 'yes' if layers.once_per_node else 'no')})",
+        help="rows that several ranks of a node need cross its NICs once, where that pays: of tasks that are "
+        f"dispatched, and of head exchanges (default: {_own(lambda layers: 'yes' if layers.once_per_node else 'no')})",
     )
     parser.add_argument(
         "--cluster",

@@ -26,8 +26,9 @@ class Layers:
     `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC.
     `remap`: balance tokens outside attention, `remap_when` always or where that saves time;
     `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`: token counts outside
-    attention are multiples of this (the tensor-parallel size). `once_per_node`: task tables send
-    rows that several ranks of a node need once, where that pays (`patterns.dispatch_once`).
+    attention are multiples of this (the tensor-parallel size). `once_per_node`: task tables and
+    head exchanges send rows that several ranks of a node need once, where that pays
+    (`patterns.dispatch_once`, `patterns.head_exchange_once`).
     """
 
     routing: When = "never"

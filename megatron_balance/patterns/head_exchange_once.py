@@ -151,7 +151,7 @@ class Rates(NamedTuple):
 def rates(
     ranks: tuple[int, ...], heads: tuple[int, int], node: tuple[int, int], head_bytes: tuple[float, float]
 ) -> Rates:
-    """What a head exchange of `ranks` moves between nodes, and what it would once per node.
+    """Bytes that a head exchange of `ranks` moves between nodes, and that it would once per node.
 
     `heads`: of queries and of keys; `node`: ranks of a node and of a NIC; `head_bytes`: of a token's
     query, and of its key and value.

@@ -100,7 +100,7 @@ def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: CostMode
 
 
 def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
-    """The same of a task table."""
+    """As `_by_heads`, of a task table."""
     zone = plan.zones[index]
     once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
     tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
