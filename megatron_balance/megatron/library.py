@@ -240,25 +240,31 @@ def balance(
     reasons += [*log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv), *session.way_reasons(args, run)]
     if reasons:
         raise ConfigError("; ".join(reasons))
-    unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
-    if unread:
-        log.warning("%s: %s: not looked at, since the loop reads its own samples", run.source, ", ".join(unread))
-    for sentence in leave_out(args, [model_config]):
-        log.warning("%s", sentence)
-    if model_config.hidden_dropout > 0:
-        log.warning(
-            "hidden_dropout %s: what is dropped depends on where a token lies, so losses differ between plans",
-            model_config.hidden_dropout,
-        )
-    log.warning(
-        "planner %s from %s: the forward step and the loss, per token, are megatron_balance's; those that the loop "
-        "hands over are not called",
-        *(run.planner.name, run.source),
-    )
+    for sentence in [*unread_keys(run), *leave_out(args, [model_config]), *notes(model_config, run)]:
+        log.log(logging.WARNING if args.rank == 0 else logging.DEBUG, "%s", sentence)
     for chunk in chunks:
         give_core_attention(chunk)
     job = session.Session(args, run, te_patched=te_available(), writers=writers)
     return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
+
+
+def unread_keys(run: Run) -> list[str]:
+    """A sentence about keys that are not looked at, if there are some."""
+    unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
+    return [f"{run.source}: {', '.join(unread)}: not looked at, since the loop reads its own samples"] if unread else []
+
+
+def notes(model_config: Any, run: Run) -> list[str]:
+    """Sentences about what a loop may take for granted, and is otherwise with plans."""
+    assert run.planner is not None, "checked"
+    told = (
+        f"planner {run.planner.name} from {run.source}: the forward step and the loss, per token, are "
+        "megatron_balance's; those that the loop hands over are not called"
+    )
+    if not model_config.hidden_dropout:
+        return [told]
+    dropout = f"hidden_dropout {model_config.hidden_dropout}: what is dropped depends on where a token lies"
+    return [told, f"{dropout}, so losses differ between plans"]
 
 
 def model_reasons(chunks: Sequence[Any]) -> list[str]:
