@@ -27,6 +27,7 @@ What Perfetto's trace processor asks of a file, and the format does not say:
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,15 +150,19 @@ def read(document: Any, source: str) -> Trace:
         names = {int(e["pid"]): str(e["args"]["name"]) for e in events if e["name"] == "process_name"}
         spans = [_span(e) for e in events if e["ph"] == "X" and e["args"]["what"] != ARRIVING]
         facts = dict(document["otherData"])
-        _check(spans, facts)
+        _check(spans, names, facts)
     except (AttributeError, *MALFORMED) as error:
         raise ConfigError(f"{source}: is not a trace of this package ({error!r})") from None
     return Trace(spans, names, facts)
 
 
-def _check(spans: Sequence[Span], facts: Mapping[str, Any]) -> None:
+def _check(spans: Sequence[Span], names: Mapping[int, str], facts: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote."""
+    nameless = {span.rank for span in spans} - names.keys()
+    if nameless:
+        raise ValueError(f"rank {min(nameless)} without a name")
     hash(facts.get("node"))
+    json.dumps(facts, allow_nan=False)
     if whole(facts.get("world_size", 0)) > MOST_RANKS:
         raise ValueError(f"{facts['world_size']} ranks")
     times = [float(facts.get("began_unix_s", 0.0)), *(at for span in spans for at in (span.start_s, span.stop_s))]

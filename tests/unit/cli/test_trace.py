@@ -106,9 +106,14 @@ def test_mistakes_are_one_sentence(run: CommandLine, tmp_path: Path) -> None:
         *({"world_size": wrong} for wrong in ({}, None, 1.5, 1 << 40)),
         *({"began_unix_s": wrong} for wrong in (float("inf"), "x")),
         {"node": []},
+        {"planner": float("nan")},
     ):
         document = Trace([], {0: "rank 0"}, {"step": 13, "rank": 0, "world_size": 1, **facts}).document()
         (tmp_path / file_name(13, 0)).write_text(json.dumps(document))
         assert "is not a trace of this package" in run.error(f"trace {tmp_path} --step 13 --out x.json"), facts
+    spans = [Span(1, "compute", "attention", 1.0, 2.0)]
+    document = Trace(spans, {0: "rank 0"}, {"step": 13, "rank": 0, "world_size": 1}).document()
+    (tmp_path / file_name(13, 0)).write_text(json.dumps(document))
+    assert "rank 1 without a name" in run.error(f"trace {tmp_path} --step 13 --out x.json")
     (tmp_path / file_name(13, 0)).write_text("{")
     assert file_name(13, 0) in run.error(f"trace {tmp_path} --step 13 --out x.json")
