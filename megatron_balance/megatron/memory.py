@@ -80,7 +80,8 @@ def _predicted_state(args: Any, model: Model, tensor: int, sharding: Sharding) -
     own = dataclasses.replace(model, vocab_size=max(1, model.vocab_size // tensor), latent_split=1)
     others, experts = parameters_of_rank(own, sharding)
     each = model.bytes_per_element + _gradient_bytes(args)
-    shared = others / sharding.optimizer + experts / sharding.optimizer_of_experts
+    of_experts = sharding.optimizer_of_experts if args.use_distributed_optimizer else 1
+    shared = others / sharding.optimizer + experts / of_experts
     return each * (others + experts) + OPTIMIZER_BYTES * shared
 
 

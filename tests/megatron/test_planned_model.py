@@ -88,6 +88,8 @@ def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
     args = job_args(num_layers=4, use_distributed_optimizer=False, grad_reduce_in_bf16=True)
     whole = stages_of(args, model, 2, 2)
     assert whole[0].state_bytes == pytest.approx(16 * (others + experts))
+    both = stages_of(args, seen(2, expert_tensor_parallel_size=1), 2, 2)  # each tensor-parallel rank has all
+    assert both[0].state_bytes == pytest.approx(16 * (others + 4 * experts))
     apart = stages_of(job_args(num_layers=4), seen(2, expert_model_parallel_size=4), 2, 2)
     assert apart[0].sharding.experts == 4
     assert apart[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))

@@ -28,7 +28,7 @@ from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.planning.place import aligned_nano_batches
-from megatron_balance.planning.step_planner import StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import tick_figures
@@ -297,3 +297,16 @@ def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
         ConfigError, match=r"no candidate holds --seq-length 257: tp1-pp1-cp4, .* holds 256 tokens; raise"
     ):
         planning.check_holds(spec, 257)
+
+
+@pytest.mark.parametrize(("joint", "asked"), [(False, "keep"), (True, "replay")])
+def test_planners_are_told_the_memory_of_the_layout(joint: bool, asked: str) -> None:
+    """Of 64 ranks in 4 stages, 16 share out the optimizer's state. Joint stages replay."""
+    work = job(None, pipeline_model_parallel_size=4, data_parallel_size=16)
+    work.config.backward, work.joint = "keep", joint
+    work.pool = dataclasses.replace(work.pool, num_stages=4)
+    memory = planning.plan_spec(work, joint=False).memory
+    assert memory is not None
+    assert memory.asked == asked
+    assert [(each.num_layers, each.sharding.optimizer) for each in memory.stages] == [(8, 16)] * 4
+    assert PlanSpec.from_json(planning.plan_spec(work, joint=False).to_json()).memory == memory

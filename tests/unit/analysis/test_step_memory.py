@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
-from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate import Estimate, estimate
 from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
@@ -24,10 +25,13 @@ from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.model_config import pretrained
+from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import _replays
+from megatron_balance.planners.zeppelin import _replays, waves
 from megatron_balance.planning.choice import choose_planner, planning_cost
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
@@ -90,6 +94,30 @@ def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
     assert _replays(tokens * ranks, cluster, DEEPSEEK, of_deepseek(ranks, experts, recompute)) == replays
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, seen, compared = of_deepseek(16, 16, "full") if told else None, list[bool](), list[StepMemory | None]()
+    search, price = waves.place, zeppelin.plan_estimate
+
+    def place(*given: Any) -> Any:
+        seen.append(given[4].replays)
+        return search(*given)
+
+    def estimated(plan: MicrobatchPlan, machine: Prices) -> Estimate | None:
+        compared.append(machine.memory)
+        return price(plan, machine)
+
+    monkeypatch.setattr(waves, "place", place)
+    monkeypatch.setattr(zeppelin, "plan_estimate", estimated)
+    cluster = load_cluster("a800-ib").build(num_ranks=16)
+    context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
+    choose_planner("zeppelin", {}).plan_step((tuple(MIXED[3:]),), context)
+    assert seen == [not told]
+    assert set(compared) == {memory}
+
+
 def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
     """On 512 H800, 32 ranks a stage."""
     cluster = load_cluster("h800").build(num_ranks=32)
@@ -136,6 +164,18 @@ def test_stages_that_are_left_out_change_no_decision(
     )
     for bytes_of in ("peak_bytes", "keep_bytes", "replay_bytes"):
         assert getattr(decision, bytes_of) == pytest.approx(getattr(expected, bytes_of))
+
+
+def test_whether_a_remap_stays_is_asked_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[StepMemory | None] = []
+    monkeypatch.setattr("megatron_balance.planning.place.estimate", lambda _, machine: told.append(machine.memory))
+    lengths = (1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494)
+    cluster, model = load_cluster("a800").build(num_ranks=16, ranks_per_node=8), load_model("llama-7b")
+    memory = StepMemory(model, tuple(stages_of(model, 16, pipeline=2)))
+    context = StepContext(cluster, model, AnalyticCost(cluster, model), memory=memory)
+    layers = Layers(routing="pays", remap=True, remap_when="pays")
+    choose_planner("knapformer", {}, layers=layers).plan_step((lengths,) * 2, context)
+    assert set(told) == {memory.of_microbatches(2)}
 
 
 @pytest.mark.parametrize("experts", [1, 8])

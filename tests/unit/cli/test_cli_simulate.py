@@ -368,6 +368,7 @@ def test_planners_are_told_the_memory_that_is_simulated(run, monkeypatch, tmp_pa
     given = f"--planner zeppelin --model moe-8x550m --ranks 8 --lengths-file {path} --microbatches 4 --policy keep"
     run.json(f"simulate {given} --pipeline 2 --expert-parallel 4 --recompute full --stages stages --json")
     (memory,) = set(told)
+    assert memory is not None
     model = replace(load_model("moe-8x550m"), expert_split=4)
     stages = stages_of(model, 8, pipeline=2, experts=4, recompute="full")
     assert memory == StepMemory(model, tuple(stages), "keep").of_microbatches(4)

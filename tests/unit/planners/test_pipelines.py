@@ -40,10 +40,11 @@ def test_a_rank_that_is_one_gpu_has_its_part_of_a_groups_state() -> None:
     assert of_groups is not None
     assert of_gpus is not None
     for group, gpu in zip(of_groups.stages, of_gpus.stages, strict=True):
-        assert group.state_bytes == pytest.approx(2 * gpu.state_bytes)  # pyright: ignore[reportOptionalOperand]
+        assert gpu.state_bytes is not None
+        assert group.state_bytes == pytest.approx(2 * gpu.state_bytes)
     assert of_gpus.model == MODEL.share(2)
 
 
 def test_a_jobs_own_layout_is_what_it_is_told() -> None:
-    own = replace(CONTEXT, strategy=Strategy.parse("2*tp1-pp1-cp8"))
-    assert [inside.memory for inside in pipelines_of(own.strategy, own).inside] == [TOLD, TOLD]
+    own = Strategy.parse("2*tp1-pp1-cp8")
+    assert [inside.memory for inside in pipelines_of(own, replace(CONTEXT, strategy=own)).inside] == [TOLD, TOLD]

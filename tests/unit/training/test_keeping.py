@@ -43,8 +43,8 @@ def keeping(
     memory: float | None, asked: Backward = "auto", counted: float | None = None, groups: Groups | None = None
 ) -> Keeping:
     agreed = AgreedMemory(memory, (STATE,))
-    memory = StepMemory(MODEL, (STAGE,), asked)
-    return Keeping(agreed, memory, groups or single(), lambda: counted, agreement_every=100)
+    layers = StepMemory(MODEL, (STAGE,), asked)
+    return Keeping(agreed, layers, groups or single(), lambda: counted, agreement_every=100)
 
 
 def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
