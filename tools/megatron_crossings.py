@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,10 +34,9 @@ from tests.megatron.test_mla import FLAGS as MLA
 from tests.megatron.test_parity import options_of, two_nodes
 from tests.support.megatron_run import Result, Trainer
 from tests.support.pipeline_runs import gradients
-from tools.megatron_versions import REFUSED, RefusedError, differs
+from tools.megatron_versions import REFUSED, SAID, RefusedError, differs
 
 TOLERANCE = 1e-5
-SAID = re.compile(r"^error(?: \(rank \d+\))?: (.*)$", re.MULTILINE)
 TP = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
 MTP = {"mtp-num-layers": 2, "mtp-loss-scaling-factor": 0.5, "train-iters": 2}
 WINDOW = {"window-size": "23,0"}

@@ -71,7 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """By layout: flags of a model that is not the plain one."""
 SOURCES = re.compile(r"accepted_sources: (\{.*\})")
 NUMBERS = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = (.+)$", re.MULTILINE)
-SAID = re.compile(r"^error: (.*)$", re.MULTILINE)
+SAID = re.compile(r"^error(?: \(rank \d+\))?: (.*)$", re.MULTILINE)
 REFUSED = 2
 """Exit code of a run that a sentence of ours refuses."""
 Cell = dict[str, Any]
