@@ -47,7 +47,8 @@ def test_megatrons_throughput_counts_the_real_tokens_of_a_replica(monkeypatch: p
     for name, fresh in (("_seqlen_stats_in_iteration", None), ("_seqlen_stats_active", False)):
         monkeypatch.setattr(training, name, fresh)
     owners = (np.array([0, 0, 2]), np.array([2, 2]), np.array([0]))
-    forward_backward._count_flops(PoolLengths(((30, 20, 40), (9, 9), (7,)), owners), 0)
+    own = forward_backward._own_sequences(PoolLengths(((30, 20, 40), (9, 9), (7,)), owners), 0)
+    forward_backward._count_flops(own)
     counted: Any = training._seqlen_stats_in_iteration
     assert counted.tolist() == [57, 30**2 + 20**2 + 7**2]
     assert training._seqlen_stats_active

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training.datasets.sft_dataset import SFTDataset
+from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.megatron import script_data
 from megatron_balance.training.data_identity import DataIdentity
@@ -220,7 +221,7 @@ def test_samples_that_nobody_can_tell_are_unknown_on_all_ranks(
     dataset: Any, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(script_data, "job_device", lambda: torch.device("cpu"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         assert script_data.agreed(dataset, ARGS) == DataIdentity()
         assert told in caplog.text
