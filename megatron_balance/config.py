@@ -265,10 +265,11 @@ class RunConfig(BaseModel):
     """How documents fill samples: `best_fit` puts each into the fullest of a window that holds it, for
     fewer empty tokens; `next_fit` opens the next one where a document does not fit. Another filling
     is another stream of samples: no run resumes from one in the other."""
-    latent_kv: bool = False
+    latent_kv: bool | Literal["pays"] = False
     """With multi-latent attention the latent of keys and values travels in place of them, and ranks
-    make keys and values of what they receive: fewer bytes, more products. Megatron only, with planners
-    that do not part heads."""
+    make keys and values of what they receive: fewer bytes, more products. `pays`: where it can, and a
+    step of the job's first samples takes fewer predicted seconds so. Megatron only, with planners that
+    do not part heads."""
     trace_steps: list[int] = []
     """Steps of which every rank writes a trace into --balance-log DIR; `megatron-balance trace DIR`
     joins them. Megatron only."""

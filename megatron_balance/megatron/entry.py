@@ -65,9 +65,9 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     from megatron_balance.megatron.corpora import corpus_reasons, data_reasons
     from megatron_balance.megatron.documents import names_corpus
     from megatron_balance.megatron.gpt import give_layer_spec
-    from megatron_balance.megatron.latent import latent_reasons
     from megatron_balance.megatron.log import log_reasons
-    from megatron_balance.megatron.session import Session, opened, way_reasons
+    from megatron_balance.megatron.session import Session, opened
+    from megatron_balance.megatron.ways import way_reasons
     from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
@@ -87,7 +87,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
             "data: script: megatron_balance.pretrain_gpt has no data set of its own; start your script by "
             "megatron_balance.launch"
         )
-    reasons += [*log_reasons(args, config), *latent_reasons(args, wanted=config.latent_kv)]
+    reasons += log_reasons(args, config)
     of_way = way_reasons(args, config)
     patches = () if of_way else _patches_of(args, config)
     fault = fault_of(patches, config.accepted_sources, config.source)
@@ -112,7 +112,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
 def _patches_of(args: Any, config: Any) -> tuple[Patch, ...]:
     """The patches of a job that `way_reasons` knows nothing against."""
     from megatron_balance.megatron import ping_pong
-    from megatron_balance.megatron.session import attends_jointly, candidates_of, layout_of
+    from megatron_balance.megatron.ways import attends_jointly, candidates_of, layout_of
     from megatron_balance.patches.selection import for_job
 
     return for_job(

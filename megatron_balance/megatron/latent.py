@@ -9,10 +9,11 @@ checkpoints are the same.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import reasons_in
+from megatron_balance.megatron.tokens import job_device
 
 REASONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
@@ -51,46 +53,61 @@ class Latent(NamedTuple):
     weight: torch.Tensor
 
 
-def latent_reasons(args: argparse.Namespace, *, wanted: bool) -> list[str]:
-    """Reasons why latents cannot travel, where they shall."""
-    return reasons_in(REASONS, args) if wanted else []
+def flag_reasons(args: argparse.Namespace) -> list[str]:
+    """Reasons of Megatron's flags why latents cannot travel."""
+    return reasons_in(REASONS, args)
 
 
-def check_latent_run(*, joint: bool, nano_batches: bool, candidates: bool, self_check: bool) -> None:
-    """Reject ways of running in which a rank attends for layers whose weights it does not have, or in
-    which nobody has tried it.
-
-    Raises:
-        ConfigError: names the key.
+def run_reasons(*, joint: bool, nano_batches: bool, candidates: bool, self_check: bool, parts_heads: bool) -> list[str]:
+    """Reasons of a way of running why latents cannot travel: a rank would attend for layers whose
+    weights it does not have, or with some of the heads, or nobody has tried it.
     """
-    for found, sentence in (
+    ways = (
         (joint, "idle pipeline stages have no weights of other stages' layers; set 'pipeline: stages'"),
         (nano_batches, "it does not run as two nano-batches; set 'ping_pong: false'"),
         (candidates, "it does not change between strategies; name one strategy"),
         (self_check, "the self-check of a step has no attention over latents; set 'self_check: false'"),
-    ):
-        if found:
-            raise ConfigError(f"latent_kv: true: {sentence}, or leave it out")
+        (parts_heads, "the planner parts heads, and all heads come in one latent; choose another planner"),
+    )
+    return [f"latent_kv: true: {sentence}, or leave it out" for found, sentence in ways if found]
+
+
+def model_reasons(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Reasons of a built model: an up projection that does more than multiply by its weight."""
+    ups: list[Any] = [each.linear_kv_up_proj for chunk in chunks for each in _attentions(chunk)]
+    kinds = dict.fromkeys(
+        type(up).__name__ for up in ups if getattr(up, "bias", None) is not None or not hasattr(up, "weight")
+    )
+    return [
+        f"latent_kv: true: {kind} is no plain product with a weight (a bias, or a norm of its own); leave it out"
+        for kind in kinds
+    ]
 
 
 def install(chunk: torch.nn.Module) -> int:
     """Let the multi-latent attentions of a model chunk hand core attention the latent; their number.
 
     Raises:
-        ConfigError: an up projection that does more than multiply by its weight.
+        ConfigError: as `model_reasons`.
     """
-    count = 0
-    for module in chunk.modules():
-        if isinstance(module, MLASelfAttention):
-            up: Any = module.linear_kv_up_proj
-            if getattr(up, "bias", None) is not None or not hasattr(up, "weight"):
-                raise ConfigError(
-                    f"latent_kv: true: {type(up).__name__} is no plain product with a weight (a bias, or a norm of its "
-                    "own); leave it out"
-                )
-            up.forward = _HandsOn(module, up)
-            count += 1
-    return count
+    reasons = model_reasons([chunk])
+    if reasons:
+        raise ConfigError("; ".join(reasons))
+    attentions: list[Any] = _attentions(chunk)
+    for module in attentions:
+        module.linear_kv_up_proj.forward = _HandsOn(module, module.linear_kv_up_proj)
+    return len(attentions)
+
+
+def _attentions(chunk: torch.nn.Module) -> list[MLASelfAttention]:
+    return [each for each in chunk.modules() if isinstance(each, MLASelfAttention)]
+
+
+def agreed(mine: bool) -> bool:
+    """Whether all ranks of the world say yes. Collective over the world."""
+    said = torch.tensor([int(mine)], device=job_device())
+    dist.all_reduce(said, dist.ReduceOp.MIN)
+    return bool(said)
 
 
 class _HandsOn:

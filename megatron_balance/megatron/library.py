@@ -30,9 +30,9 @@ from megatron_balance.megatron.core_attention import give_core_attention
 from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
 from megatron_balance.megatron.forward_step import LOSS
-from megatron_balance.megatron.latent import latent_reasons
 from megatron_balance.megatron.log import log_reasons
 from megatron_balance.megatron.sub_sequences import BOUNDARIES, COLUMNS
+from megatron_balance.megatron.ways import way_reasons
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
 from megatron_balance.planning.run import Run, load_config
@@ -237,7 +237,7 @@ def balance(
     args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
     args.balance_log = None if log_folder is None else str(log_folder)
     reasons = [*model_reasons(chunks), *reasons_in((*REFUSALS, *BUILT), args)]
-    reasons += [*log_reasons(args, run), *latent_reasons(args, wanted=run.latent_kv), *session.way_reasons(args, run)]
+    reasons += [*log_reasons(args, run), *way_reasons(args, run)]
     if reasons:
         raise ConfigError("; ".join(reasons))
     for sentence in [*unread_keys(run), *leave_out(args, [model_config]), *notes(model_config, run)]:

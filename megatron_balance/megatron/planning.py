@@ -9,6 +9,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.step import Lengths
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.job import PlannedJob
 from megatron_balance.megatron.memory import step_memory
@@ -126,6 +127,17 @@ def check_holds(spec: PlanSpec, seq_length: int) -> None:
             f"strategies: no candidate holds --seq-length {seq_length}: {best.strategy}, with the longest microbatch, "
             f"holds {best.max_tokens} tokens; {best.longer_with(seq_length)}"
         )
+
+
+def first_lengths(job: PlannedJob) -> Lengths:
+    """The lengths of the step that comes first, where the samples are ours; else of a microbatch of
+    whole samples.
+    """
+    known = samples(job)
+    found = None
+    if known.lengths is not None:
+        found = known.step(known.consumed(), get_num_microbatches())
+    return found or ((job.args.seq_length,) * known.per_microbatch,)
 
 
 def samples(job: PlannedJob) -> Samples:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_balance.analysis.change import Layouts
 from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
@@ -27,11 +26,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import carry, core_attention, latent, machine, memory, ping_pong, rope, router
-from megatron_balance.megatron.arguments import (
-    averages_evaluation,
-    balances_by_sample,
-    row_multiple,
-)
+from megatron_balance.megatron.arguments import averages_evaluation, balances_by_sample, row_multiple
 from megatron_balance.megatron.changes import Changes
 from megatron_balance.megatron.data import Documents, num_columns
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
@@ -39,18 +34,21 @@ from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.masks import masks_of
 from megatron_balance.megatron.place import Place
 from megatron_balance.megatron.planned_model import planned_model
-from megatron_balance.megatron.planning import check_holds, plan_spec, step_plans
+from megatron_balance.megatron.planning import check_holds, first_lengths, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.script_data import ScriptData
 from megatron_balance.megatron.sub_sequences import Reader
 from megatron_balance.megatron.tokens import job_device
-from megatron_balance.megatron.way_arguments import (
-    check_joint_arguments,
-    check_pipeline_arguments,
-    check_strategy_arguments,
+from megatron_balance.megatron.ways import (
+    attends_jointly,
+    candidates_of,
+    latent_reasons,
+    layout_of,
+    layouts_of,
+    runs_pipelines,
 )
-from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
+from megatron_balance.planning.predicted import Predicted, predict
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.cuda import CudaStreams
@@ -83,7 +81,6 @@ class Session:
         self.args = args
         self.config = config
         self.te_patched = te_patched
-        check_samples(args, config)
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
         self.pipelines = runs_pipelines(args, config)
@@ -98,6 +95,9 @@ class Session:
         """The way to other strategies than the layout; made when the model and the optimizer are."""
         self.ping_pong = ping_pong.wanted(args, config, tell=True)
         """Whether microbatches run as two nano-batches."""
+        self.latents = config.latent_kv is True
+        """Whether latents travel in place of keys and values; with `latent_kv: pays` decided when the
+        model is there."""
         self.steps = StepLog(log_target(args, config, writers))
         self.bind_ahead = BindAhead()
         """Where the plans of coming microbatches are looked up."""
@@ -147,13 +147,16 @@ class Session:
             self.config = self.config.model_copy(update={"cluster": machine.cluster_of_machine(cluster)})
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
-        cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
-        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
-        job = Job(self._pool, self.model(), cost, num_chunks, self._pipelines_of)
-        self.steps.describe(job, job_device())
+        self._describe()
         self.steps.tracer.place(lambda: self.args.rank // self.gpus_per_node, _device_streams)
         if self.candidates:
             check_holds(plan_spec(self, joint=False), self.args.seq_length)
+
+    def _describe(self) -> None:
+        """Tell the log what no step changes."""
+        cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        self.steps.describe(Job(self.pool, self.model(), cost, num_chunks, self._pipelines_of), job_device())
 
     def _pipelines_of(self, strategy: Strategy | None) -> list[Job]:
         """Facts of each pipeline of a strategy, for figures; none where it is the layout."""
@@ -180,7 +183,7 @@ class Session:
         if args.multi_latent_attention:
             heads, keys = args.num_attention_heads // size, args.qk_head_dim + args.qk_pos_emb_head_dim
             values = None if args.v_head_dim == keys else args.v_head_dim
-            if self.config.latent_kv:
+            if self.latents:
                 return AttentionShape(heads, 1, keys, values, (args.kv_lora_rank, args.qk_pos_emb_head_dim))
             return AttentionShape(heads, heads, keys, values)
         kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -374,7 +377,10 @@ class Session:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
                 given.
         """
-        for chunk in model if isinstance(model, list) else [model]:
+        chunks: list[Any] = model if isinstance(model, list) else [model]
+        if self.config.latent_kv == "pays" and not self._prepared:
+            self._choose_latents(chunks)
+        for chunk in chunks:
             if id(chunk) in self._prepared:
                 continue
             self.adapt(chunk)
@@ -384,10 +390,37 @@ class Session:
             self._prepared.add(id(chunk))
         self._model = model
 
+    def _choose_latents(self, chunks: list[Any]) -> None:
+        """Let latents travel where they can, and rank 0 predicts fewer seconds so for the samples that
+        come first. Collective over the world.
+        """
+        reasons = [*latent_reasons(self.args, self.config), *latent.model_reasons(chunks)]
+        if not latent.agreed(not reasons):
+            log.log(
+                logging.INFO if self.args.rank == 0 else logging.DEBUG,
+                "latent_kv: pays: keys and values travel, since latents cannot: %s",
+                "; ".join(reasons) or "so says the model of another rank",
+            )
+            return
+        found: dict[bool, Predicted] = {}
+        if self.args.rank == 0:
+            lengths = first_lengths(self)
+            for self.latents in (False, True):
+                found[self.latents] = predict(plan_spec(self, joint=False), lengths)
+        self.latents = latent.agreed(not found or found[True] < found[False])
+        if found:
+            log.info(
+                "latent_kv: pays: %s travel: predicted are %.2f ms a layer with latents, %.2f ms with keys and values",
+                "latents" if self.latents else "keys and values",
+                *(1e3 * found[each].layer_s for each in (True, False)),
+            )
+        if self.latents:
+            self._describe()
+
     def adapt(self, chunk: Any) -> None:
         """Check a model chunk, number its attention layers, give it rotary embeddings by position."""
         core_attention.check_model(chunk, self.te_patched)
-        if self.config.latent_kv:
+        if self.latents:
             latent.install(chunk)
         core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
         rope.install(chunk, self.args.max_position_embeddings)
@@ -420,122 +453,6 @@ class Session:
 def _device_streams() -> CudaStreams | None:
     """The compute stream's events, for a trace; None on a CPU."""
     return CudaStreams({}, ()) if job_device().type == "cuda" else None
-
-
-def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
-    """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
-    reasons: list[str] = []
-    checks: tuple[Callable[[], object], ...] = (
-        lambda: check_samples(args, config),
-        lambda: attends_jointly(args, config),
-        lambda: runs_pipelines(args, config),
-        lambda: _check_strategies(args, config),
-        lambda: ping_pong.wanted(args, config),
-        lambda: config.latent_kv and _check_latents(args, config),
-    )
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            reasons.append(str(error))
-    return list(dict.fromkeys(reasons))
-
-
-def _check_strategies(args: argparse.Namespace, config: Run) -> None:
-    layout = layout_of(args)
-    if candidates_of(args, config, layout):
-        layouts_of(args, config, layout)
-
-
-def _check_latents(args: argparse.Namespace, config: Run) -> None:
-    latent.check_latent_run(
-        joint=attends_jointly(args, config),
-        nano_batches=ping_pong.wanted(args, config),
-        candidates=bool(candidates_of(args, config, layout_of(args))),
-        self_check=config.self_check,
-    )
-
-
-def check_samples(args: argparse.Namespace, config: Run) -> None:
-    """Reject a loss of samples where a planner parts them.
-
-    Raises:
-        ConfigError: names the planner.
-    """
-    if config.planner is None or config.planner.planner.plan_step is None:
-        return
-    reasons: list[str] = []
-    if balances_by_sample(args):
-        reasons.append(
-            "--moe-router-load-balancing-type seq_aux_loss is a loss of the samples of a microbatch; use aux_loss"
-        )
-    if averages_evaluation(args):
-        reasons.append("--sft averages evaluation over microbatches as they are read; set --eval-iters 0")
-    if reasons:
-        raise ConfigError(
-            f"planner {config.planner.name} makes microbatches of its own, and {'; '.join(reasons)}, or use another "
-            "planner"
-        )
-
-
-def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
-    """Whether the attention of all pipeline stages is planned together.
-
-    Raises:
-        ConfigError: it shall be, and the planner or a flag does not allow it.
-    """
-    if args.pipeline_model_parallel_size == 1 or config.planner is None:
-        return False
-    if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
-        return False
-    check_joint_arguments(args)
-    return True
-
-
-def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
-    """Whether every data-parallel replica is a pipeline with microbatches of its own.
-
-    Raises:
-        ConfigError: it shall be, and a flag does not allow it.
-    """
-    if config.planner is None or not config.planner.planner.pipelines:
-        return False
-    check_pipeline_arguments(args, config.planner.name)
-    return True
-
-
-def layout_of(args: argparse.Namespace) -> Strategy:
-    """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
-    scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    return Strategy((scheme,) * args.data_parallel_size)
-
-
-def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tuple[Strategy, ...]:
-    """The strategies that training changes between; none: it runs `layout` alone.
-
-    Raises:
-        ConfigError: a flag or a strategy with which it cannot.
-    """
-    choice = config.planner
-    if choice is None or choice.planner.strategies is None:
-        return ()
-    named = tuple(dict.fromkeys(choice.planner.strategies(choice.options)))
-    if not named or named == (layout,):
-        return ()
-    check_strategy_arguments(args, named)
-    return named
-
-
-def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
-    """The layout that owns weights, and the strategies that training changes between.
-
-    Raises:
-        ConfigError: options that name another layout than the command line.
-    """
-    choice = config.planner
-    assert choice is not None, "a planner has named candidates"
-    assert choice.planner.layouts is not None, "a planner with candidates says what owns weights"
-    return choice.planner.layouts(choice.options, args.world_size, layout)
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:

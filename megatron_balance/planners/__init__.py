@@ -6,6 +6,9 @@ To add one, write its functions and options in a module of its own and add a lin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.ir.layers import Layers
 from megatron_balance.planners import (
@@ -35,11 +38,33 @@ _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
 _POOL_GATHER = (Try(least=Bounds.pool_gather),)
 
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _parted_within(options: Any) -> bool:
+    """Whether the planner inside a microbatch parts heads."""
+    return parts_heads(options.within, options.within_options)
+
+
+def parts_heads(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a planner of the registry with these options may part heads."""
+    planner = PLANNERS[name]
+    return planner.parts_heads is not None and planner.parts_heads(planner.options(**given))
+
+
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
     "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
-    "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.pool_heads),)),
+    "ulysses": Planner(
+        ulysses.plan,
+        ulysses.UlyssesOptions,
+        _ONCE_PER_NODE,
+        parts_heads=_always,
+        tries=(Try(least=Bounds.pool_heads),),
+    ),
     "packing": Planner(packing.plan, packing.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)),
     "hybrid_dp": Planner(
         hybrid_dp.plan,
@@ -54,6 +79,7 @@ PLANNERS: dict[str, Planner] = {
         flexsp.FlexSpOptions,
         _ONCE_PER_NODE,
         plan_batch=flexsp.plan_batch,
+        parts_heads=_always,
         room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
@@ -61,6 +87,7 @@ PLANNERS: dict[str, Planner] = {
         knapformer.plan,
         knapformer.KnapFormerOptions,
         _ONCE_PER_NODE,
+        parts_heads=_always,
         room=slack,
         tries=(Try(least=Bounds.whole_on_groups),),
     ),
@@ -87,6 +114,7 @@ PLANNERS: dict[str, Planner] = {
         None,
         wlb_llm.WlbLlmOptions,
         plan_step=wlb_llm.plan_step,
+        parts_heads=_parted_within,
         takes_waiting=True,
         tune=tuning.tune,
         room=slack,
@@ -99,6 +127,7 @@ PLANNERS: dict[str, Planner] = {
         pipelines=True,
         strategies=hydraulis.strategies_of,
         layouts=hydraulis.layouts_of,
+        parts_heads=_parted_within,
         takes_waiting=True,
         left_out="it deals sequences to pipelines; inside a microbatch it is the planner named by its option within",
     ),
@@ -116,6 +145,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.ZeppelinOptions,
         _WHERE_THEY_PAY,
         zeppelin.plan_in,
+        parts_heads=zeppelin.parts_heads,
         room=slack,
         tries=(Try(), Try({"rule": "groups"})),
     ),

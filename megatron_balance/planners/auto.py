@@ -113,9 +113,14 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
             raise ConfigError(
                 f"auto: planners: {name} is not one to ask; expected some of {', '.join(dict.fromkeys(known))}"
             )
-    if options.planners:
-        return [each for each in context.candidates if each.name in options.planners]
-    return [each for each in context.candidates if not each.left_out]
+    asked = [each for each in context.candidates if each.name in options.planners or not options.planners]
+    able = [each for each in asked if not (context.model.latent_travels and each.parts_heads)]
+    if asked and not able:
+        raise ConfigError(
+            f"auto: planners: {', '.join(options.planners)} part heads, and a latent that travels is of all of them; "
+            "name others"
+        )
+    return [each for each in able if options.planners or not each.left_out]
 
 
 def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:

@@ -141,6 +141,8 @@ class Candidate:
     least: Callable[[Bounds], float]
     spreads: bool
     left_out: str = ""
+    parts_heads: bool = False
+    """Whether its plans may part heads (`Planner.parts_heads`)."""
 
     @property
     def label(self) -> str:
@@ -216,6 +218,9 @@ class Planner:
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""
+    parts_heads: Callable[[Any], bool] | None = None
+    """Whether, with these options, a rank may attend with some of the heads alone, which a latent of
+    all of them (`Model.latent_travels`) does not allow; None: never."""
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     masks: tuple[str, ...] = KINDS

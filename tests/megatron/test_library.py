@@ -129,7 +129,7 @@ def test_what_a_built_model_cannot_change_is_refused_all_at_once(
     for word in ("moe_token_dispatcher_type allgather", "cuda_graph_impl local", "tp_comm_overlap", "delay_wgrad"):
         assert sum(each.startswith(word) for each in sentences) == 1, word
     assert any("--attention-dropout must be 0" in each for each in sentences)
-    assert any("FSDP" in each for each in sentences)
+    assert any("--use-megatron-fsdp" in each for each in sentences)
 
 
 BATCH = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,10 +64,12 @@ def one_process() -> Iterator[None]:
 def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), FLAGS)
     one = train(1, "te_ring", at_once(flags), entry="gaps")
-    run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True}, entry="gaps")
+    run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True, "latent_kv": "pays"}, entry="gaps")
     assert_same_training(run, one)
+    assert "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)
     assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5
-    latent = train(4, "te_ring", flags, config={**two_nodes(4), "latent_kv": True}, entry="gaps")
+    fast = {"cluster": {**two_nodes(4)["cluster"], "flops_per_s": 1e13}}  # transfers are what takes time
+    latent = train(4, "te_ring", flags, config={**fast, "latent_kv": "pays"}, entry="gaps")
     assert_same_training(latent, one)
     assert worst_gradient(latent.result.logs, one.result.logs, step=1) < 1e-5
     received = sum(latent.steps[1]["counters"]["bytes_received_forward"])
@@ -77,8 +80,12 @@ def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_fact
     parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 1}
     again = {"recompute-granularity": "selective", "recompute-modules": "mla_up_proj"}
     two = train(2, "te_ring", {**flags, **parallel, "context-parallel-size": 1, "micro-batch-size": 2})
-    run = train(4, "ulysses", {**flags, **parallel, **again, "context-parallel-size": 2})
+    by_heads = {**flags, **parallel, **again, "context-parallel-size": 2}
+    run = train(4, "ulysses", by_heads, config={"latent_kv": "pays"})
     assert_same_training(run, two)
+    (told,) = re.findall("latent_kv: pays: keys and values travel, since latents cannot: .*", run.result.log(0))
+    assert "mla_up_proj" in told
+    assert "the planner parts heads" in told
     assert run.column("loss") == pytest.approx(one.column("loss")[:1], rel=1e-5)
     again = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     run = train(4, "te_ring", {**flags, **parallel, **again, "context-parallel-size": 2}, config={"latent_kv": True})

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.router import check_router, sinkhorn_of_pool
-from megatron_balance.megatron.session import check_samples
+from megatron_balance.megatron.ways import check_samples
 from megatron_balance.planners import PLANNERS
 from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, at_once, started
 from tests.megatron.test_arguments import EXPERTS as WORDS

@@ -3,6 +3,7 @@ wider; of every head, each as wide as it is; or the latent, of which receivers m
 Layers of DeepSeek-V3's shape in one ring, simulated.
 
 python -m tools.bench.latent [--cluster h100] [--json]
+python -m tools.bench.latent --decide te_ring distca zeppelin    # predicted, as `latent_kv: pays` does
 
 With the latent, the seconds of projecting what was received up (and, backward, of the two products of
 its gradients, and of projecting up once more where keys are not kept) are added to a layer in full:
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +28,10 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.predicted import predict
+from megatron_balance.planning.step_planner import PlanSpec
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.machine import Machine
 
@@ -35,10 +40,15 @@ HEADS, NOPE, ROPE, VALUES, LATENT = 128, 128, 64, 128, 512
 embedding, of the rotary key that all heads share, of values, and of the latent."""
 MODEL = Model(HEADS, HEADS, NOPE + ROPE, 61, 7168, 2048, name="deepseek-v3", value_dim=VALUES, num_experts=256,
               experts_per_token=9, vocab_size=129280)  # fmt: skip
+V3 = replace(MODEL, latent_rank=LATENT, latent_rope=ROPE, query_rank=1536)
+LATENT_V3 = replace(V3, num_kv_heads=1, latent_travels=True)
+DECIDED_TOKENS = 4096
+"""A rank, where planners are compared."""
 UP_FLOPS = 2.0 * LATENT * HEADS * (NOPE + VALUES)
 """Of projecting one token's latent up to the keys and values of all heads."""
 BACKWARD = 3.0
 """Times that, backward: the gradient of the latent, that of the weights, and the projection again."""
+MS = ("kv_ms", "latent_ms")
 WAYS = ("one width", "two widths", "latent")
 
 
@@ -96,13 +106,46 @@ def measure(name: str, planner: str) -> list[dict[str, Any]]:
     return rows
 
 
+def decisions(name: str, planners: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each number of ranks, documents and planner: predicted milliseconds of a layer."""
+    rows: list[dict[str, Any]] = []
+    for ranks in (16, 64):
+        total, draw = ranks * DECIDED_TOKENS, random.Random(1)
+        mixed: list[int] = []
+        while sum(mixed) < total:
+            longest = min(65536, total - sum(mixed))
+            mixed.append(min(longest, max(64, int(draw.lognormvariate(7.5, 1.6)))))
+        cluster = load_cluster(name).build(num_ranks=ranks, ranks_per_node=8)
+        for documents, lengths in (("one", (total,)), ("log-normal", tuple(mixed))):
+            for planner in planners:
+                room = PLANNERS[planner].room is not None
+                given = {"tokens_per_rank": DECIDED_TOKENS * 3 // 2 if room else DECIDED_TOKENS}
+                each = (PlanSpec(planner, cluster, m, PLANNERS[planner].layers, given) for m in (V3, LATENT_V3))
+                heads, latent = (1e3 * predict(spec, (lengths,)).layer_s for spec in each)
+                rows.append(
+                    {"ranks": ranks, "documents": documents, "planner": planner, "kv_ms": heads, "latent_ms": latent}
+                )
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", default="h100")
     parser.add_argument("--planner", default="te_ring")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--decide", nargs="+", choices=sorted(PLANNERS), metavar="PLANNER")
     options = parser.parse_args(argv)
+    if options.decide:
+        found = decisions(options.cluster, options.decide)
+        if options.json:
+            print(json.dumps({"cluster": options.cluster, "rows": found}))
+            return 0
+        print("| ranks | documents | planner | keys and values | latents |\n|---|---|---|---:|---:|")
+        for row in found:
+            cells = row["ranks"], row["documents"], f"`{row['planner']}`", *(f"{row[k]:,.1f} ms" for k in MS)
+            print(f"| {' | '.join(map(str, cells))} |")
+        return 0
     rows = measure(options.cluster, options.planner)
     if options.json:
         print(json.dumps({"cluster": options.cluster, "planner": options.planner, "rows": rows}))

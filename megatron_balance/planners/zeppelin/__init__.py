@@ -128,6 +128,13 @@ class ZeppelinOptions:
     """
 
 
+def parts_heads(options: ZeppelinOptions) -> bool:
+    """Whether these options ask for groups of several ranks, which exchange heads; what is not asked
+    for, a model whose latents travel goes without.
+    """
+    return options.rule == "groups" or (options.rule == "waves" and (options.group_size or 1) > 1)
+
+
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, options: ZeppelinOptions) -> MicrobatchPlan:
     """Each sequence in the smallest zone that pays for it, in a step of one stage of all layers.
 
@@ -148,6 +155,8 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     nothing = MicrobatchPlan("zeppelin", batch.lengths, *size, *heads, (), mask=model.mask)
     if not batch.lengths:
         return nothing
+    if options.rule == "waves" and model.latent_travels:
+        options = replace(options, group_size=options.group_size or 1)  # a latent is of all heads
     if options.rule == "waves" and model.attention == "causal":
         rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, context.memory, {})
         placed = _in_waves(rings)

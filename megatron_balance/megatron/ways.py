@@ -1,0 +1,148 @@
+"""The ways in which a job can run a planner, by Megatron's arguments and the configuration: stages
+that attend together, replicas that are pipelines of their own, strategies that training changes
+between, latents that travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from megatron_balance.analysis.change import Layouts
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.megatron import latent, ping_pong
+from megatron_balance.megatron.arguments import averages_evaluation, balances_by_sample
+from megatron_balance.megatron.way_arguments import (
+    check_joint_arguments,
+    check_pipeline_arguments,
+    check_strategy_arguments,
+)
+from megatron_balance.planning import choice
+from megatron_balance.planning.run import Run
+
+
+def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
+    """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
+    reasons: list[str] = []
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_samples(args, config),
+        lambda: attends_jointly(args, config),
+        lambda: runs_pipelines(args, config),
+        lambda: _check_strategies(args, config),
+        lambda: ping_pong.wanted(args, config),
+    )
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            reasons.append(str(error))
+    if config.latent_kv is True:
+        reasons += latent.flag_reasons(args) if reasons else latent_reasons(args, config)
+    return list(dict.fromkeys(reasons))
+
+
+def _check_strategies(args: argparse.Namespace, config: Run) -> None:
+    layout = layout_of(args)
+    if candidates_of(args, config, layout):
+        layouts_of(args, config, layout)
+
+
+def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:
+    """The reasons why latents cannot travel: of flags, and of how a job that can run does so.
+
+    Raises:
+        ConfigError: as `way_reasons`, of a job that cannot.
+    """
+    chosen = config.planner
+    parts = None if chosen is None else chosen.planner.parts_heads
+    of_way = latent.run_reasons(
+        joint=attends_jointly(args, config),
+        nano_batches=ping_pong.wanted(args, config),
+        candidates=bool(candidates_of(args, config, layout_of(args))),
+        self_check=config.self_check,
+        parts_heads=parts is not None and chosen is not None and parts(chosen.options),
+    )
+    return [*latent.flag_reasons(args), *of_way]
+
+
+def check_samples(args: argparse.Namespace, config: Run) -> None:
+    """Reject a loss of samples where a planner parts them.
+
+    Raises:
+        ConfigError: names the planner.
+    """
+    if config.planner is None or config.planner.planner.plan_step is None:
+        return
+    reasons: list[str] = []
+    if balances_by_sample(args):
+        reasons.append(
+            "--moe-router-load-balancing-type seq_aux_loss is a loss of the samples of a microbatch; use aux_loss"
+        )
+    if averages_evaluation(args):
+        reasons.append("--sft averages evaluation over microbatches as they are read; set --eval-iters 0")
+    if reasons:
+        raise ConfigError(
+            f"planner {config.planner.name} makes microbatches of its own, and {'; '.join(reasons)}, or use another "
+            "planner"
+        )
+
+
+def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
+    """Whether the attention of all pipeline stages is planned together.
+
+    Raises:
+        ConfigError: it shall be, and the planner or a flag does not allow it.
+    """
+    if args.pipeline_model_parallel_size == 1 or config.planner is None:
+        return False
+    if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
+        return False
+    check_joint_arguments(args)
+    return True
+
+
+def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
+    """Whether every data-parallel replica is a pipeline with microbatches of its own.
+
+    Raises:
+        ConfigError: it shall be, and a flag does not allow it.
+    """
+    if config.planner is None or not config.planner.planner.pipelines:
+        return False
+    check_pipeline_arguments(args, config.planner.name)
+    return True
+
+
+def layout_of(args: argparse.Namespace) -> Strategy:
+    """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
+    scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    return Strategy((scheme,) * args.data_parallel_size)
+
+
+def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tuple[Strategy, ...]:
+    """The strategies that training changes between; none: it runs `layout` alone.
+
+    Raises:
+        ConfigError: a flag or a strategy with which it cannot.
+    """
+    chosen = config.planner
+    if chosen is None or chosen.planner.strategies is None:
+        return ()
+    named = tuple(dict.fromkeys(chosen.planner.strategies(chosen.options)))
+    if not named or named == (layout,):
+        return ()
+    check_strategy_arguments(args, named)
+    return named
+
+
+def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
+    """The layout that owns weights, and the strategies that training changes between.
+
+    Raises:
+        ConfigError: options that name another layout than the command line.
+    """
+    chosen = config.planner
+    assert chosen is not None, "a planner has named candidates"
+    assert chosen.planner.layouts is not None, "a planner with candidates says what owns weights"
+    return chosen.planner.layouts(chosen.options, args.world_size, layout)
