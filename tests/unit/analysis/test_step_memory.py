@@ -31,7 +31,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import _replays, waves
+from megatron_balance.planners.zeppelin import room, waves
 from megatron_balance.planning.choice import choose_planner, planning_cost
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
@@ -90,8 +90,8 @@ def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
 ) -> None:
     """It replayed on any number of H800, whose ranks would each have held 671 billion parameters."""
     cluster = load_cluster("h800").build(num_ranks=ranks)
-    assert _replays(tokens * ranks, cluster, DEEPSEEK, None)
-    assert _replays(tokens * ranks, cluster, DEEPSEEK, of_deepseek(ranks, experts, recompute)) == replays
+    assert room.replays(tokens * ranks, cluster, DEEPSEEK, None)
+    assert room.replays(tokens * ranks, cluster, DEEPSEEK, of_deepseek(ranks, experts, recompute)) == replays
 
 
 @pytest.mark.parametrize("told", [False, True])
