@@ -86,8 +86,8 @@ class Loads(NamedTuple):
     taken: Counts
 
     def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> ReceivedBytes:
-        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head, by
-        kind.
+        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
+        by kind.
         """
         own, queries, keys, outputs, largest, given, taken = self
         num_heads, num_kv = heads
