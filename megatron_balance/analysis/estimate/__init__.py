@@ -109,10 +109,11 @@ def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
 
 def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
     """Seconds of each rank's modules outside attention, taken as linear between the fewest tokens
-    and the most.
+    and the most; of the experts' exchange, which waits for the most tokens, as many on every rank.
     """
     ends = [float(tokens.min()), float(tokens.max())]
-    return np.interp(tokens, ends, [cost.layer_s(n, backward=backward) for n in ends])
+    own = [cost.layer_s(n, backward=backward) - cost.experts_s(n) for n in ends]
+    return np.interp(tokens, ends, own) + cost.experts_s(ends[1])
 
 
 def _received(
