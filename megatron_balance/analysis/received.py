@@ -6,12 +6,15 @@ one another for every planner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.statistics import received_load, tokens_per_rank
 from megatron_balance.analysis.wire import Payload
+from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.model import Model
@@ -19,6 +22,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
+
+Counts: TypeAlias = Ints | Floats
 
 IN_USE_AND_ARRIVING = 2
 """Rounds whose keys and values a replayed backward holds at once."""
@@ -56,29 +61,49 @@ def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
     and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
     that was received.
     """
-    load, row_bytes = received_load(plan), Payload.of(model).whole()
-    moves = as_array(plan.moves)
+    load, moves = received_load(plan), as_array(plan.moves)
     given = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
     taken = sums(moves[:, Move.DST], moves[:, Move.TOKENS], plan.num_ranks)
-    handed = given * (plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV])
-    queries, keys = (load.token_heads[kind] * row_bytes[kind] for kind in (Kind.Q, Kind.KV))
-    kept, largest = queries + keys + handed, _largest_exchange(plan)
-    of_rounds = IN_USE_AND_ARRIVING * largest * plan.num_kv_heads * row_bytes[Kind.KV]
+    queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
+    own, largest = tokens_per_rank(plan) - given + taken, _largest_exchange(plan)
+    loads = Loads(own, queries, keys, outputs, largest, given, taken)
+    return loads.bytes((plan.num_heads, plan.num_kv_heads), Payload.of(model).whole().tolist())
 
-    held = tokens_per_rank(plan) - given + taken
-    served = load.token_heads[Kind.Q] + given * plan.num_heads
-    sent = load.token_heads[Kind.OUT] + taken * plan.num_heads
-    query_bytes = row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD]
-    arriving = np.minimum(
-        GRADIENT_ROUNDS * (largest + given) * plan.num_kv_heads,
-        GRADIENT_COPIES * (load.token_heads[Kind.KV] + given * plan.num_kv_heads),
-    )
-    working = (
-        held * (plan.num_heads * row_bytes[Kind.Q_GRAD] + plan.num_kv_heads * row_bytes[Kind.KV_GRAD])
-        + (served + served // 2 + 2 * sent + held * plan.num_heads * (sent > 0)) * query_bytes
-        + arriving * row_bytes[Kind.KV_GRAD]
-    )
-    return ReceivedBytes(kept, np.minimum(queries + of_rounds + handed, kept), working)
+
+class Loads(NamedTuple):
+    """Counts of one attention call, arrays [num_ranks]: tokens that each rank owns; token-heads of
+    queries and of keys that it receives, and of outputs that it sends home; the most tokens of keys
+    that one exchange brings; tokens that a remap has it attend for others (`given`), and others for
+    it (`taken`).
+    """
+
+    own: Counts
+    queries: Counts
+    keys: Counts
+    outputs: Counts
+    largest: Counts
+    given: Counts
+    taken: Counts
+
+    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> ReceivedBytes:
+        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
+        by kind.
+        """
+        own, queries, keys, outputs, largest, given, taken = self
+        num_heads, num_kv = heads
+        handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
+        kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
+        of_rounds = IN_USE_AND_ARRIVING * largest * num_kv * row_bytes[Kind.KV]
+        replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
+        served, sent = queries + given * num_heads, outputs + taken * num_heads
+        arriving = np.minimum(GRADIENT_ROUNDS * (largest + given) * num_kv, GRADIENT_COPIES * (keys + given * num_kv))
+        working = (
+            own * (num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
+            + (1.5 * served + 2 * sent + own * num_heads * (sent > 0))
+            * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
+            + arriving * row_bytes[Kind.KV_GRAD]
+        )
+        return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
 
 
 def most_in_a_round(plan: MicrobatchPlan) -> Ints:

@@ -92,6 +92,12 @@ class CostModel(Protocol):
         """
         ...
 
+    def experts_s(self, num_tokens: float) -> float:
+        """Seconds of a layer's exchange of tokens between experts in one direction, which `linear_s`
+        has in it; 0: it has none. All ranks wait for the one with the most tokens.
+        """
+        ...
+
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
         bandwidth.

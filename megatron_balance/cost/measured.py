@@ -214,6 +214,10 @@ class MeasuredCost:
         shared_s += analytic.experts_s(2.0) - analytic.experts_s(1.0)
         return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
 
+    def experts_s(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`; as the data sheet's."""
+        return self._analytic.experts_s(num_tokens)
+
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
         bandwidth.

@@ -47,6 +47,10 @@ class PerturbedCost:
         """See `cost.base.CostModel`."""
         return self.factors.linear * self.base.linear_s(num_tokens)
 
+    def experts_s(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`."""
+        return self.factors.linear * self.base.experts_s(num_tokens)
+
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """See `cost.base.CostModel`."""
         return self.factors.intra_node * self.base.intra_node_s(num_bytes, num_messages)

@@ -45,6 +45,10 @@ class WideCost:
         """See `cost.base.CostModel`."""
         return self.base.linear_s(num_tokens / self.size)
 
+    def experts_s(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`."""
+        return self.base.experts_s(num_tokens / self.size)
+
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """See `cost.base.CostModel`; between groups of one node."""
         return self.base.intra_node_s(num_bytes / self.size, num_messages)

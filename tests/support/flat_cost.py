@@ -77,6 +77,10 @@ class FlatCost:
     def linear_s(self, num_tokens: float) -> float:
         return self.layer * num_tokens
 
+    def experts_s(self, num_tokens: float) -> float:
+        del num_tokens
+        return 0.0
+
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         return self.intra.time_s(num_bytes, num_messages)
 

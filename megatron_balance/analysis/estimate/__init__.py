@@ -20,13 +20,12 @@ from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import Clocks
 from megatron_balance.analysis.estimate.times import Machine, ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
-from megatron_balance.analysis.received import GRADIENT_COPIES, GRADIENT_ROUNDS, IN_USE_AND_ARRIVING, ReceivedBytes
+from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Kind
 
 __all__ = ["Bounds", "Estimate", "estimate"]
 
@@ -110,10 +109,11 @@ def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
 
 def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
     """Seconds of each rank's modules outside attention, taken as linear between the fewest tokens
-    and the most.
+    and the most; of the experts' exchange, which waits for the most tokens, as many on every rank.
     """
     ends = [float(tokens.min()), float(tokens.max())]
-    return np.interp(tokens, ends, [cost.layer_s(n, backward=backward) for n in ends])
+    own = [cost.layer_s(n, backward=backward) - cost.experts_s(n) for n in ends]
+    return np.interp(tokens, ends, own) + cost.experts_s(ends[1])
 
 
 def _received(
@@ -122,30 +122,16 @@ def _received(
     """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
     each zone receives.
     """
-    row_bytes, num_kv = machine.row_bytes, plan.num_kv_heads
     taken, given = moved
-    queries, keys, sent, held = np.zeros((4, plan.num_ranks))
-    largest = np.zeros(plan.num_ranks)
+    queries, keys, sent, held, largest = np.zeros((5, plan.num_ranks))
     for zone in zones:
         queries[zone.at] += zone.query_heads
         keys[zone.at] += zone.kv_heads
         sent[zone.at] += zone.sent
         held[zone.at] += zone.tokens
         largest[zone.at] = np.maximum(largest[zone.at], zone.largest)
-    handed = given * (plan.num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
-    kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
-    of_rounds = IN_USE_AND_ARRIVING * largest * num_kv * row_bytes[Kind.KV]
-    replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
-    held = held - given + taken
-    served, sent = queries + given * plan.num_heads, sent + taken * plan.num_heads
-    arriving = np.minimum(GRADIENT_ROUNDS * (largest + given) * num_kv, GRADIENT_COPIES * (keys + given * num_kv))
-    working = (
-        held * (plan.num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
-        + (1.5 * served + 2 * sent + held * plan.num_heads * (sent > 0))
-        * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
-        + arriving * row_bytes[Kind.KV_GRAD]
-    )
-    return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
+    loads = Loads(held - given + taken, queries, keys, sent, largest, given, taken)
+    return loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
 
 
 def _decision(received: ReceivedBytes, owned: Floats, machine: Machine) -> Decision:

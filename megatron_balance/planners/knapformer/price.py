@@ -1,7 +1,8 @@
 """Predicted seconds of a layer under a topology, forward and backward: those of its slowest group.
 
 Ranks of a group are alike: each has an equal part of its tokens and of its heads. Attention, linear
-modules and the two all-to-alls of a group come one after another.
+modules and the two all-to-alls of a group come one after another. Where ranks share out experts, all
+wait for those with the most tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from megatron_balance.planners.knapformer.topology import Topology
 GRADIENT_BYTES = 4
 """Gradients travel in fp32."""
 
-LINEAR, ATTENTION = 3.0, 1 + backward_factor()
-"""Forward and backward over the forward alone: two products for each; the backward kernel's factor."""
+LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
+"""Forward and backward over the forward alone: two products for each; the backward kernel's factor;
+exchanges of the same tokens.
+"""
 
 PACKING = 0.4
 """Seconds of packing and unpacking what is exchanged, over those of moving it inside a node: packed
@@ -40,7 +43,8 @@ class Prices:
         self.tokens = np.array(lengths, dtype=np.float64)
         known = {n: cost.attention_s(model.mask.num_pairs(n), n) for n in set(lengths)}
         self.attention_s = np.array([known[n] for n in lengths], dtype=np.float64)
-        self.token_s = cost.linear_s(1.0)
+        self.expert_s = cost.experts_s(2.0) - cost.experts_s(1.0)
+        self.token_s = cost.linear_s(1.0) - self.expert_s
         self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
         self._exchanges: dict[tuple[int, int], float] = {}
         self._alone: dict[int, Floats] = {}
@@ -59,7 +63,8 @@ class Prices:
         room = self.cluster.node_size - (stops - topology.sizes) % self.cluster.node_size  # on the first rank's node
         here = np.minimum(room, topology.sizes).tolist()
         exchange = np.array([self._exchange_s(*each) for each in zip(topology.sizes, here, strict=True)])
-        return LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
+        own = LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
+        return own + EXPERTS * self.expert_s * tokens.max()
 
     def is_slower(self, sizes: Sequence[int], seconds: float) -> bool:
         """Whether the slowest group takes longer than `seconds` however groups of these sizes are
@@ -84,7 +89,7 @@ class Prices:
             exchange_s = min(
                 self._exchange_s(size, inside) for inside in range(1, min(size, self.cluster.node_size) + 1)
             )
-            token_s = LINEAR * self.token_s + exchange_s
+            token_s = LINEAR * self.token_s + EXPERTS * self.expert_s + exchange_s
             self._alone[size] = (token_s * self.tokens + ATTENTION * heads * self.attention_s) / size
         return self._alone[size]
 

@@ -54,12 +54,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from megatron_balance.analysis.backward import MicrobatchBytes
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.received import ReceivedBytes
+from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
@@ -69,10 +66,10 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import costed, printed, waves, wide
-from megatron_balance.planners.zeppelin.estimate import rings_s
+from megatron_balance.planners.zeppelin import costed, printed, room, waves, wide
+from megatron_balance.planners.zeppelin.estimate import WAVES, rings_s
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
@@ -159,19 +156,26 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
         options = replace(options, group_size=options.group_size or 1)  # a latent is of all heads
     if options.rule == "waves" and model.attention == "causal":
         rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, context.memory, {})
-        placed = _in_waves(rings)
+        placed = _in_waves(nothing, rings)
         if placed is not None:
-            zone, chosen = placed
-            return _or_rings(replace(nothing, zones=(zone,)), chosen, rings)
+            return _or_rings(placed.plan, placed.chosen, rings)
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
-def _in_waves(rings: _Rings) -> tuple[SharedZone, waves.Chosen] | None:
-    """The cheapest shares and their zone; None: none keeps to the capacity."""
+def _in_waves(nothing: MicrobatchPlan, rings: _Rings) -> room.Placed | None:
+    """`nothing` with the cheapest shares; None: none keeps to the capacity."""
     lengths, cluster, model, cost, capacity, options, memory, _ = rings
-    replays = _replays(sum(lengths), cluster, model, memory)
-    asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
-    return waves.place(lengths, cluster, model, cost, asked, rings.over)
+
+    def search(replays: bool) -> room.Placed | None:
+        asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
+        placed = waves.place(lengths, cluster, model, cost, asked, rings.over)
+        return None if placed is None else room.Placed(replace(nothing, zones=(placed[0],)), placed[1])
+
+    replays, machine = room.replays(sum(lengths), cluster, model, memory), Machine.of(cluster, model, cost, memory)
+    found = search(replays)
+    if found is None or replays or room.surely_keeps(found, machine):
+        return found
+    return room.with_room(found, lambda: search(True), WAVES if options.num_waves is None else (), machine)
 
 
 class _Rings(NamedTuple):
@@ -224,18 +228,6 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
     if other is None or other.backward.fits < own.backward.fits or other.layer_s >= own.layer_s:
         return found
     return apart if tokens_per_rank(apart).max() <= capacity else found
-
-
-def _replays(num_tokens: int, cluster: Cluster, model: Model, memory: StepMemory | None) -> bool:
-    """Whether most layers would receive keys again in the backward if tokens were even and all heads
-    exchanged, by predicted memory of the step.
-    """
-    memory = memory or StepMemory.one_stage(model, cluster.num_ranks)
-    tokens = np.full(1, -(-num_tokens // cluster.num_ranks), dtype=np.int64)
-    inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
-    received = ReceivedBytes(inputs, np.zeros_like(tokens), np.zeros_like(tokens))
-    decision = memory.decide(MicrobatchBytes(tokens, received), cluster.memory_bytes)
-    return 2 * decision.keeping < decision.layers
 
 
 def _zones(

@@ -22,6 +22,7 @@ from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
+from megatron_balance.cost.wide import WideCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
@@ -279,3 +280,20 @@ def test_kernels_take_as_much_longer_beside_transfers_as_was_measured(tmp_path: 
     assert COST.contention == AnalyticCost(CLUSTER, MODEL).contention
     with pytest.raises(ConfigError, match=r"inter_node: expected a factor of at least 1, got 0\.9"):
         BesideTable(1.0, 0.9)
+
+
+def test_what_planners_count_of_the_way_to_experts_is_told_by_every_cost() -> None:
+    model = dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, expert_split=4.0)
+    for without, counted in (
+        (MeasuredCost(TABLE, CLUSTER, model), MeasuredCost(TABLE, CLUSTER, model, exchanges=True)),
+        (AnalyticCost(CLUSTER, model), AnalyticCost(CLUSTER, model, exchanges=True)),
+    ):
+        factors = Factors(linear=1.5)
+        for plain, cost in (
+            (without, counted),
+            (PerturbedCost(without, factors), PerturbedCost(counted, factors)),
+            (WideCost(without, CLUSTER, model, 4), WideCost(counted, CLUSTER, model, 4)),
+        ):
+            way_s = cost.experts_s(3000.0) - cost.experts_s(1000.0)  # without the fixed part
+            assert way_s == pytest.approx(cost.linear_s(2000.0) - plain.linear_s(2000.0))
+            assert (way_s > 0, plain.experts_s(1000.0)) == (True, 0.0)

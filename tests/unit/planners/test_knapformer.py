@@ -25,6 +25,7 @@ from megatron_balance.planners.knapformer.auto import Search, allowed_sizes
 from megatron_balance.planners.knapformer.knapsack import assign
 from megatron_balance.planners.knapformer.price import Prices
 from megatron_balance.planners.knapformer.topology import Topology, parse
+from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
@@ -33,6 +34,8 @@ from megatron_balance.workloads import datacodes
 MODEL = Model(8, 8, 16, attention="full")
 FLUX = load_model("flux-12b")
 H100 = load_cluster("h100").build(num_ranks=32, ranks_per_node=8)
+EXPERTS = replace(load_model("moe-8x550m"), expert_split=8)
+CAUSAL = [60000, 30000, 20000, 9000, 8000, 7000, 5000, 4000, 3000, 2000, 1000, 900]
 
 
 def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
@@ -208,12 +211,13 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 @pytest.mark.parametrize(
     ("model", "lengths"),
     [
-        ("flux-12b", drawn(datacodes.IMAGES_AND_VIDEOS, 0)),
-        ("llama3-8b", [60000, 30000, 20000, 9000, 8000, 7000, 5000, 4000, 3000, 2000, 1000, 900]),
+        (FLUX, drawn(datacodes.IMAGES_AND_VIDEOS, 0)),
+        (load_model("llama3-8b"), CAUSAL),
+        (EXPERTS, CAUSAL),
     ],
 )
 def test_topologies_that_are_not_filled_are_no_better(
-    model: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Model, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
     is_slower = Prices.is_slower
@@ -222,13 +226,29 @@ def test_topologies_that_are_not_filled_are_no_better(
         asked.append(is_slower(prices, sizes, seconds))
         return asked[-1]
 
-    planned = make_planner("knapformer", H100, load_model(model))
+    given = Batch(tuple(lengths)), H100, model, planning_cost(H100, model, None), KnapFormerOptions()
     with monkeypatch.context() as patched:
         patched.setattr(Prices, "is_slower", counted)
-        found = planned(lengths)
+        found = plan(*given)
     assert any(asked)
     monkeypatch.setattr(Prices, "is_slower", lambda *_: False)
-    assert planned(lengths) == found
+    assert plan(*given) == found
+
+
+@pytest.mark.parametrize("topology", ["g12n2+g1n8", "g4n8"])
+def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
+    """Each rank's exchange was priced by its own tokens, which are not those of the slowest rank where
+    topologies are mixed, and in the backward as twice the forward's.
+    """
+    cluster = load_cluster("a800").build(num_ranks=32, ranks_per_node=4)
+    cost = planning_cost(cluster, EXPERTS, None)
+    planned = plan(Batch(tuple(CAUSAL)), cluster, EXPERTS, cost, KnapFormerOptions(topology=topology))
+    machine = Machine(cluster, EXPERTS, AnalyticCost(cluster, EXPERTS))
+    step = simulate_step([planned], machine, Setup("keep", experts=8, engine="rounds"))
+    groups, work = parse(topology).repeated(32), sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
+    group_of = assign(work, CAUSAL, groups.sizes, None)
+    price_s = Prices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
+    assert price_s == pytest.approx(sum(step.layer_s), rel=0.01)
 
 
 # Masks

@@ -1,0 +1,155 @@
+"""Whether layers keep what they receive under a placement in waves, and what is taken where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.received import received_bytes
+from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.model_config import pretrained
+from megatron_balance.planners import zeppelin
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.zeppelin import ZeppelinOptions, room, waves
+from megatron_balance.planning.choice import planning_cost
+from megatron_balance.simulator.around import Around
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.memory import step_memory
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
+from tests.support.deepseek import DEEPSEEK_V3
+
+EXPERTS, STAGES = 32, 16
+DEEPSEEK = replace(
+    Model(**pretrained({**DEEPSEEK_V3, "num_nextn_predict_layers": 1})), num_layers=64, expert_split=EXPERTS
+)
+SETUP = Setup("auto", experts=EXPERTS, pipeline=STAGES, recompute="full", engine="rounds")
+LONG = (212_365, 42_000, 7_779)
+"""As in a microbatch of 256k tokens: two waves of it leave no room on 32 H800 a stage, three do."""
+
+
+def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, Prices, Machine]:
+    """A plan for 512 H800, told their memory; prices and the simulated machine."""
+    cluster = load_cluster("h800").build(num_ranks=32)
+    machine, cost = Machine(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK)), planning_cost(cluster, DEEPSEEK, None)
+    memory = step_memory(Around(machine, SETUP)).of_microbatches(STAGES)
+    context = StepContext(cluster, DEEPSEEK, cost, memory=memory, options=ZeppelinOptions(**options))
+    return zeppelin.plan_in(Batch(lengths), context), Prices.of(cluster, DEEPSEEK, cost, memory), machine
+
+
+def waves_of(plan: MicrobatchPlan) -> int:
+    (zone,) = plan.zones
+    assert isinstance(zone, SharedZone)
+    return zone.waves
+
+
+def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three waves of a long sequence are faster than two whose keys come again, as simulated too. In
+    two, one such microbatch of 16 made all layers of the step replay.
+    """
+    kept, prices, machine = planned(LONG)
+    monkeypatch.setattr(room, "surely_keeps", lambda *_: True)
+    replayed, *_ = planned(LONG)
+    assert (waves_of(replayed), waves_of(kept)) == (2, 3)
+    seconds: list[float] = []
+    for plan, keeps in ((kept, True), (replayed, False)):
+        found, step = estimate(plan, prices), simulate_step([plan] * STAGES, machine, SETUP)
+        assert found is not None
+        assert (found.backward.in_words, step.backward.in_words) == (("keep" if keeps else "replay"),) * 2
+        forward_s, with_again_s = step.layer_s
+        assert found.layer_s == pytest.approx(with_again_s, rel=0.05)
+        assert found.forward_s == pytest.approx(forward_s, rel=0.05)
+        seconds.append(step.step_s)
+    assert seconds[0] < 0.98 * seconds[1]
+
+
+def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, place = list[bool](), waves.place
+
+    def noted(*given: Any) -> Any:
+        told.append(given[4].replays)
+        return place(*given)
+
+    monkeypatch.setattr(waves, "place", noted)
+    planned(LONG)
+    assert told == [False, True]
+
+
+def test_a_number_of_waves_that_is_asked_for_stays() -> None:
+    plan, *_ = planned(LONG, num_waves=2)
+    assert waves_of(plan) == 2
+
+
+def test_plans_with_room_are_not_estimated_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(room, "with_room", never)
+    cluster, model = load_cluster("h200").build(num_ranks=16), load_model("llama-7b")
+    cost = AnalyticCost(cluster, model)
+    assert zeppelin.plan(Batch((20_000, 9_000, *[1_000] * 20)), cluster, model, cost, ZeppelinOptions()).zones
+    with pytest.raises(AssertionError):
+        planned(LONG)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 60_000), min_size=1, max_size=30),
+    st.sampled_from(("llama-7b", "llama3-8b", "llama-30b", "deepseek")),
+    st.sampled_from((8, 16)),
+    st.sampled_from((1, 2, 4, 8)),
+)
+def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: str, ranks: int, size: int) -> None:
+    cluster, model = load_cluster("h100").build(num_ranks=ranks), DEEPSEEK if name == "deepseek" else load_model(name)
+    cost = AnalyticCost(cluster, model)
+    found = waves.place(lengths, cluster, model, cost, waves.Asked(sum(lengths), size=size), lambda _: None)
+    assert found is not None
+    zone, chosen = found
+    heads = (model.num_heads, model.num_kv_heads)
+    plan = MicrobatchPlan("zeppelin", tuple(lengths), ranks, cluster.node_size, *heads, (zone,))
+    most, held = (
+        room.most_bytes(room.Placed(plan, chosen), Prices.of(cluster, model, cost)),
+        received_bytes(plan, model),
+    )
+    assert tokens_per_rank(plan).max() <= most.tokens
+    for what in ("kept", "replayed", "working"):
+        assert getattr(held, what).max() <= getattr(most.received, what), what
+
+
+def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken() -> None:
+    """Of those that fit, the one of the shorter layer."""
+    (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
+    own, other = (room.Placed(plan, _chosen(prices)) for plan in (replayed, kept))
+    assert room.with_room(own, lambda: other, (), prices) == other
+    assert room.with_room(own, lambda: None, (), prices) == own
+    assert room.with_room(own, lambda: own, (2,), prices) == own
+    assert room.with_room(own, lambda: None, (1, 2, 3), prices).plan == replace(replayed, zones=_in(replayed, 3))
+    slow = room.Placed(replace(replayed, zones=_in(replayed, 8)), own.chosen)
+    cramped = replace(prices, cluster=replace(prices.cluster, memory_bytes=70e9))
+    seconds = [known.layer_s for each in (own, slow) if (known := estimate(each.plan, cramped))]
+    assert seconds[0] < seconds[1]
+    assert room.with_room(own, lambda: slow, (), cramped) == slow, "which fits"
+
+
+def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
+    (zone,) = plan.zones
+    assert isinstance(zone, SharedZone)
+    return (replace(zone, waves=number),)
+
+
+def _chosen(prices: Prices) -> waves.Chosen:
+    asked = waves.Asked(sum(LONG))
+    found = waves.choose(LONG, prices.cluster, prices.model, prices.cost, asked, lambda _: None)
+    assert found is not None
+    return found
