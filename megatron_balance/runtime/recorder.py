@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, Span
 from megatron_balance.analysis.wire import padded, piece_bounds, tensor_bytes
@@ -52,15 +52,16 @@ class _Marked:
     stop: Mark
 
 
-def _unix_ahead_s() -> float:
-    """Unix time less `time.perf_counter`, by the quickest of some readings: what interrupts a reading
-    is in it.
+def _read(clock: Callable[[], Any]) -> tuple[float, Any]:
+    """The time of `time.perf_counter` at which another clock was read, and what it said, by the
+    quickest of some readings: what interrupts one is in it.
     """
-    readings: list[tuple[float, float]] = []
+    readings: list[tuple[float, float, Any]] = []
     for _ in range(5):
-        before, unix, after = time.perf_counter(), time.time(), time.perf_counter()
-        readings.append((after - before, unix - (before + after) / 2))
-    return min(readings)[1]
+        before, said, after = time.perf_counter(), clock(), time.perf_counter()
+        readings.append((after - before, (before + after) / 2, said))
+    _, at, said = min(readings, key=lambda each: each[0])
+    return at, said
 
 
 class Recorder:
@@ -71,8 +72,9 @@ class Recorder:
         self.rank, self.streams = rank, streams
         self._timed: list[Streams] = []
         self.watch(streams)
-        self._zero_s, self._zero = time.perf_counter(), None if streams is None else streams.now()
-        self.began_unix_s = self._zero_s + _unix_ahead_s()
+        self._zero_s, self._zero = (time.perf_counter(), None) if streams is None else _read(streams.now)
+        at, unix_s = _read(time.time)
+        self.began_unix_s = unix_s + self._zero_s - at
         self._marked: list[_Marked] = []
         self._calls: defaultdict[tuple[str, int], int] = defaultdict(int)
 
