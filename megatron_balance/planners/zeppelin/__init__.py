@@ -215,7 +215,8 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
         return _SURELY * seconds <= rings_s(rings.made[size], lengths, costs.of_size(size))
 
     most_s = _SURELY * chosen.estimate.seconds
-    hidden = most_s < _SHOWS * costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
+    whole = costs if costs.size == size else costs.of_size(size)  # the placement's may leave heads idle
+    hidden = most_s < _SHOWS * whole.even_s(sum(lengths), sum(whole.works_s(lengths)))
     if hidden or (size in rings.made and surely_ahead(chosen.estimate.seconds)):
         return found
     bounds = Bounds.of(lengths, cluster, model, cost, memory)

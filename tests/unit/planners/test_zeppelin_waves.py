@@ -16,7 +16,7 @@ from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.batches import verify_order_of
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.config import load_cluster
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -67,6 +67,20 @@ def test_rings_of_groups_are_taken_where_the_estimate_of_whole_plans_has_them_ah
     monkeypatch.setattr(zeppelin, "_SHOWS", inf)
     assert step_s(rings, own) < step_s(plan_of(lengths, own), own)
     assert isinstance(plan_of(lengths, own).zones[0], SharedZone)
+
+
+def test_they_are_asked_for_where_waves_would_leave_heads_idle() -> None:
+    """12 heads over groups of 8: as even as that can be is a third more than groups of 4 take."""
+    own = replace(load_cluster("h200").build(num_ranks=16, ranks_per_node=8), attention_kernel="flash_attn")
+    model = load_model("moe-8x550m")
+    prices = Prices.of(own, model, AnalyticCost(own, model))
+    lengths = (63121, 2415)
+    found, in_waves = (make_planner("zeppelin", own, model, num_waves=waves)(lengths) for waves in (None, 1))
+    assert (found.zones[0].pattern, in_waves.zones[0].pattern) == ("head_ring", "waves")
+    of_both = [plan_estimate(each, prices) for each in (found, in_waves)]
+    assert of_both[0] is not None
+    assert of_both[1] is not None
+    assert of_both[0].layer_s < 0.8 * of_both[1].layer_s
 
 
 @pytest.mark.parametrize("name", ["h200", "a800"])
