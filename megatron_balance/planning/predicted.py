@@ -23,7 +23,13 @@ class Predicted(NamedTuple):
 
 
 def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
-    """A step of these lengths, planned and priced by closed forms."""
+    """The step of these lengths (tokens, by microbatch), planned as `spec` says and priced by closed
+    forms (`analysis.estimate`): seconds of a layer, summed over the step's plans.
+
+    Raises:
+        InfeasibleError: a microbatch that the ranks cannot hold.
+        ConfigError: as `StepPlanner.plan`, of the planner's options.
+    """
     step, _ = StepPlanner(spec).plan(lengths)
     too_large, total = False, 0.0
     for plan in step.plans:
