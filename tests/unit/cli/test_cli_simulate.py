@@ -447,7 +447,7 @@ def test_a_planner_with_replicas_has_its_fastest_size_beside_any_baseline_and_al
 
 
 def test_the_baselines_size_is_the_fastest_of_those_that_fit(run, tmp_path):
-    """Replicas inside a node are faster over slow NICs, and one of them has two of the three sequences."""
+    """Over slow NICs replicas inside a node are faster, and one has two of the three sequences."""
     path = tmp_path / "slow.yaml"
     path.write_text("num_ranks: 4\nranks_per_node: 2\nnic_bytes_per_s: 5e9\nmemory_bytes: 76e9\n")
     given = f"--model llama-7b --lengths 4000,4000,4000 --tokens-per-rank 4000 --policy replay --cluster {path}"
