@@ -29,7 +29,7 @@ PROGRAMS = ["megatron-balance", "python", "python3.12", "torchrun", "pip", "pyte
 PROGRAMS += ["export", "source", "docker", "enroot", "sbatch", "srun", "git", "apt-get", "curl", "wget", "ncu", "nsys"]
 
 ELSEWHERE = {
-    "./scripts/demo.sh": "trains for minutes; tests/unit/repository/test_shipping.py reads it",
+    "./scripts/demo.sh": "trains for minutes, in network namespaces",
     "./scripts/test.sh": "is what runs this test",
     "DATA=": "needs Slurm; tests/unit/repository/test_shipping.py submits the scripts to a stand-in",
     "bash scripts/slurm/": "the same",
@@ -41,23 +41,27 @@ ELSEWHERE = {
     "megatron-balance compare --planner megatron --context-parallel 1 --model FOLDER": "published models, minutes",
     "megatron-balance compare --planner zeppelin --planner auto --model FOLDER": "the same",
     "megatron-balance compare --ranks 64 --cluster h200 --model llama3-8b": "run by test_tour.py, but for flexsp",
-    "megatron-balance doctor --write-cluster": "needs GPUs; tests/unit/cli/test_doctor.py runs it on stand-ins",
+    "megatron-balance doctor --write-cluster": "needs GPUs; tests/unit/cli/test_hardware.py runs it on stand-ins",
     "megatron-balance reproduce distca --json": "the same as without --json, as all of them",
     "megatron-balance reproduce knapformer --json": "the same",
     "megatron-balance reproduce wlb_llm --json": "the same",
     "megatron-balance reproduce zeppelin --json": "the same",
-    "megatron-balance trace DIR": "needs a run's traces; tests/distributed/test_trace.py joins some",
+    "megatron-balance trace DIR": "needs a run's traces; tests/unit/cli/test_trace.py joins some",
     "pip install": "installs packages; tests/unit/repository/test_locks.py reads what",
     "pytest tests/": "is this suite",
-    "python -m tools.bench.": "a benchmark of minutes, whose page holds its figures",
+    "python -m tools.bench.attention_op": "measures for minutes",
+    "python -m tools.bench.convergence": "trains for hours",
+    "python -m tools.bench.host": "measures for minutes",
+    "python -m tools.bench.simulated": "needs network namespaces, and minutes",
+    "python -m tools.bench.zeppelin_rules BATCHES.json": "needs the benchmark's batches, and minutes",
     "python -m tools.emulated_cluster": "needs network namespaces; tests/emulated runs it",
     "python -m tools.faults": "searches for hours",
     "python -m tools.megatron_": "needs checkouts of other Megatrons",
     "python -m tools.torch_parity": "hours; tests/distributed/test_torch.py has one of each kind",
     "python3.12 -m venv": "makes a fresh environment",
     "source .venv": "of the reader's shell",
-    "torchrun --nnodes 2": "needs two nodes with GPUs; tests/distributed measures links",
-    "torchrun --nproc-per-node 8 -m megatron_balance profile --links": "the same, of eight processes",
+    "torchrun --nnodes 2": "needs two nodes with GPUs",
+    "torchrun --nproc-per-node 8 -m megatron_balance profile --links": "eight processes, for minutes",
     "torchrun --standalone --nproc-per-node 4 scripts/examples/": "tests/distributed runs these scripts",
     "torchrun ... -m megatron_balance.launch": "the reader's own script; tests/megatron/test_launch.py has one",
 }
@@ -75,7 +79,8 @@ def blocks(page: Path) -> list[str]:
 
 def is_command(line: str) -> bool:
     word = line.split(" ", 1)[0]
-    return word in PROGRAMS or word.startswith(("./", "fresh/bin/")) or re.match(r"[A-Z_]+=\S", line) is not None
+    known = word in PROGRAMS or word.startswith(("./", "fresh/bin/"))
+    return known or re.match(r"[A-Z_]+=\S|[a-z][\w./-]* (.* )?--?[a-z]", line) is not None  # or has an option
 
 
 def commands(page: Path) -> list[str]:
@@ -91,8 +96,10 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-COMMANDS = sorted({each for page in PAGES if page != TOUR for each in commands(page)})
-"""The tour's own are run, and their outputs compared, by test_tour.py."""
+TOURED = re.findall(r"^\$ (megatron-balance .*)", TOUR.read_text(encoding="utf-8"), re.MULTILINE)
+"""Commands that test_tour.py runs, whose outputs it compares with the page."""
+
+COMMANDS = sorted({each for page in PAGES for each in commands(page)}.difference(TOURED))
 
 
 def why_elsewhere(command: str) -> str | None:
@@ -177,7 +184,7 @@ def test_options_of_verbs_that_pages_name_are_there():
             parser.parse_args(shlex.split(command)[1:])  # raises
     known = {verb: accepted(each) for verb, each in verbs(parser).items()}
     missing = []
-    for command in sorted({*COMMANDS, *commands(TOUR), *spans()}):
+    for command in sorted({*COMMANDS, *TOURED, *spans()}):
         verb = command.removeprefix("megatron-balance ").split(" ")[0]
         missing += [(command, each) for each in options(command) if verb in known and each not in known[verb]]
     assert missing == []
