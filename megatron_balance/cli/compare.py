@@ -7,13 +7,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
-from megatron_balance.report.standing import best_of, gpu_hours, hold_against, saving, standing
+from megatron_balance.report.standing import best_of, gpu_hours, hold_against, named, saving, standing
 
 if TYPE_CHECKING:
     from megatron_balance.planning.choice import PlannerChoice
@@ -59,54 +58,32 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
     hold_against(rows, base)
     rows.sort(key=standing)
-    sizes = replica_sizes(bench, next(choice for choice in given.planners if choice.name == baseline), base)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
-        print(json.dumps({**found, "baseline_sizes": sizes, **bench.described()}))
+        print(json.dumps({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
         _show(rows, left_out, baseline, bench)
-        if sentence := of_sizes(rows, base, sizes):
+        if sentence := of_sizes(rows, base):
             laboratory.console().print(sentence)
     return 0
 
 
-def replica_sizes(bench: laboratory.Bench, choice: PlannerChoice, base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Steps of a baseline under every size of its replicas that holds the longest sequence, where
-    nobody said which: `context_parallel`, `step_s`, `fits`. Empty: it has none, or one was asked for.
+def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any]) -> str:
+    """A sentence on the baseline with its smallest replicas, where larger ones are faster and stand in
+    its row; empty: they do not.
     """
-    from megatron_balance.errors import InfeasibleError
-    from megatron_balance.solvers.replicas import context_sizes
-
-    least = base["context_parallel"]
-    if least is None or "context_parallel" in choice.given:
-        return []
-    sizes = [{"context_parallel": least, "step_s": base["step_s"], "fits": base["fits"]}]
-    for size in context_sizes(bench.given.cluster):
-        if size > least:
-            wider = replace(choice, options=replace(choice.options, context_parallel=size))
-            try:
-                found = bench.simulate(bench.plan(wider))
-            except InfeasibleError:
-                continue
-            fits = max(found["peak_bytes_per_rank"]) <= bench.given.cluster.memory_bytes
-            sizes.append({"context_parallel": size, "step_s": found["step_s"]["median"], "fits": fits})
-    return sizes
-
-
-def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any], sizes: Sequence[dict[str, Any]]) -> str:
-    """A sentence on the baseline with replicas of the size that is fastest here, and what the best
-    planner is beside it; empty: that size is the baseline's.
-    """
-    fastest = min((each for each in sizes if each["fits"]), key=lambda each: each["step_s"], default=None)
-    if fastest is None or (base["fits"] and fastest["step_s"] >= base["step_s"]):
+    least = base["sizes"][0] if base["sizes"] else base
+    if least["context_parallel"] == base["context_parallel"]:
         return ""
-    said = (
-        f"{base['planner']} would be fastest with CP {fastest['context_parallel']} here, {fastest['step_s']:.3f} s a "
-        "step"
-    )
     best = next((row for row in rows if row["planner"] == best_of(rows) and row is not base), None)
-    beside = "" if best is None else f": beside that, {best['planner']} is {fastest['step_s'] / best['step_s']:.2f}x"
-    return said + beside
+    beside = "" if best is None else f": beside that, {best['planner']} is {least['step_s'] / best['step_s']:.2f}x"
+    memory = "" if least["fits"] else ", which does not fit in memory"
+    fastest = "the fastest of its sizes that fit" if base["fits"] else "its fastest size, though none fits"
+    return (
+        f"{base['planner']} is held against the others with CP {base['context_parallel']}, {fastest}; with CP "
+        f"{least['context_parallel']}, the fewest ranks that hold the longest sequence, a step takes "
+        f"{least['step_s']:.3f} s{memory}{beside}"
+    )
 
 
 def baseline_of(planners: Sequence[str]) -> str:
@@ -177,7 +154,8 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 
     console = laboratory.console()
     console.print(bench.headline())
-    table = Table(title=f"simulated; speedup over {baseline}", title_justify="left")
+    by_name = {row["planner"]: row for row in rows}
+    table = Table(title=f"simulated; speedup over {named(by_name[baseline])}", title_justify="left")
     for column in (
         "planner",
         "step s",
@@ -218,7 +196,6 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         if best is None
         else f"best of those that run: {best}"
     )
-    by_name = {row["planner"]: row for row in rows}
     if best is not None and best != baseline:
         console.print(saving(by_name[best], by_name[baseline], bench.price))
     for name, reason in left_out.items():

@@ -150,7 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="ranks of a data-parallel replica, for planners that keep Megatron's replicas: "
         f"{', '.join(name for name, planner in PLANNERS.items() if planner.replicas)} (default: the fewest that hold "
-        "the longest sequence)",
+        "the longest sequence; simulate, compare and report: of the sizes that hold it, the fastest that fits)",
     )
     parser.add_argument(
         "--plan-costs",

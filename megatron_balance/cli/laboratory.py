@@ -63,17 +63,21 @@ class Planned:
     """Ranks of a replica, where the planner keeps replicas."""
     layouts: Layouts | None = None
     """The owner of weights, where the planner changes between strategies."""
+    sizes: tuple[dict[str, Any], ...] = ()
+    """Where nobody said `context_parallel`: every size that was simulated, ascending."""
 
     def described(self) -> dict[str, Any]:
         """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one
         stage.
         """
         mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
-        return {**mode, "context_parallel": self.context_parallel}
+        return {**mode, "context_parallel": self.context_parallel, "sizes": list(self.sizes)}
 
     def in_words(self) -> str:
         """The mode in words; empty where microbatches run whole, on one stage."""
-        parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}"]
+        others = ", ".join(str(each["context_parallel"]) for each in self.sizes)
+        fastest = f" (fastest of {others})" if len(self.sizes) > 1 else ""
+        parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}{fastest}"]
         parts += ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
         parts += {
             "joint": ["all pipeline stages attending together"],
@@ -143,6 +147,33 @@ class Bench:
         return replace(found, asked="replay") if mode.joint else found
 
     def plan(self, choice: PlannerChoice) -> Planned:
+        """Plan all steps, as `_plan`. A planner that keeps replicas has them of one size in all steps:
+        where nobody says which, the size with the fastest step of those that fit in memory.
+        """
+        from megatron_balance.solvers.replicas import context_sizes, least_context
+
+        given, options = self.given, choice.options
+        if not choice.planner.replicas or options.strategy is not None or options.context_parallel is not None:
+            return self._plan(choice)
+        least = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
+        found: list[tuple[dict[str, Any], Planned]] = []
+        refused: list[InfeasibleError] = []
+        for size in (each for each in context_sizes(given.cluster) if each >= least):
+            try:
+                planned = self._plan(replace(choice, options=replace(options, context_parallel=size)))
+                simulated = self.simulate(planned)
+            except InfeasibleError as error:
+                refused.append(error)
+                continue
+            fits = max(simulated["peak_bytes_per_rank"]) <= given.cluster.memory_bytes
+            step_s = simulated["step_s"]["median"]
+            found.append(({"context_parallel": size, "step_s": step_s, "fits": fits}, planned))
+        if not found:
+            raise refused[0]
+        fastest = min(found, key=lambda each: (not each[0]["fits"], each[0]["step_s"]))[1]
+        return replace(fastest, sizes=tuple(size for size, _ in found))
+
+    def _plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps, for the cluster as its configuration has it; a system that makes
         microbatches of its own makes them.
 
@@ -413,7 +444,9 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
             )
     experts.check(args.expert_parallel, given)
     experts.load(args, given.model)  # raises
-    return replace(given, planners=tuple(with_replicas(choice, given) for choice in given.planners))
+    for choice in given.planners:
+        _check_replicas(choice, given)
+    return given
 
 
 def _with_places(given: Inputs, shape: inputs.StepShape) -> str:
@@ -450,27 +483,23 @@ def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
     args.batches = (1 if args.batches is None else args.batches) * args.microbatches
 
 
-def with_replicas(choice: PlannerChoice, given: Inputs) -> PlannerChoice:
-    """The planner with replicas that hold the longest sequence of all batches, as one job has one
-    size of them, where nobody says another.
-    """
+def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
+    """Reject replicas of a size that was asked for and does not hold the longest sequence."""
     from megatron_balance.solvers.replicas import check_context, least_context
 
     options = choice.options
-    if not choice.planner.replicas or options.strategy is not None:
-        return choice
-    size = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
-    if (asked := options.context_parallel) is not None:
-        check_context(asked, given.cluster)
-        longest = max(length for batch in given.batches for length in batch.lengths)
-        if longest > asked * options.tokens_per_rank:
-            raise InfeasibleError(
-                f"context_parallel {asked}: the longest sequence has {longest:,} tokens, and {asked} ranks of "
-                f"{options.tokens_per_rank:,} tokens hold {asked * options.tokens_per_rank:,}; use {size}, the fewest "
-                "that hold it, or leave it out"
-            )
-        return choice
-    return replace(choice, options=replace(options, context_parallel=size))
+    if not choice.planner.replicas or options.strategy is not None or (asked := options.context_parallel) is None:
+        return
+    check_context(asked, given.cluster)
+    lengths = [batch.lengths for batch in given.batches]
+    longest = max(length for each in lengths for length in each)
+    if longest > asked * options.tokens_per_rank:
+        size = least_context(lengths, given.cluster, options.tokens_per_rank)
+        raise InfeasibleError(
+            f"context_parallel {asked}: the longest sequence has {longest:,} tokens, and {asked} ranks of "
+            f"{options.tokens_per_rank:,} tokens hold {asked * options.tokens_per_rank:,}; use {size}, the fewest "
+            "that hold it, or leave it out"
+        )
 
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:

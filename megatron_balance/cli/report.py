@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory, output
-from megatron_balance.cli.compare import baseline_of, of_sizes, replica_sizes
+from megatron_balance.cli.compare import baseline_of, of_sizes
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
 
@@ -134,16 +134,15 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     baseline = args.baseline or (of_run.name if of_run is not None else baseline_of(tuple(PLANNERS)))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
-        choices.insert(0, laboratory.with_replicas(_plain(baseline, given.tokens_per_rank), given))
+        choices.insert(0, _plain(baseline, given.tokens_per_rank))
     found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
-    sizes = replica_sizes(bench, next(choice for choice in choices if choice.name == baseline), base)
-    said = of_sizes(found["rows"], base, sizes)
+    said = of_sizes(found["rows"], base)
     first, *others = found["answer"]
     answer = [first, *([f"{said} (simulated)."] if said else []), *others]
     if real is not None:
         answer.append(real.sentence(baseline, base["step_s"]))
-    return {**found, "answer": answer, "baseline_sizes": sizes}
+    return {**found, "answer": answer, "baseline_sizes": base["sizes"]}
 
 
 def _real(args: argparse.Namespace) -> RealBatches:

@@ -56,7 +56,8 @@ class MegatronOptions:
     elsewhere replicas of `context_parallel` ranks."""
     context_parallel: int | None = None
     """Context-parallel ranks of a replica (--context-parallel-size). None: the fewest that hold the
-    longest sequence; `simulate`, `compare` and `report` take that of all their batches."""
+    longest sequence; in `simulate`, `compare` and `report`, of the sizes that hold the longest of all
+    batches and fit in memory, the one with the fastest step."""
 
 
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:

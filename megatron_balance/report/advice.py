@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
-from megatron_balance.report.standing import in_the_mean, runs, why_not
+from megatron_balance.report.standing import in_the_mean, named, runs, why_not
 from megatron_balance.report.tries import recommended
 
 FIRST = 3
@@ -21,9 +21,7 @@ def answer(
 
 
 def _fastest(base: Figures, best: Figures) -> str:
-    today = (
-        base["planner"] if base["context_parallel"] is None else f"{base['planner']} (CP {base['context_parallel']})"
-    )
+    today = named(base)
     if base is best:
         return (
             f"{today} takes {words.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "

@@ -9,6 +9,7 @@ from megatron_balance.report import plots, simulated_answer, simulated_ranks, wo
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.limits import PARTS
 from megatron_balance.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
+from megatron_balance.report.standing import named
 
 
 def page(study: Figures, library: str) -> str:
@@ -47,6 +48,7 @@ def _row(study: Figures, name: str) -> Figures:
 
 def _short(study: Figures) -> Section:
     best, limits = _row(study, study["shown"]), study["limits"][study["shown"]]
+    base = _row(study, study["baseline"])
     part = limits["largest_loss"]
     cards = [
         Card(
@@ -56,9 +58,9 @@ def _short(study: Figures) -> Section:
             "simulated",
         ),
         Card(
-            f"speedup over {study['baseline']}",
+            f"speedup over {named(base)}",
             f"{best['speedup']:.2f}x",
-            f"{words.seconds(_row(study, study['baseline'])['step_s'])} before",
+            f"{words.seconds(base['step_s'])} before",
             "simulated",
         ),
         Card(
@@ -207,7 +209,7 @@ def _lengths(study: Figures) -> Section:
 
 def _planners(study: Figures) -> Section:
     rows = study["rows"]
-    best, base = _row(study, study["shown"]), study["baseline"]
+    best, base = _row(study, study["shown"]), named(_row(study, study["baseline"]))
     slowest = max(rows, key=lambda row: row["step_s"])
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
@@ -230,7 +232,7 @@ def _planners(study: Figures) -> Section:
         ),
         tuple(
             (
-                row["planner"],
+                named(row),
                 _step(row),
                 f"{row['speedup']:.2f}x",
                 words.tokens(row["tokens_per_s"]),

@@ -17,6 +17,12 @@ Row = Mapping[str, Any]
 """Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step."""
 
 
+def named(row: Row) -> str:
+    """The planner, with the size of its replicas where it keeps replicas."""
+    size = row["context_parallel"]
+    return row["planner"] if size is None else f"{row['planner']} (CP {size})"
+
+
 def runs(row: Row) -> bool:
     """Whether a job can run these steps: they fit in memory, and planning hides behind them."""
     return row["fits"] and row["hides"]
@@ -70,7 +76,7 @@ def saving(row: Row, base: Row, price: float | None) -> str:
     note = f"; {base['planner']} {cannot}, so no job spends them" if cannot else ""
     cost = "" if price is None else f", {price * saved:,.2f} at {price:g} an hour"
     return (
-        f"{row['planner']} takes {hours:,.1f} GPU-hours for a billion tokens, {base['planner']} "
+        f"{row['planner']} takes {hours:,.1f} GPU-hours for a billion tokens, {named(base)} "
         f"{base['gpu_hours']:,.1f}: {saved:,.1f} saved ({saved / base['gpu_hours']:.0%}{cost}); MFU {row['mfu']:.1%} "
         f"instead of {base['mfu']:.1%}{note}{f'; speedup {mean}' if mean else ''}"
     )

@@ -8,8 +8,9 @@
   (`align`).
 - Where we differ: the paper calls a standard solver (Gurobi). Its cost matrix has two values, so
   the optimum has a closed form (`remap_exact`), which is the default; Gurobi, HiGHS and SCIP solve
-  the same problem as a program (`remap_milp`) and reach the same cost, though perhaps by other
-  moves. The paper's target is the mean, which need not be whole; ours is `remap_problem.balanced`.
+  the same problem as a program (`remap_milp`): the same cost and tokens between nodes, perhaps by
+  other moves. The paper's target is the mean, which need not be whole; ours is
+  `remap_problem.balanced`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _moves(problem: Problem, solver: Solver) -> Ints:
 @cache
 def _warn_once(solver: Solver, reason: str) -> None:
     log.warning(
-        "remapping: solver %r gives no answer: %s; the exact solver, whose cost is the same, takes over", solver, reason
+        "remapping: solver %r gives no answer: %s; the exact solver takes over (same cost, same tokens between nodes)",
+        solver,
+        reason,
     )
 
 

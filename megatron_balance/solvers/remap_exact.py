@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.solvers.remap_problem import Problem
+from megatron_balance.solvers.remap_problem import Problem, by_node
 
 
 def solve(problem: Problem) -> Ints:
     """Rows (src, dst, tokens) [n, 3] of an optimum of both objectives at once, at most one row for
     each pair.
     """
-    surplus, deficit = _by_node(problem.surplus, problem.node_size), _by_node(problem.deficit, problem.node_size)
+    surplus, deficit = by_node(problem.surplus, problem.node_size), by_node(problem.deficit, problem.node_size)
     inside = np.minimum(surplus.sum(axis=1), deficit.sum(axis=1))
     sent = _fill_fairly(surplus, inside, problem.intra)
     received = (
@@ -31,14 +31,6 @@ def solve(problem: Problem) -> Ints:
     return np.concatenate(
         [_match(sent.ravel(), received.ravel()), _match((surplus - sent).ravel(), (deficit - received).ravel())]
     )
-
-
-def _by_node(counts: Ints, node_size: int) -> Ints:
-    """`counts` [d] as [nodes, node_size]; ranks that the last node lacks have 0."""
-    num_nodes = -(-len(counts) // node_size)
-    table = np.zeros(num_nodes * node_size, dtype=np.int64)
-    table[: len(counts)] = counts
-    return table.reshape(num_nodes, node_size)
 
 
 def _fill_in_order(need: Ints, inside: Ints) -> Ints:

@@ -1,5 +1,5 @@
 """The remapping as a mixed-integer program for Gurobi, HiGHS (in SciPy) and SCIP (in OR-Tools):
-Zeppelin's Eq. (2) as it stands.
+Zeppelin's Eq. (2), and among equal costs the fewest tokens between nodes.
 
 Every rank of a job solves for itself, so an answer may depend on nothing but the problem: one
 thread, fixed seeds, limits in nodes of the search and never in seconds, and only a proven optimum
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.layers import MilpSolver
-from megatron_balance.solvers.remap_problem import Problem
+from megatron_balance.solvers.remap_problem import Problem, by_node
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -76,27 +76,35 @@ def formulate(problem: Problem) -> Milp:
     A rank with need tokens of which x stay inside its node costs need - (1 - intra) x. Writing x as
     a whole variable of its own lets a solver conclude from a bound on the largest cost how much
     each rank must keep inside, which proves the optimum at once.
+
+    Among equal costs the tokens between nodes are the fewest. Keeping inside as many tokens as a
+    node's surplus and deficit allow costs no rank more (`remap_exact`), so this is a constraint in
+    whole tokens, and no second objective, which would need a scale.
     """
     senders, receivers = np.flatnonzero(problem.surplus), np.flatnonzero(problem.deficit)
     src, dst = (grid.ravel() for grid in np.meshgrid(np.arange(len(senders)), np.arange(len(receivers)), indexing="ij"))
     pairs = np.stack([senders[src], receivers[dst]], axis=1)
     src_node, dst_node = (pairs // problem.node_size).T
     inside = src_node == dst_node
-    ends = ((src, problem.surplus[senders]), (dst, problem.deficit[receivers]))
+    ends = ((src, senders, problem.surplus[senders]), (dst, receivers, problem.deficit[receivers]))
     pair = np.arange(len(pairs))
     rows = _Rows()
-    for rank, need in ends:
+    for rank, _, need in ends:
         rows.add(need, need, (rank, pair, 1.0))
     if problem.objective == "total":
-        return rows.program(pairs, np.where(inside, problem.intra, 1.0), whole=np.ones(len(pairs), dtype=np.bool_))
+        # How many tokens move is given: the least sum has the fewest between nodes, at any prices.
+        return rows.program(pairs, np.where(inside, 0.0, 1.0), whole=np.ones(len(pairs), dtype=np.bool_))
     counted = ends if problem.sides == "both" else ends[:1]
-    num_variables = len(pairs) + sum(len(need) for _, need in counted) + 1
+    num_variables = len(pairs) + sum(len(ranks) for _, ranks, _ in counted) + 1
+    kept = np.minimum(*(by_node(need, problem.node_size).sum(axis=1) for need in (problem.surplus, problem.deficit)))
     first = len(pairs)
-    for rank, need in counted:
+    for rank, ranks, need in counted:
         each = np.arange(len(need))
         largest = np.full_like(each, num_variables - 1)
         rows.add(0 * need, 0 * need, (rank[inside], pair[inside], 1.0), (each, first + each, -1.0))
         rows.add(need, need + np.inf, (each, first + each, 1.0 - problem.intra), (each, largest, 1.0))
+        nodes, node = np.unique(ranks // problem.node_size, return_inverse=True)
+        rows.add(kept[nodes], kept[nodes], (node, first + each, 1.0))
         first += len(need)
     is_largest = np.arange(num_variables) == num_variables - 1
     return rows.program(pairs, np.where(is_largest, 1.0, 0.0), whole=~is_largest)

@@ -29,6 +29,14 @@ class Problem:
     sides: Sides
 
 
+def by_node(counts: Ints, node_size: int) -> Ints:
+    """`counts` [d] as [nodes, node_size]; ranks that the last node lacks have 0."""
+    num_nodes = -(-len(counts) // node_size)
+    table = np.zeros(num_nodes * node_size, dtype=np.int64)
+    table[: len(counts)] = counts
+    return table.reshape(num_nodes, node_size)
+
+
 def balanced(held: Ints, align: int) -> Ints:
     """The tokens [d] that each rank ends with: as equal as possible, and such that as few tokens as
     possible move.

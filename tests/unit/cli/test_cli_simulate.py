@@ -409,7 +409,7 @@ def test_replicas_hold_the_longest_sequence_or_what_is_asked(run):
     assert "goes with planner megatron" in run(f"simulate --planner te_ring {INPUTS} --context-parallel 4")[2]
 
 
-def test_the_size_of_replicas_that_is_fastest_is_told(run):
+def test_the_baseline_has_its_fastest_size_of_replicas_and_the_smallest_beside_it(run, tmp_path):
     """The fewest ranks that hold the longest sequence, 4 of 8, leave the others without work."""
     given = "--planner megatron --lengths 60000,900,100 --ranks 8 --tokens-per-rank 16000"
     found = run.json(f"compare {given} --planner zeppelin --json")
@@ -418,14 +418,45 @@ def test_the_size_of_replicas_that_is_fastest_is_told(run):
         size: run.json(f"simulate {given} --context-parallel {size} --json")["step_s"]["median"] for size in (4, 8)
     }
     assert sizes[8] < sizes[4]
-    rows = {row["planner"]: row["step_s"] for row in found["rows"]}
-    said = f"megatron would be fastest with CP 8 here, {sizes[8]:.3f} s a step"
-    assert f"{said}: beside that, zeppelin is {sizes[8] / rows['zeppelin']:.2f}x" in run.printed(
-        f"compare {given} --planner zeppelin"
-    ).replace("\n", " ")
-    asked = f"compare {given} --planner zeppelin --context-parallel 8"
-    assert run.json(f"{asked} --json")["baseline_sizes"] == []
-    assert "would be fastest" not in run.printed(asked)
+    rows = {row["planner"]: row for row in found["rows"]}
+    base, best = rows["megatron"], rows["zeppelin"]
+    assert (base["context_parallel"], base["step_s"], base["sizes"]) == (8, sizes[8], found["baseline_sizes"])
+    assert best["speedup"] == pytest.approx(sizes[8] / best["step_s"])
+    asked = run.json(f"compare {given} --planner zeppelin --context-parallel 8 --json")
+    saved = next(row["gpu_hours_saved"] for row in asked["rows"] if row["planner"] == "zeppelin")
+    assert best["gpu_hours_saved"] == pytest.approx(saved)
+    assert asked["baseline_sizes"] == []
+    said = " ".join(run.printed(f"compare {given} --planner zeppelin").split())
+    assert "speedup over megatron (CP 8)" in said
+    assert f"CP 4, the fewest ranks that hold the longest sequence, a step takes {sizes[4]:.3f} s" in said
+    assert f"beside that, zeppelin is {sizes[4] / best['step_s']:.2f}x" in said
+    page = run.json(f"report {given} --planner zeppelin --json --out", tmp_path / "report.html")
+    assert next(row for row in page["rows"] if row["planner"] == "megatron")["step_s"] == sizes[8]
+    assert "as fast as megatron (CP 8)" in page["answer"][0]
+    assert "with CP 4, the fewest ranks" in page["answer"][1]
+
+
+def test_a_planner_with_replicas_has_its_fastest_size_beside_any_baseline_and_alone(run):
+    given = "--planner megatron --lengths 60000,900,100 --ranks 8 --tokens-per-rank 16000"
+    alone = run.json(f"simulate {given} --json")
+    rows = run.json(f"compare {given} --planner te_ring --baseline te_ring --json")["rows"]
+    beside = next(row for row in rows if row["planner"] == "megatron")
+    assert (beside["context_parallel"], alone["context_parallel"]) == (8, 8)
+    assert beside["step_s"] == alone["step_s"]["median"]
+    assert "context parallelism 8 (fastest of 4, 8)" in run.printed(f"simulate {given}")
+
+
+def test_the_baselines_size_is_the_fastest_of_those_that_fit(run, tmp_path):
+    """Over slow NICs replicas inside a node are faster, and one has two of the three sequences."""
+    path = tmp_path / "slow.yaml"
+    path.write_text("num_ranks: 4\nranks_per_node: 2\nnic_bytes_per_s: 5e9\nmemory_bytes: 76e9\n")
+    given = f"--model llama-7b --lengths 4000,4000,4000 --tokens-per-rank 4000 --policy replay --cluster {path}"
+    found = run.json(f"simulate --planner megatron {given} --json")
+    assert [(each["context_parallel"], each["fits"]) for each in found["sizes"]] == [(1, False), (2, False), (4, True)]
+    assert found["sizes"][1]["step_s"] < found["sizes"][2]["step_s"] == found["step_s"]["median"]
+    said = " ".join(run.printed(f"compare --planner megatron {given}").split())
+    assert "megatron is held against the others with CP 4, the fastest of its sizes that fit; with CP 1" in said
+    assert "s, which does not fit in memory" in said
 
 
 def test_gpu_hours_and_their_cost_are_told(run):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_balance.analysis.received import GRADIENT_COPIES, GRADIENT_ROUNDS
+from megatron_balance.papers.knapformer.cases import RATE
 from megatron_balance.patterns import PATTERNS
+from megatron_balance.workloads.distributions import DISTRIBUTIONS, LogNormal, Pareto
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron_balance"
@@ -103,6 +106,18 @@ def test_every_page_is_reached_from_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"index.md"}
     assert {path.name for path in (ROOT / "docs").glob("*.md")} == linked
+
+
+def test_the_page_of_costs_names_every_constant_that_is_fitted_to_a_result():
+    page = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8")
+    section = page.partition("## Constants that are fitted to a result\n")[2].partition("\n## ")[0]
+    skew, pages = DISTRIBUTIONS["wlb-skew"], DISTRIBUTIONS["commoncrawl"]
+    assert isinstance(skew, Pareto)
+    assert isinstance(pages, LogNormal)
+    fitted = (RATE, skew.exponent, pages.sigma, f"{GRADIENT_ROUNDS} blocks and {GRADIENT_COPIES} copies")
+    assert [row.partition(",")[0].partition(" of ")[0] for row in re.findall(r"^\| (\d.+)", section, re.MULTILINE)] == [
+        str(value) for value in fitted
+    ]
 
 
 def test_the_glossary_has_at_most_25_terms():
