@@ -460,8 +460,10 @@ class TritonPartials:
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
         held = self.held.get(0, [])
-        if len(held) == 1 and held[0].row_map.covers(heads) and held[0].out.dtype == self.space.dtype:
-            return held[0].out, held[0].lse  # the only one, of all rows: nothing to merge
+        if len(held) == 1 and held[0].row_map.covers(heads):
+            only = held[0].out
+            if only.dtype == self.space.dtype and only.is_contiguous():
+                return only, held[0].lse  # of all rows: nothing to merge
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
         lse = torch.empty((rows, heads), dtype=self.space.wide, device=device)
