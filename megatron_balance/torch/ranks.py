@@ -69,7 +69,7 @@ def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
 
 
 def shared_pool(mine: Membership, ranks_per_node: int | None) -> Pool:
-    """As `training.pool.make_pool`, the pool of all who ask for it. Its ranks are told when one fails."""
+    """As `training.pool.make_pool`, the pool of all who ask for it. Its ranks hear when one fails."""
 
     def make() -> Pool:
         pool = make_pool(mine, ranks_per_node)

@@ -77,7 +77,7 @@ class RollCall:
         if self._watches:
             self._process, self._hooked = os.getpid(), sys.excepthook
             sys.excepthook = self._on_exception
-            atexit.register(self.close)
+            atexit.register(self._at_exit)
 
     def failed(self, error: Exception) -> None:
         """Tell the others why this rank ends; or, if `error` is about another, log who is missing."""
@@ -126,15 +126,21 @@ class RollCall:
 
     def close(self) -> None:
         """End the thread; for the others this rank has answered. Safe to call twice."""
-        if self._watches and os.getpid() != self._process:  # a fork's end
-            return
+        self._close(lambda: _in_time(self._end, PATIENCE_S))
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # not of a fork
+            with suppress(RuntimeError):
+                self._close(self._end)  # no thread can be started any more
+
+    def _close(self, end: Callable[[], None]) -> None:
         if self._watches and sys.excepthook == self._on_exception:
             sys.excepthook = self._hooked
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._closing.set()
-            _in_time(self._end, PATIENCE_S)
-            self._thread.join(PATIENCE_S)
-            self._thread = None
+            end()
+            thread.join(PATIENCE_S)
 
     def _end(self) -> None:
         self._store.set(_call_of(self._rank), "")
