@@ -33,6 +33,10 @@ class PlanMismatchError(BalanceError):
     """Ranks that planned alone disagree; names the ranks."""
 
 
+class RankFailedError(BalanceError, RuntimeError):
+    """Another rank failed, or ended, and what this one waits for cannot come; names it, and why."""
+
+
 class SelfCheckError(BalanceError):
     """The loss with a plan is not that without."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +16,29 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 from megatron_balance.runtime.kernels.latent import LatentKernel
+from megatron_balance.runtime.lower.views import Buffers
 from megatron_balance.runtime.phase_run import Received
+
+T = TypeVar("T")
+
+
+def differentiable_once(backward: Callable[..., T]) -> Callable[..., T]:
+    """The backward of an autograd Function, refused under `create_graph=True`.
+
+    torch's `once_differentiable` refuses only where the gradient of the output needs a gradient
+    itself, and leaves out the terms by queries, keys and values without a word.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> T:
+        if torch.is_grad_enabled():  # autograd has it so in a backward under create_graph alone
+            raise ConfigError(
+                "create_graph=True: second derivatives through balanced attention and its exchanges are not "
+                "implemented; call backward without it (retain_graph=True keeps the graph for another backward)"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 @dataclass(slots=True)
@@ -235,7 +259,7 @@ class _Attention(torch.autograd.Function):
         bound, ctx.slot, ctx.scale, hooked = call
         out, lse, received = run_forward(_of_layer(bound, weight), q, kv, ctx.scale)
         out, lse = _with_sink(out, lse, sink)
-        ctx.received = Received() if hooked else received
+        ctx.received = None if hooked else received
         queries, keys = (received.q.all(), received.kv.all()) if hooked else ({}, {})
         ctx.saved = tuple(queries), tuple(keys)
         ctx.width = len(kv)
@@ -245,23 +269,36 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: checkpointing computes them again
         weight, sink, *inputs = saved[: 3 + ctx.width]
         out, lse, *rest = saved[3 + ctx.width :]
-        queries, keys = ctx.saved
-        ctx.received.q.update(zip(queries, rest, strict=False))
-        parts = rest[len(queries) :]
-        each = (tuple(parts[at : at + ctx.width]) for at in range(0, len(parts), ctx.width))
-        ctx.received.kv.update(zip(keys, each, strict=True))
+        received = _take(ctx)
+        if received is None:
+            queries, keys = ctx.saved
+            parts = rest[len(queries) :]
+            each = (tuple(parts[at : at + ctx.width]) for at in range(0, len(parts), ctx.width))
+            received = Received(
+                Buffers(dict(zip(queries, rest, strict=False))), Buffers(dict(zip(keys, each, strict=True)))
+            )
         bound = _of_layer(ctx.slot.bound_for(ctx.num_tokens), weight)
-        grads = run_backward(bound, dout, tuple(inputs), (out, lse), ctx.received, ctx.scale)
-        ctx.received = None
+        grads = run_backward(bound, dout, tuple(inputs), (out, lse), received, ctx.scale)
         of_sink = _sink_gradient(dout, (out, lse), sink)
         if not isinstance(bound.kernel, LatentKernel):
             return (None, None, of_sink, *grads)
         found = bound.kernel.weight_grad
         return (None, torch.zeros_like(weight) if found is None else found.to(weight.dtype), of_sink, *grads)
+
+
+def _take(ctx: Any) -> Received | None:
+    """What the forward received, if `ctx` has it: for this backward alone, which lets it go, or for
+    others behind it too (`retain_graph=True`).
+    """
+    received = ctx.received
+    if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.received = None
+    return received
 
 
 @dataclass(slots=True)
@@ -290,6 +327,7 @@ class _Start(torch.autograd.Function):
         return q.new_empty(0)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, _link: Tensor) -> tuple[Tensor | None, ...]:
         run, ctx.runs.backward = ctx.runs.backward, None
         assert run is not None, "the backward of an attention call begins with its output"
@@ -305,6 +343,7 @@ class _Attend(torch.autograd.Function):
         return link.new_empty(0)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.runs.backward is not None, "the backward of an attention call begins with its output"
         ctx.runs.backward.attend()
@@ -323,13 +362,16 @@ class _End(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
         runs: _Runs = ctx.runs
+        received = _take(ctx)
+        assert received is not None, "what was received is gone, and saved tensors are not"
         runs.backward = BackwardRun(
-            runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale
+            runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), received, runs.scale
         )
-        ctx.received = None
+        del received  # the run lets it go piece by piece
         runs.backward.start()
         runs.backward.bound.groups.issues.flush()
         return dout.new_empty(0), None, None, None, _sink_gradient(dout, (out, lse), sink), None

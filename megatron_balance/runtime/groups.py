@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ class Groups:
             (`communication: safe`).
         connected: what was connected before (`runtime.transport.connect`).
         host_times: where the host spent its time in attention calls (gloo).
+        inside: what collective calls run in (`training.roll_call.RollCall.inside`).
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Groups:
     safe: bool = False
     connected: set[Link] = field(default_factory=set)
     host_times: HostTimes = field(default_factory=HostTimes)
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""

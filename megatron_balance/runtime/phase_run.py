@@ -151,12 +151,13 @@ class PhaseRun:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Abort on an error: unblock peers that wait for this rank."""
-        try:
-            yield
-        except Exception:
-            self.log_failure()
-            self.transport.fail()
-            raise
+        with self.bound.groups.inside():
+            try:
+                yield
+            except Exception:
+                self.log_failure()
+                self.transport.fail()
+                raise
 
     def take_steps(self, stop: int) -> None:
         """Take the steps before `stop` that are still to be taken."""

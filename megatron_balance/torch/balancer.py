@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from megatron_balance.torch.documents import (
     to_sequences,
 )
 from megatron_balance.torch.model import model_of
-from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of
+from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings
 from megatron_balance.torch.tracing import LoopTracer
 from megatron_balance.torch.waiting import Dealing, Waiting
@@ -52,6 +52,7 @@ from megatron_balance.training.pool import TensorParallel
 from megatron_balance.training.sequences import Sequences
 from megatron_balance.training.tokens import TokenExchange
 
+T = TypeVar("T")
 ALONE = TensorParallel()
 DEFAULTS = Settings()
 
@@ -63,6 +64,17 @@ def _each(loader: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
     except TypeError:
         raise DataError(f"expected a loader, which gives lists of documents, got {type(loader).__name__}") from None
     yield from given
+
+
+def _collective(method: Callable[..., T]) -> Callable[..., T]:
+    """A method in which this rank waits for others: who failed is told (`RollCall.inside`)."""
+
+    @wraps(method)
+    def inside(self: SequenceBalancer, *args: Any, **keywords: Any) -> T:
+        with self.pool.groups.inside():
+            return method(self, *args, **keywords)
+
+    return inside
 
 
 class SequenceBalancer:
@@ -297,7 +309,9 @@ class SequenceBalancer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and self.pool.size > 1:
+            roll_call().left(error)  # the others may be waiting for this rank
         self.close()
 
     # The steps of a step
@@ -317,6 +331,7 @@ class SequenceBalancer:
             evaluation=evaluation,
         )
 
+    @_collective
     def _draw(self, feed: Iterator[Sequence[Document]], microbatches: int) -> Dealing | None:
         """The next step of a loader, lengths shared; None: the loaders of all ranks have ended."""
         drawn: list[Sequence[Document]] = []
@@ -332,6 +347,7 @@ class SequenceBalancer:
             return None
         return self._share([*drawn, *([] for _ in range(microbatches - len(drawn)))], failure)
 
+    @_collective
     def _share(
         self, microbatches: Sequence[Sequence[Document]], failure: Exception | None = None, *, training: bool = True
     ) -> Dealing:
@@ -349,6 +365,7 @@ class SequenceBalancer:
         mine = [] if failure is not None else to_sequences(documents, self._form or Form())
         return self._share_sequences(mine, failure, len(microbatches), training=training)
 
+    @_collective
     def _share_again(self) -> Dealing:
         """The step that was read ahead and not run."""
         mine, self._pending = self._pending, []
@@ -368,6 +385,7 @@ class SequenceBalancer:
             self._num_documents = ends[-1]
         return dealing
 
+    @_collective
     def _run(self, dealing: Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
         """Plan a training step, and deal its tokens."""
         self._at, self._num_microbatches = dealing.first, len(dealing.mine)
@@ -380,6 +398,7 @@ class SequenceBalancer:
         self._at += self._num_microbatches
         return batches
 
+    @_collective
     def _deal(self, dealing: Dealing, planned: PlannedStep, *, training: bool) -> list[BalancedBatch]:
         """Move the tokens of a planned step."""
         rank = self.pool.rank

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.training.tokens import TokenExchange
 
 
@@ -30,6 +31,7 @@ class _There(torch.autograd.Function):
         return exchange.there(read)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.exchange.back(grad), None
 
@@ -41,5 +43,6 @@ class _Back(torch.autograd.Function):
         return exchange.back(computed)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.exchange.there(grad), None

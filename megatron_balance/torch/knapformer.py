@@ -38,6 +38,7 @@ from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan
 from megatron_balance.planners.knapformer.topology import Topology, parse
+from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.torch.exchange import back, there
 from megatron_balance.torch.ranks import device_of, shared, shared_pool
 from megatron_balance.training.lengths import share_lengths
@@ -295,6 +296,7 @@ class _Together(torch.autograd.Function):
         return q.view_as(q), k.view_as(k), v.view_as(v)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         del ctx
         return grads  # zeros for an output that was not used
@@ -307,6 +309,7 @@ class _ToHeads(torch.autograd.Function):
         return heads.to_heads(chunks, group)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads, group = ctx.on
         return heads.to_tokens(grad, group), None, None
@@ -319,6 +322,7 @@ class _ToTokens(torch.autograd.Function):
         return heads.to_tokens(whole, group)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads, group = ctx.on
         return heads.to_heads(grad, group), None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.pool import Membership, Pool, make_pool
+from megatron_balance.training.roll_call import RollCall
 
 Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
 
@@ -67,8 +69,21 @@ def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
 
 
 def shared_pool(mine: Membership, ranks_per_node: int | None) -> Pool:
-    """As `training.pool.make_pool`, the pool of all who ask for it."""
-    return shared((mine, ranks_per_node), lambda: make_pool(mine, ranks_per_node))
+    """As `training.pool.make_pool`, the pool of all who ask for it. Its ranks hear when one fails."""
+
+    def make() -> Pool:
+        pool = make_pool(mine, ranks_per_node)
+        return replace(pool, groups=replace(pool.groups, inside=roll_call().inside))
+
+    return shared((mine, ranks_per_node), make)
+
+
+def roll_call() -> RollCall:
+    """The one of this process in its world."""
+    made = _SHARED.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
+    if RollCall not in made:
+        made[RollCall] = RollCall(watches=True)
+    return made[RollCall]
 
 
 def members_of(ranks: Ranks | None) -> tuple[int, ...]:

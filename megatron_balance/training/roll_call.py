@@ -3,80 +3,257 @@
 torch's errors name a socket, or nothing. Every rank has a thread that waits for a call in the store
 through which the job's ranks found one another, and answers it, whatever its rank is busy with. A
 rank that failed or is frozen does not; one that came to the end of its training has answered.
+
+In plain PyTorch nobody catches what ends a rank, and nobody says so to the others. There the thread
+also `watches`: a rank that ends by an exception rings all others first, and what they wait for, in
+our exchanges or in collectives of their own, is broken off. An exception that somebody catches ends
+no rank, and nothing happens, unless others are left waiting in one of our calls (`RollCall.inside`).
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Thread
-from typing import Any, TypeVar
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from megatron_balance.errors import RankFailedError
+from megatron_balance.runtime.transport.comm import break_off
 
 log = logging.getLogger(__name__)
 
 NAME = "megatron_balance/roll_call"
 PATIENCE_S = 3.0
-"""How long answers are waited for."""
+"""How long answers are waited for, and a rank that left a step by an error, which may come back."""
 MOST_NAMED, MOST_CHARACTERS = 8, 300
 """Ranks that a sentence names, and of the reason of each."""
-_POLL_S = 0.1
+_POLL_S, _WATCH_S = 0.1, 1.0
 _FOREVER = timedelta(days=365)
+_NEWS, _RUNG, _HEARD = f"{NAME}/news", f"{NAME}/rung", f"{NAME}/heard"
 T = TypeVar("T")
+
+
+class _News(NamedTuple):
+    """A rank that `ends`, or that `left` one of our calls, or a block of the balancer, by an error,
+    its `count`th; `over`: the rank that holds the store has come to its end.
+    """
+
+    rank: int
+    what: str
+    count: int
 
 
 class RollCall:
     """This rank's part: it answers the calls of others, from the start to `close`."""
 
-    def __init__(self) -> None:
-        """Stand by, if the job has several ranks (whose process groups are made)."""
+    def __init__(self, *, watches: bool = False) -> None:
+        """Stand by, if the job has several ranks (whose process groups are made).
+
+        `watches`: see the module; then an exception that ends the process is told by `sys.excepthook`.
+        """
         self._thread: Thread | None = None
         self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self._watches = watches and self._size > 1
+        self._closing = Event()
+        self._since: float | None = None  # when the collective call began in which this rank is
+        self._left: Exception | None = None  # the error by which this rank left one
+        self._num_left = 0
+        self.found = ""
+        """The ranks that failed, in words, once they told this one."""
         if self._size > 1:
             self._store, self._rank = _store(), dist.get_rank()
             # a wait keeps its connection busy, so it has its own
-            self._thread = Thread(target=_answer, args=(self._store.clone(), self._rank), daemon=True)
+            self._thread = Thread(target=self._answer, args=(self._store.clone(),), daemon=True)
             self._thread.start()
+        if self._watches:
+            self._process, self._hooked = os.getpid(), sys.excepthook
+            sys.excepthook = self._on_exception
+            atexit.register(self._at_exit)
 
     def failed(self, error: Exception) -> None:
         """Tell the others why this rank ends; or, if `error` is about another, log who is missing."""
         if self._thread is None:
             return
-        self._thread = None  # it answers until the process ends
+        thread, self._thread = self._thread, None  # it answers until the process ends
         store, size = self._store, self._size
         if _of_communication(error):
             found = _in_time(lambda: (missing(store, size), reasons(store, size)), 3 * PATIENCE_S)
             log.error("%s", in_words(*(found or (None, {})), size))
+        elif not isinstance(error, RankFailedError):
+            _in_time(lambda: self._tell(error, "ends"), PATIENCE_S)
+            if self._watches:  # the store may end with this process
+                _in_time(self._until_heard, PATIENCE_S)
+        if self._watches:
+            self._closing.set()
+            thread.join(_POLL_S)
+
+    def left(self, error: Exception) -> None:
+        """Tell the others that this rank left what they are in by an error, which may be caught."""
+        if self._thread is None or not self._watches or error is self._left or isinstance(error, RankFailedError):
             return
-        text = " ".join(str(error).split())
-        reason = f"{type(error).__name__}: {text[:MOST_CHARACTERS]}"
-        _in_time(lambda: store.set(_reason_of(self._rank), reason), PATIENCE_S)
+        self._left = error
+        self._num_left += 1
+        _in_time(lambda: self._tell(error, "left"), PATIENCE_S)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """One of our collective calls, in which this rank waits for others.
+
+        Raises:
+            RankFailedError: in place of an error of communication: the ranks that failed or ended.
+        """
+        outer, self._since = self._since, self._since or time.monotonic()
+        if self._left is not None and outer is None:
+            self._come_back()
+        try:
+            yield
+        except Exception as error:
+            if _of_communication(error):
+                raise RankFailedError(self._who()) from error
+            self.left(error)
+            raise
+        finally:
+            self._since = outer
 
     def close(self) -> None:
         """End the thread; for the others this rank has answered. Safe to call twice."""
-        if self._thread is not None:
-            _in_time(lambda: self._store.set(_call_of(self._rank), ""), PATIENCE_S)
-            self._thread.join(PATIENCE_S)
-            self._thread = None
+        self._close(lambda: _in_time(self._end, PATIENCE_S))
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # not of a fork
+            with suppress(RuntimeError):
+                self._close(self._end)  # no thread can be started any more
+
+    def _close(self, end: Callable[[], None]) -> None:
+        if self._watches and sys.excepthook == self._on_exception:
+            sys.excepthook = self._hooked
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._closing.set()
+            end()
+            thread.join(PATIENCE_S)
+
+    def _end(self) -> None:
+        self._store.set(_call_of(self._rank), "")
+        if self._watches and self._rank == 0 and _news(self._store) is None:
+            self._store.set(_NEWS, "0 over 0")  # who waits for the store would complain of its end
+            _ring(self._store, range(self._size))
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """`sys.excepthook`."""
+        if isinstance(error, Exception) and os.getpid() == self._process:  # not of a fork
+            self.failed(error)
+        self._hooked(kind, error, trace)
+
+    def _tell(self, error: Exception, what: str) -> None:
+        text = " ".join(str(error).split())
+        self._store.set(_reason_of(self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
+        if self._watches:
+            self._store.set(_NEWS, f"{self._rank} {what} {self._num_left}")
+            _ring(self._store, range(self._size))
+
+    def _until_heard(self) -> None:
+        while self._store.add(_HEARD, 0) < self._size - 1:
+            time.sleep(_POLL_S)
+
+    def _come_back(self) -> None:
+        """This rank left by an error, which was caught, and takes part again."""
+        self._left = None
+
+        def unless_newer() -> None:
+            news = _news(self._store)
+            if news is not None and (news.rank, news.what) == (self._rank, "left"):
+                self._store.set(_NEWS, "")
+
+        _in_time(unless_newer, PATIENCE_S)
+
+    def _who(self) -> str:
+        """The ranks that failed or are missing, in words; waits a while for what they say."""
+        store, size = self._store, self._size
+
+        def told() -> bool:
+            news = _news(store)
+            return bool(self.found) or (news is not None and news.rank != self._rank and news.what != "over")
+
+        found = _in_time(lambda: (missing(store, size, until=told), reasons(store, size)), 3 * PATIENCE_S)
+        return self.found or in_words(*(found or (None, {})), size)
+
+    def _answer(self, store: Any) -> None:
+        """In the thread: answer the call, and watch. Ends with the store."""
+        try:
+            store.wait([_call_of(self._rank)], _FOREVER)
+            while True:
+                news = _news(store) if self._watches and not self._closing.is_set() else None
+                reason = reasons(store, self._size, [news.rank]) if news is not None and news.what != "over" else {}
+                store.set(_answer_of(self._rank), "")
+                if news is not None and news.what == "ends":
+                    store.add(_HEARD, 1)
+                if not self._watches or (news is not None and self._ends_with(news, reason)):
+                    return
+                if self._closing.wait(_WATCH_S):
+                    return
+        except RuntimeError:
+            log.debug("the job's store ended before a call")
+
+    def _ends_with(self, news: _News, reason: Mapping[int, str]) -> bool:
+        """Whether the watch is over with what a rank says of itself; break off what waits for it."""
+        if self._thread is None or news.what == "over":  # this rank says itself why it ends
+            return True
+        if news.rank == self._rank:
+            return False
+        waits_s = 0.0 if self._since is None else time.monotonic() - self._since
+        # a rank that left as often as this one left by the same error, which was of all
+        if news.what == "left" and (waits_s < PATIENCE_S or self._num_left >= news.count):
+            return False
+        self.found = in_words([], reason, self._size)
+        log.error("%s", self.found)
+        break_off_all()
+        return True
 
 
-def missing(store: Any, size: int, patience_s: float = PATIENCE_S) -> list[int] | None:
+def break_off_all() -> None:
+    """End all that this process waits for: each gloo group's transfers raise an error.
+
+    A communicator of NCCL could be aborted, and what waits for it would go on with numbers that never
+    came. So a process with one is given a while to end by itself, and ends, as torch's own watchdog
+    has it.
+    """
+    groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+    if not all([break_off(group) for group in list(groups)]):  # noqa: C419  each of them
+        time.sleep(PATIENCE_S)
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def missing(
+    store: Any, size: int, patience_s: float = PATIENCE_S, until: Callable[[], bool] | None = None
+) -> list[int] | None:
     """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone.
 
-    `store`: of the job, a `torch.distributed.Store`.
+    Args:
+        store: of the job, a `torch.distributed.Store`.
+        size: of the job.
+        patience_s: see above.
+        until: wait, though all answer, until this is so.
     """
     waiting = list(range(size))
     try:
-        for rank in waiting:
-            store.set(_call_of(rank), "")
+        _ring(store, waiting)
         deadline = time.monotonic() + patience_s
         while waiting:
             waiting = [rank for rank in waiting if not store.check([_answer_of(rank)])]
-            if not waiting or time.monotonic() > deadline:
+            done = not waiting if until is None else until()
+            if done or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
     except RuntimeError:
@@ -84,10 +261,10 @@ def missing(store: Any, size: int, patience_s: float = PATIENCE_S) -> list[int] 
     return waiting
 
 
-def reasons(store: Any, size: int) -> dict[int, str]:
-    """By rank that failed by itself, why."""
+def reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[int, str]:
+    """By rank (of `ranks`; None: of all) that failed by itself, why."""
     try:
-        told = [rank for rank in range(size) if store.check([_reason_of(rank)])]
+        told = [rank for rank in (range(size) if ranks is None else ranks) if store.check([_reason_of(rank)])]
         return {rank: store.get(_reason_of(rank)).decode() for rank in told}
     except RuntimeError:
         return {}
@@ -134,13 +311,19 @@ def _of_communication(error: Exception) -> bool:
     return (type(error) is RuntimeError and by_gloo) or isinstance(error, dist.DistError)
 
 
-def _answer(store: Any, rank: int) -> None:
-    """In a thread: answer the call, once. Ends with the store."""
-    try:
-        store.wait([_call_of(rank)], _FOREVER)
-        store.set(_answer_of(rank), "")
-    except RuntimeError:
-        log.debug("the job's store ended before a call")
+def _ring(store: Any, ranks: Iterable[int]) -> None:
+    """Call all these ranks, which need it once: not each of a thousand that fail calls a thousand."""
+    if store.add(_RUNG, 1) <= MOST_NAMED:
+        for rank in ranks:
+            store.set(_call_of(rank), "")
+
+
+def _news(store: Any) -> _News | None:
+    """What a rank says of itself, the last that did."""
+    if not store.check([_NEWS]):
+        return None
+    rank, what, count = [*store.get(_NEWS).decode().split(), "", "", ""][:3]
+    return _News(int(rank), what, int(count)) if what else None
 
 
 def _call_of(rank: int) -> str:

@@ -145,7 +145,8 @@ class TokenExchange:
     def _all_to_all(self, sent: Tensor, received: Tensor, receive_counts: list[int], send_counts: list[int]) -> Tensor:
         if self._pool.size == 1:  # a pool of one has no process group
             return sent
-        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._pool.groups.pool)
+        with self._pool.groups.inside():
+            dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._pool.groups.pool)
         return received
 
     def _routes(self) -> _Routes:

@@ -92,6 +92,24 @@ def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> N
     assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
 
 
+@pytest.mark.parametrize(
+    ("planner", "backward", "checkpointed"),
+    [("te_ring", "keep", False), ("zeppelin", "keep", True), ("distca", "replay", False), ("auto", "replay", True)],
+)
+def test_two_losses_of_one_forward_may_go_backward_apart(
+    world: Pool, planner: str, backward: str, checkpointed: bool
+) -> None:
+    assert max(world.run(torch_jobs.differ_twice, RANKS, planner, backward, checkpointed)) < 1e-10
+
+
+def test_second_derivatives_are_refused_in_every_call(world: Pool) -> None:
+    for told in world.run(torch_jobs.differentiate_twice, RANKS):
+        assert len(told) == 6
+        assert {each[: each.index(";")] for each in told} == {
+            "create_graph=True: second derivatives through balanced attention and its exchanges are not implemented"
+        }
+
+
 def test_balancers_of_the_same_ranks_share_process_groups(world: Pool) -> None:
     for shared, apart in world.run(torch_jobs.share_groups, RANKS):
         assert shared == 1, "of three balancers of all ranks, one of them KnapFormer's"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -22,8 +22,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import AttentionCall, balanced_attention
-from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.pool import ALIGN, BufferPool
 from megatron_balance.runtime.transport.gloo import Gloo
 from megatron_balance.training.agree import check_agreement
 from tests.support import dense
@@ -75,8 +76,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Ran:
-    """One rank's values: rows [tokens of the rank, heads, D] in fp64, and what was counted (sums
-    over all calls).
+    """One rank's values: rows [tokens of the rank, heads, D] in fp64, what was counted (sums over all
+    calls), and which of the tensors had gaps.
     """
 
     out: Floats
@@ -84,6 +85,7 @@ class Ran:
     k_grad: Floats
     v_grad: Floats
     counters: dict[str, int]
+    gaps: tuple[str, ...] = ()
 
 
 Widths: TypeAlias = int | tuple[int, int]
@@ -121,8 +123,10 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
             q, k, v, dout = _tensors(x, owned, shape, run)
             calls.append(((q, k, v), balanced_attention(q, k, v, bound, x.scale), dout))
         grads = [torch.autograd.grad(out, leaves, dout) for leaves, out, dout in calls]
-        tensors = (t.detach().cpu().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
-        results.append(Ran(*tensors, counters=asdict(bound.counters)))
+        of_call = (calls[0][1], *grads[0])
+        gaps = tuple(name for name, t in zip(Ran.__match_args__, of_call, strict=False) if not t.is_contiguous())
+        tensors = (t.detach().cpu().to(torch.float64).numpy() for t in of_call)
+        results.append(Ran(*tensors, counters=asdict(bound.counters), gaps=gaps))
     return results
 
 
@@ -168,6 +172,70 @@ def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[
         grads = torch.autograd.grad(out, (q, k, v, sink), dout)
         results.append([each.detach().numpy() for each in (out, *grads)])
     return results
+
+
+def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segments: bool) -> list[Again]:
+    """Two backwards of one forward, the second with twice the gradient, another batch between them.
+
+    By policy, and by whether autograd saves received rows (`hooked`; never of a call in `segments`).
+    """
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 8)
+    owned, theirs = (Rows.of(3, layout(each, world.rank).tolist()) for each in (plan, other))
+    groups = replace(world.groups, buffers=BufferPool(cpu=True))
+    results: list[Again] = []
+    for policy, hooked in (("keep", False), ("replay", False), ("keep", True))[: 2 if segments else 3]:
+        run = Run(policy, "float64")
+        bound, between = (
+            bind(each, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy) for each in (plan, other)
+        )
+
+        def forward(bound: Bound, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hooked: bool = hooked) -> Any:
+            if not segments:
+                return balanced_attention(q, k, v, bound, hooked=hooked)
+            call = AttentionCall(bound)
+            call.start(q, k, v)
+            call.attend()
+            return call.end()
+
+        q, k, v, dout = _tensors(inputs(plan, 8), owned, shape, run)
+        out = forward(bound, q, k, v)
+        first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        held = _used(groups.buffers)
+        *leaves, grad = _tensors(inputs(other, 8, seed=1), theirs, shape, run)
+        torch.autograd.grad(forward(between, *leaves), leaves, grad)
+        second = torch.autograd.grad(out, (q, k, v), 2 * dout)
+        grads = [(a + b).numpy() for a, b in zip(first, second, strict=True)]
+        told = ""
+        try:
+            torch.autograd.grad(out, (q, k, v), dout)
+        except RuntimeError as error:
+            told = str(error)
+        node = out.grad_fn
+        del out, first, second  # the caller's, and of the pool too
+        left = _used(groups.buffers)
+        del node
+        results.append(Again(grads, bound.counters.kv_tokens_received, held, left, told))
+    return results
+
+
+@dataclass(frozen=True)
+class Again:
+    """Of two backwards: the sum of their gradients (q, k, v); key tokens received; pooled bytes behind
+    the first, and those that the graph holds behind the second; the error of a third.
+    """
+
+    grads: list[Floats]
+    kv_tokens_received: int
+    held: int
+    left: int
+    told: str
+
+
+def _used(buffers: BufferPool) -> int:
+    """Pooled bytes that somebody holds."""
+    buffers.empty((1,), torch.uint8, torch.device("cpu"))  # takes back what was let go
+    buffers.empty((1,), torch.uint8, torch.device("cpu"))
+    return buffers.used_bytes - ALIGN
 
 
 def sinks(num_heads: int) -> Floats:

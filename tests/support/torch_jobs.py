@@ -109,7 +109,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(len(x), -1, HEAD_DIM).split(self.heads, dim=1)
         q, k = rotated(q, positions), rotated(k, positions)
         attended = alone(q, k, v) if balanced is None else balanced_attention(q, k, v, balanced)
-        x = x + self.out(attended.flatten(1))
+        x = x + self.out(attended.view(len(x), -1))  # outputs have no gaps
         return x + self.mlp(self.norm2(x))
 
 
@@ -372,6 +372,55 @@ def save(world: World, backward: str) -> tuple[int, int]:
         of_call = len(saved)
     out.sum().backward()
     return batch.bound(q.dtype, q.device).counters.kv_tokens_received, of_call
+
+
+def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) -> float:
+    """Largest difference between the gradients of the sum of two losses, and the sum of their own by
+    two backwards of one forward, with another batch between them.
+    """
+    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
+    balancer = SequenceBalancer(planner, MODEL, settings=settings)
+    way = Way(checkpointed=checkpointed)
+    model = make_model(way, balanced=True).double()
+    parameters = list(model.parameters())
+    batch, other = (balancer(documents(step, 0)[world.rank :: world.size]) for step in range(2))
+
+    def losses() -> list[Tensor]:
+        logits = logits_of(way, model, batch)
+        return [F.cross_entropy(logits, batch.labels, reduction="sum"), batch.gather_rows(logits).square().sum()]
+
+    expected = torch.autograd.grad(sum(losses(), torch.zeros(())), parameters)
+    one, two = losses()
+    first = torch.autograd.grad(one, parameters, retain_graph=True)
+    torch.autograd.grad(logits_of(way, model, other).sum(), parameters)
+    second = torch.autograd.grad(two, parameters)
+    return max(float((a + b - c).abs().max()) for a, b, c in zip(first, second, expected, strict=True))
+
+
+def differentiate_twice(world: World) -> list[str]:
+    """The error where the gradient of each of our calls is to have a gradient itself."""
+    batch = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=2))([torch.arange(9)])
+    routes = knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)
+    routes.plan_routing([8], WIDTH)
+    packed = torch.randn(8, HEADS, HEAD_DIM, requires_grad=True)
+    routed = routes.route(packed)[1]
+    q = torch.randn(batch.num_rows, HEADS, HEAD_DIM, requires_grad=True)
+    made = [
+        (balanced_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], batch), q),
+        (batch.gather_rows(q), q),
+        (routed, packed),
+        (routes.pre_attn(routed, routed, routed)[1], routed),
+        (routes.post_attn(routes.pre_attn(routed, routed, routed)[1])[1], routed),
+        (routes.reverse_route(routed)[1], routed),
+    ]
+    told: list[str] = []
+    for out, leaf in made:
+        try:
+            torch.autograd.grad(out.sum(), leaf, create_graph=True)
+            told.append("")
+        except BalanceError as error:
+            told.append(str(error))
+    return told
 
 
 def share_groups(world: World) -> tuple[int, int]:

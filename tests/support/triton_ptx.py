@@ -20,6 +20,7 @@ from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.triton_twins import packed_of
 
 SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}
+MERGED_DIMS = (16, 32, 64, 80, 128, 192, 256)
 
 
 class Hopper:
@@ -75,7 +76,19 @@ def main() -> None:
     for _ in range(3):
         held.add(fills[0].packed, (True,), fills[0].target, torch.zeros(SHAPE["q"][:2]))
     held.final()
-    print(json.dumps({name: counted(ptx) for name, ptx in found.items()}))  # noqa: T201  read by the test that started this process
+    kernels_of_calls = {name: counted(ptx) for name, ptx in found.items()}
+    merges = {dim: merged(moved, dim, found) for dim in MERGED_DIMS}
+    print(json.dumps({"kernels": kernels_of_calls, "merges": merges}))  # noqa: T201  read by the test that started this process
+
+
+def merged(moved: mover.TritonMover, dim: int, found: dict[str, str]) -> dict[str, int] | str:
+    """Counts of a merge of heads of `dim` elements, or why it does not compile."""
+    part = mover.partial_of(torch.zeros((1, 1, dim), dtype=torch.bfloat16), torch.zeros((1, 1)))
+    try:
+        mover.merge_parts(moved, [part] * 2, torch.empty((1, 1, dim), dtype=torch.bfloat16), torch.empty((1, 1)))
+    except RuntimeError as error:
+        return str(error)
+    return counted(found["merge_rows"])
 
 
 def counted(ptx: str) -> dict[str, int]:

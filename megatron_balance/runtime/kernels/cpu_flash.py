@@ -55,38 +55,31 @@ class CpuFlashKernel:
             middle = d - (b - a)
             before = _flash(queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
             parts.append(merge_partials(before, _flash(queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)))
-        if len(parts) == 1:
-            out, lse = parts[0]
-        else:
-            out, lse = torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-        return out.squeeze(0).transpose(0, 1), lse.squeeze(0).T
+        return _rows_first([out for out, _ in parts]), _rows_first([lse for _, lse in parts])
 
     def backward(
         self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T.unsqueeze(0))
-        grads: list[tuple[Tensor, Tensor, Tensor]] = []
+        dqs, dks, dvs = list[Tensor](), list[Tensor](), list[Tensor]()
         spans = zip(entries.q, entries.k, entries.dout, entries.causal, strict=True)
         for at, ((a, b), (c, d), (e, f), mask) in enumerate(spans):
             if entries.windows:
-                grads.append(_window_grad(entries, at, final, (q, k, v), scale))
-                continue
-            queries, own = _rows(q, a, b), (_rows(final[0], e, f), _rows(final[1], e, f), _rows(final[2], e, f))
-            if not _is_staircase(a, b, c, d, mask):
-                grads.append(_flash_grad(own, queries, _rows(k, c, d), _rows(v, c, d), mask, scale))
-                continue
-            middle = d - (b - a)
-            first = _flash_grad(own, queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
-            second = _flash_grad(own, queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)
-            grads.append(
-                (first[0] + second[0], torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2))
-            )
-        if len(grads) == 1:
-            dq, dk, dv = grads[0]
-        else:
-            dq, dk, dv = (torch.cat([g[i] for g in grads], 2) for i in range(3))
-        return dq.squeeze(0).transpose(0, 1), dk.squeeze(0).transpose(0, 1), dv.squeeze(0).transpose(0, 1)
+                dq, *dkv = _window_grad(entries, at, final, (q, k, v), scale)
+                parts = [dkv]
+            else:
+                queries, own = _rows(q, a, b), (_rows(final[0], e, f), _rows(final[1], e, f), _rows(final[2], e, f))
+                middle = d - (b - a) if _is_staircase(a, b, c, d, mask) else c
+                dq, *dkv = _flash_grad(own, queries, _rows(k, middle, d), _rows(v, middle, d), mask, scale)
+                parts = [dkv]
+                if middle > c:
+                    before, *dkv = _flash_grad(own, queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
+                    dq, parts = before + dq, [dkv, *parts]
+            dqs.append(dq)
+            dks += [dk for dk, _ in parts]
+            dvs += [dv for _, dv in parts]
+        return _rows_first(dqs), _rows_first(dks), _rows_first(dvs)
 
 
 def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
@@ -96,6 +89,14 @@ def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
 def _heads_first(x: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D], a view."""
     return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows_first(parts: list[Tensor]) -> Tensor:
+    """Parts [1, H, T, ...] as one [T of all, H, ...]: a view of one, which torch has without gaps so,
+    or several copied into what has none.
+    """
+    rows = [x.squeeze(0).transpose(0, 1) for x in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:

@@ -111,7 +111,9 @@ class Partials(Protocol):
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """Out [T, H, D] in its final type and LSE [T, H] of buffer 0, for the caller to keep."""
+        """Out [T, H, D] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller to
+        keep.
+        """
         ...
 
 

@@ -124,4 +124,4 @@ class PlainPartials:
 
     def final(self) -> tuple[Tensor, Tensor]:
         self.make(0)
-        return self.out[0].to(self.space.dtype), self.lse[0]
+        return self.out[0].to(self.space.dtype).contiguous(), self.lse[0]

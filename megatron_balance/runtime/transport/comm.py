@@ -59,18 +59,22 @@ def receive(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
     return work
 
 
-def break_off(groups: Groups) -> None:
-    """Make every transfer that this rank has under way, and those that peers wait for, fail (gloo).
+def break_off(group: dist.ProcessGroup | None) -> bool:
+    """Make all transfers of this rank in a group, and those that peers wait for, fail (gloo).
 
     A receive that times out closes the connections to all peers. It is the only way to wake another
-    thread of this rank.
+    thread of this rank. False: the group also has another backend than gloo.
     """
-    if groups.pool is None or dist.get_backend(groups.pool) != "gloo":
-        return
-    for peer in range(groups.size):
-        if peer != groups.rank:
+    if group is None:
+        return True
+    backends = {group._get_backend(device).name() for device in group._device_types}
+    for peer in dist.get_process_group_ranks(group) if "gloo" in backends else ():
+        if peer != dist.get_rank():
             with suppress(RuntimeError):
-                receive(torch.empty(1), peer, _POISON_TAG, groups).wait(timedelta(milliseconds=1))
+                work = dist.irecv(torch.empty(1), peer, group, _POISON_TAG)
+                assert work is not None, "this rank is in the group"
+                work.wait(timedelta(milliseconds=1))
+    return backends == {"gloo"}
 
 
 def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:

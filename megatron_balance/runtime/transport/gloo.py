@@ -151,6 +151,6 @@ class Gloo:
     def fail(self) -> None:
         if self.relay is not None:
             self.relay.raise_error()
-        break_off(self.groups)
+        break_off(self.groups.pool)
         if self.relay is not None:
             self.relay.abandon()

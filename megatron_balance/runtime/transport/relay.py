@@ -105,7 +105,7 @@ class _Thread:
                 leaving.wait(self.groups.timeout)
         except Exception as error:
             self.error = RuntimeError(f"{_described(relay_task, self.groups.rank)}: it did not {what}: {error}")
-            comm.break_off(self.groups)
+            comm.break_off(self.groups.pool)
 
     def sized(self) -> Iterator[tuple[RelayTask, int]]:
         """Relay tasks with the bytes of their pieces, without empty pieces."""

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+DIMS = ("16", "32", "64", "80", "128", "192", "256")
+"""Of heads that are merged (`triton_ptx.MERGED_DIMS`)."""
 
 
 def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[str]:
@@ -51,11 +53,14 @@ def test_kernels_equal_their_twins() -> None:
     }
 
 
-def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics() -> None:
+def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of_any_size() -> None:
     ran = in_child("tests.support.triton_ptx", interpreted=False)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    compiled = json.loads(ran.stdout.splitlines()[-1])
+    found, merges = compiled["kernels"], compiled["merges"]
     assert set(found) == {"copy_rows", "add_rows", "merge_rows"}
+    assert [dim for dim, counts in merges.items() if isinstance(counts, str)] == [], merges
+    assert {dim: counts["narrow_data"] for dim, counts in merges.items()} == dict.fromkeys(DIMS, 0)
     for name, counts in found.items():
         assert counts["wide_loads"] > 0, name
         assert counts["wide_stores"] > 0, name

@@ -48,8 +48,9 @@ PARTS = (2, 5, 9)
 """Partials of one merge, beside an accumulator. The kernel is unrolled over them."""
 LSE_COLS = 128
 """Heads of one row in a program, where a head has one element."""
-MERGE_TILE = 2048
-"""Elements of one program of the merge: one head of some rows."""
+MERGE_TILE, MERGE_ROWS = 2048, 16
+"""Most elements of one program of the merge, one head of some rows, and most rows: Triton 3.7 does
+not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to 64 elements had."""
 
 
 class TritonMover:
@@ -459,8 +460,10 @@ class TritonPartials:
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
         held = self.held.get(0, [])
-        if len(held) == 1 and held[0].row_map.covers(heads) and held[0].out.dtype == self.space.dtype:
-            return held[0].out, held[0].lse  # the only one, of all rows: nothing to merge
+        if len(held) == 1 and held[0].row_map.covers(heads):
+            only = held[0].out
+            if only.dtype == self.space.dtype and only.is_contiguous():
+                return only, held[0].lse  # of all rows: nothing to merge
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
         lse = torch.empty((rows, heads), dtype=self.space.wide, device=device)
@@ -509,7 +512,7 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     lses = tuple([part.lse for part in slots])
     vec = _vector(dim, min(x.element_size() for x in (*outs, out)))
     cols = triton.next_power_of_2(dim)
-    block = max(1, MERGE_TILE // cols)
+    block = max(1, min(MERGE_ROWS, MERGE_TILE // cols))
     merge: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
     no_map, row_lists = mover.blank(torch.int32), [part.row_map.rows for part in slots]
     merge(

@@ -1,0 +1,168 @@
+"""Ranks of plain PyTorch of which one fails in a step. Run as a module; prints what became of each, as
+JSON.
+
+Each job's ranks are forked from this process, which has imported all, and end as interpreters do: by
+their hooks, with their exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance import Model
+from megatron_balance.errors import DataError
+from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, knapformer
+
+SIZE, FAILS = 3, 1
+MODEL = Model(4, 2, 8, num_layers=2, hidden_size=32, ffn_size=64)
+SLOW_S = 5.0
+"""Longer than the others wait for a rank that caught its error."""
+
+
+def step(balancer: SequenceBalancer, between: Callable[[Tensor], object] = lambda _: None) -> None:
+    """Two layers, and what comes between them on this rank."""
+    batch = balancer([torch.arange(40)])
+    x = torch.randn(batch.num_rows, 4, 8, requires_grad=True)
+    first = balanced_attention(x, x[:, :2], x[:, :2], batch)
+    between(first)
+    balanced_attention(first, first[:, :2], first[:, :2], batch).sum().backward()
+
+
+def boom(_: Tensor) -> None:
+    if dist.get_rank() == FAILS:
+        raise ValueError("boom")
+
+
+def in_the_model(balancer: SequenceBalancer) -> None:
+    step(balancer, boom)
+
+
+def in_the_backward(balancer: SequenceBalancer) -> None:
+    step(balancer, lambda first: first.register_hook(boom))
+
+
+def refused(balancer: SequenceBalancer) -> None:
+    """By attention, on one rank."""
+    batch = balancer([torch.arange(40)])
+    x = torch.randn(batch.num_rows - (dist.get_rank() == FAILS), 4, 8)
+    balanced_attention(x, x[:, :2], x[:, :2], batch)
+
+
+def in_a_collective_of_the_user(balancer: SequenceBalancer) -> None:
+    def reduce(first: Tensor) -> None:
+        boom(first)
+        dist.all_reduce(torch.ones(3))
+
+    step(balancer, reduce)
+
+
+def killed(balancer: SequenceBalancer) -> None:
+    step(balancer, lambda _: dist.get_rank() == FAILS and os._exit(9))
+
+
+def in_knapformer(_balancer: SequenceBalancer) -> None:
+    balancer = knapformer.SequenceBalancer("g3n1", ranks_per_node=SIZE)
+    balancer.plan_routing([9], 32)
+    routed = balancer.route(torch.randn(9, 3, 8))[1]
+    boom(routed)
+    balancer.pre_attn(routed, routed, routed)
+
+
+def leaves_the_balancer(balancer: SequenceBalancer) -> None:
+    """The error is caught outside, and the process stays."""
+    try:
+        with balancer:
+            step(balancer, boom)
+    except ValueError:
+        time.sleep(20.0)
+
+
+def caught(balancer: SequenceBalancer) -> None:
+    """Training goes on, late."""
+    try:
+        boom(torch.empty(0))
+    except ValueError:
+        time.sleep(SLOW_S)
+    step(balancer)
+
+
+def caught_by_all(balancer: SequenceBalancer) -> None:
+    """An error of all ranks, of which one comes back late."""
+    try:
+        balancer([torch.zeros(2, 2)])
+    except DataError:
+        time.sleep(SLOW_S if dist.get_rank() == FAILS else 0.0)
+    step(balancer)
+
+
+def ends_first(balancer: SequenceBalancer) -> None:
+    """Rank 0, which holds the store."""
+    step(balancer)
+    time.sleep(1.0 if dist.get_rank() else 0.0)
+
+
+JOBS = (
+    *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, in_knapformer),
+    *(leaves_the_balancer, caught, caught_by_all, ends_first),
+)
+
+
+def run(job: Callable[[SequenceBalancer], None], rank: int, port: int) -> None:
+    """A rank; what it raises ends its process."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=SIZE, timeout=timedelta(seconds=200))
+    balancer = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=SIZE))
+    step(balancer)
+    dist.barrier()
+    begin = time.monotonic()
+    try:
+        job(balancer)
+    finally:
+        print(f"seconds {time.monotonic() - begin:.1f}", file=sys.stderr)  # noqa: T201  read below
+
+
+def fork(job: Callable[[SequenceBalancer], None], rank: int, port: int, said: Path) -> int:
+    """Start a rank that writes to `said`; its process."""
+    process = os.fork()
+    if process:
+        return process
+    file = os.open(said, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    run(job, rank, port)
+    sys.exit(0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    SequenceBalancer("te_ring", MODEL)([torch.arange(4)])  # imports what a step does, for all ranks
+    folder = Path(tempfile.mkdtemp(prefix="failing-"))  # not a block: ranks leave through it
+    processes: dict[tuple[str, int], int] = {}
+    for job in JOBS:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(SIZE):
+            processes[job.__name__, rank] = fork(job, rank, port, folder / f"{job.__name__}-{rank}")
+    found: dict[str, list[tuple[int, str]]] = {}
+    for (name, rank), process in processes.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        found.setdefault(name, []).append((code, (folder / f"{name}-{rank}").read_text()))
+    shutil.rmtree(folder)
+    print(json.dumps(found))  # noqa: T201  read by the test that started this process
+
+
+if __name__ == "__main__":
+    main()
