@@ -349,10 +349,10 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     right = torch.equal(position[:n], batch.position_ids[:n].float() / 7) and bool(flags[:n].all())
     right &= torch.equal(batch.labels[:n][batch.labels[:n] >= 0], batch.position_ids[:n][batch.labels[:n] >= 0] + 1)
     weight = torch.arange(batch.num_rows).double().requires_grad_()
-    (batch.gather_rows(weight * 2).sum() * 3).backward()
+    (batch.gather_rows(weight * 2, attended=0).sum() * 3).backward()
     assert weight.grad is not None
-    tokens = [each.tolist() for each in balancer.gather(batch.tokens)]
-    others = [each.tolist() for each in batch.gather(position[None])]
+    tokens = [each.tolist() for each in balancer.gather(batch.tokens, attended=0)]
+    others = [each.tolist() for each in batch.gather(position[None], attended=0)]
     return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
 
 
@@ -432,7 +432,7 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
     while (batches := next(steps, None)) is not None:
         at += 1
         for batch in batches:
-            back = batch.gather(batch.tokens)
+            back = batch.gather(batch.tokens, attended=0)
             assert [len(each) for each in back] == [n for _, n in batch._dealt.documents]
         done.trained.append([number for batch in batches for number in batch.documents])
         assert balancer.planned is not None
