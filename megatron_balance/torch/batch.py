@@ -246,7 +246,7 @@ class BalancedBatch:
             dist.all_reduce(totals, group=self._scale.group)
         shares = totals[:2] / totals[2].clamp(min=1)
         whole = (num_experts * (shares[0] * shares[1]).sum()).float()
-        # the value is the whole one; the gradient is that of this rank's part, times the ranks of the average
+        # the value is the whole one; the gradient this rank's part, times the ranks of the average
         slope = (self._scale.num_ranks * num_experts * shares[0] / totals[2].clamp(min=1)).float()
         mine = (slope * weights).sum()
         return whole + (mine - mine.detach())

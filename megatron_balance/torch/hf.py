@@ -25,16 +25,12 @@ NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
 
 LIMITS = {
+    "sliding_window_overlay": ("sliding_window", "a sliding window"),
     "chunked_overlay": ("chunk_size", "attention inside chunks"),
     "sliding_window_bidirectional_overlay": ("sliding_window", "a window to both sides"),
+    "or_masks": ("", "a union of masks, as of a prefix or of images"),
 }
-"""Of Transformers' mask functions that hide nothing of a short document: the name of its size, and in words."""
-
-IN_WORDS = {
-    "blockwise_overlay": "blocks that see themselves whole, as of images",
-    "or_masks": "a union of masks, as of a prefix or of images",
-}
-"""Mask functions of Transformers that no plan has."""
+"""Mask functions of Transformers: what their size is called, if they have one, and they in words."""
 
 UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
 """Arguments of Transformers' attention that change it, and that balanced attention does not have."""
@@ -43,8 +39,8 @@ UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
 def register() -> str:
     """Register the attention with Transformers, and return its name. Safe to call twice.
 
-    Also makes Transformers refuse the name, with a sentence, for models that take their attention
-    from a table of their own (GPT-J, Falcon).
+    Models that are given the name then refuse it where they take their attention from a table of
+    their own (GPT-J, Falcon), and refuse labels beside `inputs`.
 
     Raises:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
@@ -63,10 +59,12 @@ def register() -> str:
     if not hasattr(check, "__wrapped__"):
 
         @functools.wraps(check)
-        def checked(model: object, requested: str | None, *given: Any, **more: Any) -> str:
-            if requested == NAME:
-                _check_tables(type(model))
-            return check(model, requested, *given, **more)
+        def checked(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+            if requested_attention == NAME:
+                _check_tables(type(self))
+                if _check_labels not in self._forward_pre_hooks.values():
+                    self.register_forward_pre_hook(_check_labels, with_kwargs=True)
+            return check(self, requested_attention, is_init_check)
 
         PreTrainedModel.get_correct_attn_implementation = checked
     return NAME
@@ -83,8 +81,13 @@ def _check_tables(model: type) -> None:
                 )
 
 
+def _check_labels(_: object, __: object, given: dict[str, Any]) -> None:
+    if NAME in given and given.get("labels") is not None:
+        raise ConfigError(_OwnLoss.why)
+
+
 class _Inputs(dict[str, Any]):
-    """Arguments of a forward. A batch expects the attention of a forward each time they are unpacked."""
+    """Arguments of a forward: each time they are unpacked, the batch expects its attention."""
 
     def keys(self) -> KeysView[str]:
         self[NAME].begin_forward()
@@ -123,8 +126,9 @@ class _OwnLoss(_Refusing):
 class _Asked(_Refusing):
     """The mask that a model asked for, on its way to `attend`.
 
-    `limits`: by what hides keys of longer documents only, the longest document of which it hides
-    none. `hides`: whether an attention mask of the user hides a token; None: there is none.
+    `limits`: by what hides or shows other keys than `mask`, the longest document in which it does
+    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token; None: there
+    is none.
     """
 
     why = (
@@ -158,56 +162,40 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
 
 
 @disable
-def asked_mask(  # noqa: PLR0913  Transformers' signature
+def asked_mask(
     *,
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor = 0,
-    config: object = None,
     **_: Any,
 ) -> _Asked:
     """The mask that a model asks for, in place of a tensor: the plan knows what every query sees.
 
-    Raises:
-        ConfigError: no plan has such a mask.
+    It is refused, if need be, by the layer that takes it: models ask for masks that none takes.
     """
-    name = type(config).__name__
-    if q_length != kv_length or (not isinstance(q_offset, Tensor) and q_offset):
-        raise ConfigError(
-            f"{name}: expected a mask of as many keys as queries, got {kv_length} and {q_length}; leave out "
-            "past_key_values, and an attention_mask of other than the batch's rows"
-        )
-    mask: Mask | None = None
+    mask: Mask = CAUSAL
     limits: dict[str, int] = {}
+    if q_length != kv_length or (not isinstance(q_offset, Tensor) and q_offset):
+        limits[f"a mask of {kv_length} keys for {q_length} queries"] = 0
+    # by name: the causal mask comes before the window that makes it smaller
     for part, made_with in sorted(_parts(mask_function), key=lambda part: part[0]):
+        size = made_with.get(LIMITS.get(part, ("", ""))[0], 0)
         match part:
+            case "causal_mask_function" | "packed_sequence_mask_function":
+                pass  # documents are apart in the plan, too
             case "bidirectional_mask_function":
                 mask = FULL
-            case "causal_mask_function":
-                mask = CAUSAL
-            case "sliding_window_overlay" if mask == CAUSAL:
-                mask = SlidingWindow(made_with["sliding_window"])
-            case "packed_sequence_mask_function":
-                pass  # documents apart, as the plan has them
-            case _ if part in LIMITS:
-                size, words = LIMITS[part]
-                limits[f"{words} ({made_with[size]} tokens)"] = made_with[size]
+            case "sliding_window_overlay" if mask == CAUSAL and size > 0:
+                mask = SlidingWindow(size)
             case _:
-                mask = None
-                break
-    if mask is None:
-        parts = ", ".join(IN_WORDS.get(part, part) for part, _ in _parts(mask_function))
-        raise ConfigError(
-            f"{name}: expected causal, full or sliding-window attention within each document, got a mask of {parts}; "
-            "no plan has it. Leave out what asks for it (token types, images, a mask function of your own)"
-        )
+                limits[f"{LIMITS.get(part, ('', part))[1]}{f' ({size} tokens)' if size else ''}"] = size
     return _Asked(mask, limits, None if attention_mask is None else ~attention_mask.bool().all())
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of the mask functions of Transformers that all must show a key, and what each was made with."""
+    """Names of the mask functions that all must show a key, and what each was made with."""
     name = getattr(function, "__qualname__", type(function).__name__).partition(".")[0]
     ours = getattr(function, "__module__", "") == "transformers.masking_utils"
     held = dict(inspect.getclosurevars(function).nonlocals) if ours else {}
@@ -256,9 +244,10 @@ def attend(  # noqa: PLR0913  Transformers' signature
         if window is not None and window != of_mask and min(window, of_mask or window) < longest:
             wrong[f"a window of {window} tokens, and in its mask of {of_mask or 'all'}"] = _SAY_ONE
         window = of_mask
-        for limit in (words for words, size in asked.limits.items() if size < longest):
-            wrong[f"{limit}, for documents of up to {longest}"] = "give it shorter documents"
-        if asked.hides is not None and _hidden_anywhere(asked, balanced):
+        for words, size in asked.limits.items():
+            if size < longest:
+                wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
+        if asked.hides is not None and _hides(asked, balanced):  # pyright: ignore[reportCallIssue]
             wrong["an attention mask that hides tokens"] = _NO_MASK
     elif attention_mask is not None:
         wrong["an attention mask"] = _NO_MASK
@@ -277,6 +266,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
 
 _NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
+_NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
 _SAY_ONE = "Set one sliding_window, and layer_types to match"
 _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
 
@@ -306,9 +296,8 @@ def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, gi
 
 
 @disable
-def _hidden_anywhere(asked: _Asked, batch: BalancedBatch) -> bool:
-    """Whether the attention mask hides a token on any rank. Collective, once for a mask."""
-    if batch.on_any_rank(asked.hides):
-        return True
+def _hides(asked: _Asked, batch: BalancedBatch) -> bool:
+    """Whether the attention mask of any rank hides a token. Collective, once for a mask."""
+    found = asked.hides is not None and batch.on_any_rank(asked.hides)
     asked.hides = None
-    return False
+    return found

@@ -29,7 +29,7 @@ def model_of(config: object) -> Model:
 
 
 def layers_of(config: object) -> int | None:
-    """Layers that a configuration says, which attend once each; None: a `Model`, or it does not say."""
+    """Layers that a configuration says; None: it does not say, or is a `Model`."""
     return None if isinstance(config, Model) else facts(_of_text(config)).get("num_layers")
 
 

@@ -404,6 +404,56 @@ def tell(world: World, given: Sequence[Any]) -> str:
     return said
 
 
+def refuse(world: World, case: str) -> str:
+    """The error on this rank where a small Llama's attention does not reach the plan ("sdpa"), or
+    rank 1 alone has an attention mask that hides a token ("mask"); rank 0 has all documents.
+    """
+    model = make_model(Way(model="llama"), balanced=case == "mask")
+    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
+        [torch.arange(3)] * (world.rank == 0)
+    )
+    mask = torch.ones(1, batch.num_rows, dtype=torch.int64)
+    mask[0, 0] = world.rank != 1
+    said = []
+    for take in (batch.gather, lambda logits: batch.global_loss(logits.sum())):
+        try:
+            take(model(**hf.inputs(batch), **{"attention_mask": mask} if case == "mask" else {}).logits[0])
+        except BalanceError as error:
+            said.append(str(error))
+    dist.barrier()
+    return " / ".join(said)
+
+
+def router_loss(world: World) -> tuple[float, Tensor, float]:
+    """The router loss of a small Mixtral on all ranks, the gradient of its first router averaged over
+    the ranks, and the mean over ranks of Transformers' own loss.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = mixtral(hf.register())
+    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
+        documents(0, 0)[world.rank :: world.size]
+    )
+    logits = model(**hf.inputs(batch), output_router_logits=True).router_logits
+    loss = batch.router_loss(logits, 2)
+    (gradient,) = torch.autograd.grad(loss, [model.model.layers[0].mlp.gate.weight])
+    dist.all_reduce(gradient)
+    of_ranks: Any = load_balancing_loss_func(logits, 4, 2)
+    dist.all_reduce(of_ranks)
+    return loss.item(), gradient / world.size, of_ranks.item() / world.size
+
+
+def mixtral(attention: str) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_local_experts": 4}
+    config = MixtralConfig(**sizes, **heads)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
 @dataclass(frozen=True)
 class Delayed:
     """Of one rank: by step, the documents' numbers that it got back; and steps planned ahead."""
