@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the extra 'torch' brings it")
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
@@ -190,6 +191,11 @@ def attend(batch: BalancedBatch, mask: Any, **given: Any) -> Any:
     return hf.attend(nn.Linear(1, 1), x, x[:, :2], x[:, :2], mask, balanced=batch, **given)
 
 
+def later(*place: Any) -> Any:
+    """A mask function: place, head, query and key."""
+    return place[3] > 2
+
+
 IDS = torch.zeros(1, 15, dtype=torch.int64)
 UNION = "a union of masks, as of a prefix or of images; balanced attention is causal"
 
@@ -198,8 +204,8 @@ UNION = "a union of masks, as of a prefix or of images; balanced attention is ca
     ("create", "given", "complaint"),
     [
         ("create_causal_mask", {"block_sequence_ids": IDS - 1}, UNION),
-        ("create_causal_mask", {"or_mask_function": lambda b, h, q, k: k < 2}, UNION),
-        ("create_causal_mask", {"and_mask_function": lambda b, h, q, k: k > 2}, "<lambda> of tests.unit.torch"),
+        ("create_causal_mask", {"or_mask_function": later}, UNION),
+        ("create_causal_mask", {"and_mask_function": later}, "later of tests.unit.torch"),
         ("create_sliding_window_causal_mask", {"block_sequence_ids": IDS}, UNION),
         ("create_chunked_causal_mask", {}, r"attention inside chunks \(4 tokens\); .* documents of at most 4 tokens"),
         ("create_bidirectional_mask", {}, "attention that is not causal"),
@@ -304,7 +310,7 @@ def test_the_division_of_accelerate_is_refused_in_the_backward(monkeypatch: pyte
     class GradientState:
         """As Accelerate's: one state of all instances, empty before an Accelerator is made."""
 
-        _shared_state: dict[str, object] = {"plugin_kwargs": {"num_steps": 4}}
+        _shared_state = frozenset({"num_steps"})
         num_steps = 4
 
     monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=GradientState))  # pyright: ignore
