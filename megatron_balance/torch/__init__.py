@@ -4,7 +4,7 @@
     for documents in loader:                      # of this rank
         batch = balancer(documents)
         logits = model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         batch.mean_loss(loss).backward()
 
 In the model's layers `balanced_attention(q, k, v, batch)` takes the place of causal attention.

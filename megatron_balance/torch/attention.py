@@ -25,6 +25,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     *,
     window: int | None = None,
     sink: Tensor | None = None,
+    layers: int | None = None,
 ) -> Tensor:
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
@@ -40,6 +41,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         scale: of the scores; default 1 / sqrt(D).
         window: keys that a query sees, its own the last; None: all that the batch's mask shows.
         sink: [H], a logit of each head beside the keys of every query, without a value.
+        layers: calls of this that a forward makes, where the model is another than the balancer's,
+            as a reference model; the batch counts them (`BalancedBatch`).
 
     Returns:
         The output, in the shape of `q`.
@@ -48,7 +51,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
             model, or are on several devices; a window under another mask than the causal one.
     """
-    return _outside_graphs(q, k, v, batch, _How(scale, None if window is None else SlidingWindow(window), sink))
+    mask = None if window is None else SlidingWindow(window)
+    return _outside_graphs(q, k, v, batch, _How(scale, mask, sink, layers))
 
 
 class _How(NamedTuple):
@@ -57,6 +61,7 @@ class _How(NamedTuple):
     scale: float | None
     mask: Mask | None
     sink: Tensor | None
+    layers: int | None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, how: _How) -> Tensor:
@@ -90,6 +95,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, how: _How) ->
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
         out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, how.scale, hooked=True, sink=how.sink)
+    batch.count_call(how.layers)
     return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(q.shape)
 
 

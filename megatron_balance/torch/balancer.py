@@ -37,7 +37,7 @@ from megatron_balance.torch.documents import (
     read,
     to_sequences,
 )
-from megatron_balance.torch.model import model_of
+from megatron_balance.torch.model import layers_of, model_of
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings
 from megatron_balance.torch.tracing import LoopTracer
@@ -139,6 +139,7 @@ class SequenceBalancer:
         self._waiting = Waiting(self.pool.rank)
         self._pending: list[Sequences] = []
         self._last: BalancedBatch | None = None
+        self._layers: int | None = None
         self.planned: PlannedStep | None = None
         """The plan of the last step that was trained, and how long planning took."""
 
@@ -156,7 +157,9 @@ class SequenceBalancer:
         Raises:
             ConfigError: a configuration that does not say heads and sizes; as the constructor.
         """
-        return cls(planner, model_of(config), mesh, **keywords)
+        made = cls(planner, model_of(config), mesh, **keywords)
+        made._layers = layers_of(config)
+        return made
 
     def __call__(self, documents: Sequence[Document]) -> BalancedBatch:
         """The rows that this rank computes of a step of one microbatch.
@@ -241,7 +244,7 @@ class SequenceBalancer:
         (batch,) = self._deal(dealing, planned, training=False)
         return batch
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """`BalancedBatch.gather` of the batch that was made last.
 
         Raises:
@@ -249,7 +252,7 @@ class SequenceBalancer:
         """
         if self._last is None:
             raise ConfigError("expected a batch before gather, got none; call the balancer first")
-        return self._last.gather(values)
+        return self._last.gather(values, attended=attended)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state for a checkpoint: documents that wait, or were read ahead by `steps`.
@@ -424,6 +427,7 @@ class SequenceBalancer:
                 tuple((numbers[seq], length) for seq, length in lengths if seq in numbers),
                 self.pool,
                 self.model,
+                self._layers,
             )
             batches.append(
                 BalancedBatch(

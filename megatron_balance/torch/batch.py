@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +23,7 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.whole import at_least
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.torch.exchange import back
 from megatron_balance.training.figures import imbalance_after, imbalance_before
@@ -49,7 +52,7 @@ class Dealt:
     """A microbatch as it was planned and dealt.
 
     `lengths`: of its documents. `documents`: of those that this rank gave, their numbers
-    (`BalancedBatch.documents`) and lengths.
+    (`BalancedBatch.documents`) and lengths. `layers`: of the model, as its configuration says.
     """
 
     plan: MicrobatchPlan
@@ -57,6 +60,7 @@ class Dealt:
     documents: tuple[tuple[int, int], ...]
     pool: Pool
     model: Model
+    layers: int | None = None
 
     def exchange(self) -> TokenExchange:
         """The way of its tokens alone."""
@@ -68,6 +72,12 @@ class BalancedBatch:
 
     Its rows are pieces of documents, of whatever rank gave them, one behind the other. A rank that
     gets none has a row of padding, since it takes part in every collective of a layer.
+
+    A batch counts the attention calls under its plan. `mean_loss`, `global_loss`, `gather`,
+    `gather_rows` and `router_loss` refuse values of a forward whose layers did not all attend under
+    it, on all ranks alike and before anything is communicated. Their argument `attended` is the
+    number of attention calls of a forward, where the configuration does not say it; 0 lets values
+    through that no attention made.
 
     Attributes:
         tokens: int64 [T].
@@ -103,6 +113,10 @@ class BalancedBatch:
         self._scale = loss_scale
         self._bind = bind
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask], Bound] = {}
+        # since values were taken last: attention calls by layers of their model, and forwards begun
+        self._calls: Counter[int] = Counter()
+        self._begun = 0
+        self._taken = False
 
     def __repr__(self) -> str:
         return (
@@ -120,7 +134,50 @@ class BalancedBatch:
         """Labels of the whole step, of all ranks, that count; a scalar."""
         return self._scale.num_targets
 
-    def mean_loss(self, loss: Tensor) -> Tensor:
+    def begin_forward(self) -> None:
+        """Expect the attention of one more forward: `hf.inputs` were handed to a model."""
+        self._begun += 1
+
+    def count_call(self, layers: int | None) -> None:
+        """Count an attention call of a model with `layers`; None: of the balancer's.
+
+        Inside a backward, checkpointing computes a forward again, which was counted.
+        """
+        if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            self._calls[layers or self._dealt.layers or 1] += 1
+
+    def on_any_rank(self, flag: Tensor) -> bool:
+        """Whether a flag is set on any rank of the pool. Collective."""
+        found = flag.to(self.tokens.device, torch.int32)
+        if self._dealt.pool.size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._dealt.pool.groups.pool)
+        return bool(found)
+
+    def _check_attended(self, attended: int | None) -> None:
+        """Refuse values of a forward whose attention did not reach the plan.
+
+        Values that follow without attention or a forward between are further ones of that forward.
+        """
+        each = None if attended is None else at_least(0, "attended", attended)
+        if each == 0 or (self._taken and not self._calls and not self._begun):
+            return
+        partly = [f"{n} calls for {each or layers} layers" for layers, n in self._calls.items() if n % (each or layers)]
+        forwards = sum(n // (each or layers) for layers, n in self._calls.items())
+        got = ", ".join(partly) or f"that of {forwards} forwards, and the inputs went to {self._begun}"
+        if not self._calls:
+            got = "none"
+        elif not partly and forwards >= self._begun:
+            self._calls.clear()
+            self._begun, self._taken = 0, True
+            return
+        raise ConfigError(
+            f"expected attention under the batch's plan in every layer of the forward that made these values, got {got}"
+            "; what attends past the plan sees other documents. Call balanced_attention in every layer, or give a "
+            "Transformers model attn_implementation=hf.register(). attended=N: a forward makes N calls; attended=0: "
+            "no attention made the values"
+        )
+
+    def mean_loss(self, loss: Tensor, *, attended: int | None = None) -> Tensor:
         """The loss to call `backward` on: its gradients are those of the mean over all targets of
         the step.
 
@@ -128,41 +185,88 @@ class BalancedBatch:
         microbatches in a step, gradients are added up as always.
 
         Args:
-            loss: the sum over this rank's targets (`reduction="sum"`), a scalar.
+            loss: the sum over this rank's targets (`reduction="sum"`), a scalar, fp32 or fp64: that
+                of `logits.float()`.
+            attended: see the class.
 
         Raises:
-            ConfigError: not a scalar.
+            ConfigError: not such a scalar; attention that did not reach the plan. In the backward:
+                Accelerate has divided the loss by its accumulation steps.
         """
         _check_scalar(loss)
+        self._check_attended(attended)
         targets = self._scale.num_targets.clamp(min=1)
-        return loss * (self._scale.num_ranks / targets).to(loss.dtype)
+        mean = loss * (self._scale.num_ranks / targets).to(loss.dtype)
+        _refuse_division(mean)
+        return mean
 
-    def global_loss(self, loss: Tensor) -> Tensor:
+    def global_loss(self, loss: Tensor, *, attended: int | None = None) -> Tensor:
         """The share of this microbatch in the step's mean loss over all ranks, to log. Collective.
 
-        `loss` and errors as for `mean_loss`. The sum over a step's microbatches is the step's mean
-        loss.
+        Arguments and errors as for `mean_loss`. The sum over a step's microbatches is the step's
+        mean loss.
         """
         _check_scalar(loss)
+        self._check_attended(attended)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
         return total / self._scale.num_targets.clamp(min=1)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def router_loss(self, logits: Sequence[Tensor], top_k: int, *, attended: int | None = None) -> Tensor:
+        """The auxiliary loss of routers (Switch Transformer, equations 4-6; Transformers'
+        `load_balancing_loss_func`) over the tokens of all ranks, as one process with all documents
+        of the microbatch has it; the loss of each rank's own tokens averages to another one.
+
+        Collective, the backward is not. Add it to `mean_loss`: its gradients, too, are right once
+        FSDP or DDP has averaged them.
+
+        Args:
+            logits: of each layer's router, [T, experts]: a model's `router_logits`.
+            top_k: experts of a token.
+            attended: see the class.
+
+        Raises:
+            ConfigError: logits of other rows; attention that did not reach the plan.
+        """
+        for x in logits:
+            if not isinstance(x, Tensor) or x.ndim != 2 or len(x) != self.num_rows:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ConfigError(f"expected router logits [{self.num_rows}, experts] of each layer, got {got}")
+        if not logits:
+            raise ConfigError("expected the router logits of at least 1 layer, got none; set output_router_logits=True")
+        self._check_attended(attended)
+        num_experts = logits[0].shape[1]
+        own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
+        weights = own.sum(0)
+        totals = torch.stack([torch.zeros_like(weights), weights.detach(), torch.full_like(weights, len(own))]).double()
+        chosen = own.topk(top_k, dim=-1).indices.flatten()
+        totals[0].index_add_(0, chosen, torch.ones_like(chosen, dtype=totals.dtype))
+        if self._scale.num_ranks > 1:
+            dist.all_reduce(totals, group=self._scale.group)
+        shares = totals[:2] / totals[2].clamp(min=1)
+        whole = (num_experts * (shares[0] * shares[1]).sum()).float()
+        # the value is the whole one; the gradient this rank's part, times the ranks of the average
+        slope = (self._scale.num_ranks * num_experts * shares[0] / totals[2].clamp(min=1)).float()
+        mine = (slope * weights).sum()
+        return whole + (mine - mine.detach())
+
+    def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
         """Per-token results [n, ...] of each of `documents`, back on the rank that gave them.
 
         Collective over the pool. For a loss on them take `gather_rows`.
 
         Args:
             values: [T, ...] or [1, T, ...], in the order of `tokens`, of one dtype on all ranks.
+            attended: see the class.
 
         Raises:
-            ConfigError: values of another number of rows.
+            ConfigError: values of another number of rows; attention that did not reach the plan.
         """
-        return list(self.gather_rows(values).split([length for _, length in self._dealt.documents]))
+        lengths = [length for _, length in self._dealt.documents]
+        return list(self.gather_rows(values, attended=attended).split(lengths))
 
-    def gather_rows(self, values: Tensor) -> Tensor:
+    def gather_rows(self, values: Tensor, *, attended: int | None = None) -> Tensor:
         """As `gather`, the documents one behind the other in one tensor, with a gradient.
 
         The backward is collective too, so every rank calls it, one that gave no document on the sum
@@ -175,6 +279,7 @@ class BalancedBatch:
             rows = rows[0]
         if not rows.ndim or len(rows) != self.num_rows:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
+        self._check_attended(attended)
         return back(rows[: self.num_tokens], self._exchange)
 
     @cached_property
@@ -236,3 +341,28 @@ def _check_scalar(loss: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         got = f"{list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f'expected the sum over this rank\'s targets, a scalar tensor (reduction="sum"), got {got}')
+    if loss.dtype.itemsize < torch.float32.itemsize:  # its gradient, the factor, would be rounded to that type
+        raise ConfigError(
+            f"expected the sum over this rank's targets in fp32, got {loss.dtype}; take the loss of logits.float(), of "
+            "all rows at once or in chunks of them"
+        )
+
+
+def _refuse_division(loss: Tensor) -> None:
+    """Refuse, in the backward, a division by Accelerate's accumulation steps: the mean is over the
+    targets of all microbatches already.
+    """
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.GradientState._shared_state or not loss.requires_grad:
+        return
+    steps = accelerate.GradientState().num_steps
+
+    def check(gradient: Tensor) -> None:
+        if steps > 1 and float(gradient) == float(torch.ones_like(gradient) / steps):
+            raise ConfigError(
+                f"expected the gradient of mean_loss's value to be 1, got 1 / {steps}: accelerator.backward divides by "
+                f"gradient_accumulation_steps {steps}, and mean_loss is the step's mean already; call loss.backward(), "
+                "or give Accelerator gradient_accumulation_steps=1"
+            )
+
+    loss.register_hook(check)

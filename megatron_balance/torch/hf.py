@@ -6,28 +6,47 @@ logits = model(**hf.inputs(batch)).logits[0]
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, KeysView
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import CAUSAL, FULL, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
 
 NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
 
+LIMITS = {
+    "sliding_window_overlay": ("sliding_window", "a sliding window"),
+    "chunked_overlay": ("chunk_size", "attention inside chunks"),
+    "sliding_window_bidirectional_overlay": ("sliding_window", "a window to both sides"),
+    "or_masks": ("", "a union of masks, as of a prefix or of images"),
+}
+"""Mask functions of Transformers: what their size is called, if they have one, and they in words."""
+
+UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
+"""Arguments of Transformers' attention that change it, and that balanced attention does not have."""
+
 
 def register() -> str:
     """Register the attention with Transformers, and return its name. Safe to call twice.
+
+    Models that are given the name then refuse it where they take their attention from a table of
+    their own (GPT-J, Falcon), and refuse labels beside `inputs`.
 
     Raises:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
     """
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, PreTrainedModel
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ConfigError(
@@ -35,28 +54,158 @@ def register() -> str:
             "megatron-balance[torch]"
         ) from None
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, asked_mask)
+    check = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(check, "__wrapped__"):
+
+        @functools.wraps(check)
+        def checked(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+            if requested_attention == NAME:
+                _check_tables(type(self))
+                if _check_labels not in self._forward_pre_hooks.values():
+                    self.register_forward_pre_hook(_check_labels, with_kwargs=True)
+            return check(self, requested_attention, is_init_check)
+
+        PreTrainedModel.get_correct_attn_implementation = checked
     return NAME
+
+
+def _check_tables(model: type) -> None:
+    """Refuse a model that finds the class of its attention by name, in a dict of its module."""
+    for module in (sys.modules.get(base.__module__) for base in model.__mro__):
+        for table, held in vars(module).items() if module else ():
+            if isinstance(held, dict) and "eager" in held and NAME not in held:
+                raise ConfigError(
+                    f"{model.__name__} takes its attention from {table}, which knows {', '.join(map(str, held))}, and "
+                    "not from Transformers' AttentionInterface, so it cannot be balanced; use a model that does"
+                )
+
+
+def _check_labels(_: object, __: object, given: dict[str, Any]) -> None:
+    if NAME in given and given.get("labels") is not None:
+        raise ConfigError(_OwnLoss.why)
+
+
+class _Inputs(dict[str, Any]):
+    """Arguments of a forward: each time they are unpacked, the batch expects its attention."""
+
+    def keys(self) -> KeysView[str]:
+        self[NAME].begin_forward()
+        return super().keys()
+
+    def __iter__(self) -> Iterator[str]:  # else Python unpacks a dict without a call of its methods
+        return super().__iter__()
+
+
+class _Refusing:
+    """What a model hands through untouched; whoever computes with it gets the error."""
+
+    why = ""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise ConfigError(cls.why)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("_") else ConfigError(self.why)
+
+    def __getitem__(self, _: object) -> Any:
+        raise ConfigError(self.why)
+
+
+class _OwnLoss(_Refusing):
+    """Divisor of Transformers' own losses."""
+
+    why = (
+        "expected no labels in the model's forward, got some: Transformers would shift batch.labels, which are "
+        "shifted, and average over this rank's tokens. Leave labels out, and take the logits: "
+        'F.cross_entropy(logits.float(), batch.labels, reduction="sum") and batch.mean_loss'
+    )
+
+
+class _Asked(_Refusing):
+    """The mask that a model asked for, on its way to `attend`.
+
+    `limits`: by what hides or shows other keys than `mask`, the longest document in which it does
+    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token; None: there
+    is none.
+    """
+
+    why = (
+        "the model computes with its attention mask, so it attends by itself and past the plan; use one that takes "
+        "its attention from Transformers' AttentionInterface"
+    )
+
+    def __init__(self, mask: Mask, limits: dict[str, int], hides: Tensor | None) -> None:
+        self.mask, self.limits, self.hides = mask, limits, hides
 
 
 def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """Arguments of a model's forward: a batch of one row, without a cache of keys and values.
+
+    Whoever gives the model `labels` beside them gets an error: its own loss would be another.
 
     Raises:
         ConfigError: not a batch of a balancer.
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
-    return {
-        "input_ids": batch.tokens[None],
-        "position_ids": batch.position_ids[None],
-        "use_cache": False,
-        NAME: batch,
-    }
+    return _Inputs(
+        {
+            "input_ids": batch.tokens[None],
+            "position_ids": batch.position_ids[None],
+            "use_cache": False,
+            "num_items_in_batch": _OwnLoss(),
+            NAME: batch,
+        }
+    )
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """No mask: the plan knows what every query sees."""
+@disable
+def asked_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    **_: Any,
+) -> _Asked:
+    """The mask that a model asks for, in place of a tensor: the plan knows what every query sees.
+
+    It is refused, if need be, by the layer that takes it: models ask for masks that none takes.
+    """
+    mask: Mask = CAUSAL
+    limits: dict[str, int] = {}
+    if q_length != kv_length or (not isinstance(q_offset, Tensor) and q_offset):
+        limits[f"a mask of {kv_length} keys for {q_length} queries"] = 0
+    # by name: the causal mask comes before the window that makes it smaller
+    for part, made_with in sorted(_parts(mask_function), key=lambda part: part[0]):
+        size = made_with.get(LIMITS.get(part, ("", ""))[0], 0)
+        match part:
+            case "causal_mask_function" | "packed_sequence_mask_function":
+                pass  # documents are apart in the plan, too
+            case "bidirectional_mask_function":
+                mask = FULL
+            case "sliding_window_overlay" if mask == CAUSAL and size > 0:
+                mask = SlidingWindow(size)
+            case _:
+                limits[f"{LIMITS.get(part, ('', part))[1]}{f' ({size} tokens)' if size else ''}"] = size
+    return _Asked(mask, limits, None if attention_mask is None else ~attention_mask.bool().all())
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the mask functions that all must show a key, and what each was made with."""
+    name = getattr(function, "__qualname__", type(function).__name__).partition(".")[0]
+    ours = getattr(function, "__module__", "") == "transformers.masking_utils"
+    held = dict(inspect.getclosurevars(function).nonlocals) if ours else {}
+    if ours and name == "and_masks":
+        for each in held["mask_functions"]:
+            yield from _parts(each)
+    elif ours and name == "remap_positions_for_packed_sequence":
+        yield from _parts(held["mask_function"])
+    else:
+        yield (name if ours else f"{name} of {getattr(function, '__module__', 'unknown')}"), held
 
 
 def attend(  # noqa: PLR0913  Transformers' signature
@@ -64,7 +213,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | _Asked | None,
     *,
     balanced: BalancedBatch | None = None,
     scaling: float | None = None,
@@ -84,25 +233,71 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and use a model that hands keywords "
             "through to its attention"
         )
-    window, plan = given.get("sliding_window"), balanced.plan
-    if window is not None and window >= max(plan.lengths, default=0):
-        window = None  # it shows whole documents
-    own = plan.mask.size if isinstance(plan.mask, SlidingWindow) else None
+    window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
-    asked = {
-        "an attention mask": attention_mask is not None,
-        "dropout": bool(given.get("dropout")),
-        f"a sliding window of {window} tokens": window is not None and plan.mask not in (CAUSAL, SlidingWindow(window)),
-        "attention without a window": window is None and own is not None,
-        "soft-capped scores": given.get("softcap") is not None,
-        "attention that is not causal": plan.mask != FULL and causal is False,
-        "causal attention, and the batch is planned for another mask": plan.mask == FULL and causal is True,
-    }
-    wrong = [what for what, is_asked in asked.items() if is_asked]
+    wrong: dict[str, str] = {}
+    longest = max(balanced.plan.lengths, default=0)
+    if isinstance(attention_mask, _Asked):
+        asked = attention_mask
+        causal = asked.mask != FULL
+        of_mask = asked.mask.size if isinstance(asked.mask, SlidingWindow) else None
+        if window is not None and window != of_mask and min(window, of_mask or window) < longest:
+            wrong[f"a window of {window} tokens, and in its mask of {of_mask or 'all'}"] = _SAY_ONE
+        window = of_mask
+        for words, size in asked.limits.items():
+            if size < longest:
+                wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
+        if asked.hides is not None and _hides(asked, balanced):  # pyright: ignore[reportCallIssue]
+            wrong["an attention mask that hides tokens"] = _NO_MASK
+    elif attention_mask is not None:
+        wrong["an attention mask"] = _NO_MASK
+    wrong |= _unlike(balanced, window, causal, given)
     if wrong:
         raise ConfigError(
-            f"{name} asks for {', '.join(wrong)}; balanced attention is {plan.mask.name} attention within "
-            "each document. Use a configuration without it, such as attention_dropout=0"
+            f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
+            f"each document. {'; '.join(dict.fromkeys(wrong.values()))}"
         )
+    layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    if window is not None and window >= longest:
+        window = None  # it shows whole documents
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return balanced_attention(q, k, v, balanced, scaling, window=window, sink=given.get("s_aux")), None
+    sink = given.get("s_aux")
+    return balanced_attention(q, k, v, balanced, scaling, window=window, sink=sink, layers=layers), None
+
+
+_NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
+_NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
+_SAY_ONE = "Set one sliding_window, and layer_types to match"
+_OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
+
+
+def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, given: dict[str, Any]) -> dict[str, str]:
+    """What a layer asks for and the plan does not have, each with what to do."""
+    mask, longest = balanced.plan.mask, max(balanced.plan.lengths, default=0)
+    planned = mask.size if isinstance(mask, SlidingWindow) else None
+    shown, of_plan = (None if each is None or each >= longest else each for each in (window, planned))
+    whole = "attention without a window"
+    asked = {
+        "dropout": (given.get("dropout"), "Set attention_dropout=0 in the model's configuration"),
+        f"a sliding window of {shown} tokens": (shown and shown != of_plan and (planned or mask == FULL), _OF_MODEL),
+        whole: (of_plan is not None and shown is None, _OF_MODEL),
+        "soft-capped scores": (given.get("softcap") is not None, "No kernel here caps scores; use another model"),
+        "attention that is not causal": (
+            mask != FULL and causal is False,
+            'Give the balancer Settings(mask="full", shift_labels=False)',
+        ),
+        "causal attention, and the batch is planned for another mask": (
+            mask == FULL and causal is True,
+            'Leave out Settings(mask="full")',
+        ),
+        **{name: (given.get(name) is not None, "No kernel here has it; use another model") for name in UNLIKE},
+    }
+    return {what: hint for what, (is_asked, hint) in asked.items() if is_asked}
+
+
+@disable
+def _hides(asked: _Asked, batch: BalancedBatch) -> bool:
+    """Whether the attention mask of any rank hides a token. Collective, once for a mask."""
+    found = asked.hides is not None and batch.on_any_rank(asked.hides)
+    asked.hides = None
+    return found

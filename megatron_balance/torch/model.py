@@ -20,10 +20,20 @@ def model_of(config: object) -> Model:
     """
     if isinstance(config, Model):
         return config
-    text_config = getattr(config, "get_text_config", None)  # of a model with several modalities
-    described = text_config() if text_config is not None else config
+    described = _of_text(config)
     dtype = value(config, "dtype")
     return Model(
         **facts(described),
         bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2,
     )
+
+
+def layers_of(config: object) -> int | None:
+    """Layers that a configuration says; None: it does not say, or is a `Model`."""
+    return None if isinstance(config, Model) else facts(_of_text(config)).get("num_layers")
+
+
+def _of_text(config: object) -> object:
+    """The configuration of the text model, of a model with several modalities."""
+    text_config = getattr(config, "get_text_config", None)
+    return config if text_config is None else text_config()

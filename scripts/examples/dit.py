@@ -334,7 +334,7 @@ def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer
 
 def squared_error(out: Tensor, target: Tensor, counts: Tensor) -> Tensor:
     """Sum over the rows that count of the mean over their values."""
-    return ((out - target).square().mean(dim=-1) * counts).sum()
+    return ((out.float() - target.float()).square().mean(dim=-1) * counts).sum()
 
 
 def make_balancer(topology: str, planner: str) -> knapformer.SequenceBalancer | SequenceBalancer:

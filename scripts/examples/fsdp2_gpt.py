@@ -112,7 +112,7 @@ def main() -> None:
     spread: list[dict[str, dict[str, float]]] = []
     for (batch,) in balancer.steps(loader(rank, options.steps)):  # balance
         logits = model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         batch.mean_loss(loss).backward()  # balance
         optimizer.step()
         optimizer.zero_grad()

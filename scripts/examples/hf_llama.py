@@ -75,7 +75,7 @@ def main() -> None:
     bar = tqdm(total=options.steps, disable=rank != 0, unit="step")
     for (batch,) in balancer.steps(loader(rank, options.steps)):  # balance
         logits = model(**hf.inputs(batch)).logits[0]  # balance
-        losses = F.cross_entropy(logits, batch.labels, reduction="none")
+        losses = F.cross_entropy(logits.float(), batch.labels, reduction="none")
         batch.mean_loss(losses.sum()).backward()  # balance
         optimizer.step()
         optimizer.zero_grad()

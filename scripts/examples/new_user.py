@@ -43,7 +43,7 @@ for step in range(20):
     documents = [torch.arange(n) % 64 for n in (400 // (1 + dist.get_rank()), 7 + step)]  # this rank's own
     batch = balancer(documents)
     logits = model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
-    loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+    loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
     batch.mean_loss(loss).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -116,6 +116,31 @@ def test_balancers_of_the_same_ranks_share_process_groups(world: Pool) -> None:
         assert apart == 2, "of a balancer of all ranks, and one of pairs"
 
 
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [("sdpa", "in every layer of the forward that made these values, got none"), ("mask", "mask that hides tokens")],
+)
+def test_every_rank_refuses_what_did_not_reach_the_plan(world: Pool, case: str, complaint: str) -> None:
+    pytest.importorskip("transformers")
+    for said in world.run(torch_jobs.refuse, RANKS, case):
+        assert said.count(complaint) == 2, said
+
+
+def test_the_router_loss_is_that_of_one_process_with_all_documents(world: Pool) -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = torch_jobs.mixtral("eager")
+    alone = [model(each[None], output_router_logits=True).router_logits for each in torch_jobs.documents(0, 0)]
+    wanted = load_balancing_loss_func(tuple(torch.cat(layer) for layer in zip(*alone, strict=True)), 4, 2)
+    assert isinstance(wanted, torch.Tensor)
+    (gradient,) = torch.autograd.grad(wanted, [model.model.layers[0].mlp.gate.weight])
+    for loss, averaged, of_ranks in world.run(torch_jobs.router_loss, RANKS):
+        assert loss == pytest.approx(wanted.item(), rel=1e-6)
+        torch.testing.assert_close(averaged, gradient, rtol=1e-4, atol=1e-7)
+        assert abs(of_ranks - wanted.item()) > 1e-4, "the mean of the ranks' losses is another"
+
+
 GOOD = [torch.arange(4)]
 
 

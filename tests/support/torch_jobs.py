@@ -349,10 +349,10 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     right = torch.equal(position[:n], batch.position_ids[:n].float() / 7) and bool(flags[:n].all())
     right &= torch.equal(batch.labels[:n][batch.labels[:n] >= 0], batch.position_ids[:n][batch.labels[:n] >= 0] + 1)
     weight = torch.arange(batch.num_rows).double().requires_grad_()
-    (batch.gather_rows(weight * 2).sum() * 3).backward()
+    (batch.gather_rows(weight * 2, attended=0).sum() * 3).backward()
     assert weight.grad is not None
-    tokens = [each.tolist() for each in balancer.gather(batch.tokens)]
-    others = [each.tolist() for each in batch.gather(position[None])]
+    tokens = [each.tolist() for each in balancer.gather(batch.tokens, attended=0)]
+    others = [each.tolist() for each in batch.gather(position[None], attended=0)]
     return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
 
 
@@ -453,6 +453,56 @@ def tell(world: World, given: Sequence[Any]) -> str:
     return said
 
 
+def refuse(world: World, case: str) -> str:
+    """The error on this rank where a small Llama's attention does not reach the plan ("sdpa"), or
+    rank 1 alone has an attention mask that hides a token ("mask"); rank 0 has all documents.
+    """
+    model = make_model(Way(model="llama"), balanced=case == "mask")
+    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
+        [torch.arange(3)] * (world.rank == 0)
+    )
+    mask = torch.ones(1, batch.num_rows, dtype=torch.int64)
+    mask[0, 0] = world.rank != 1
+    said = []
+    for take in (batch.gather, lambda logits: batch.global_loss(logits.sum())):
+        try:
+            take(model(**hf.inputs(batch), **{"attention_mask": mask} if case == "mask" else {}).logits[0])
+        except BalanceError as error:
+            said.append(str(error))
+    dist.barrier()
+    return " / ".join(said)
+
+
+def router_loss(world: World) -> tuple[float, Tensor, float]:
+    """The router loss of a small Mixtral on all ranks, the gradient of its first router averaged over
+    the ranks, and the mean over ranks of Transformers' own loss.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = mixtral(hf.register())
+    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
+        documents(0, 0)[world.rank :: world.size]
+    )
+    logits = model(**hf.inputs(batch), output_router_logits=True).router_logits
+    loss = batch.router_loss(logits, 2)
+    (gradient,) = torch.autograd.grad(loss, [model.model.layers[0].mlp.gate.weight])
+    dist.all_reduce(gradient)
+    of_ranks: Any = load_balancing_loss_func(logits, 4, 2)
+    dist.all_reduce(of_ranks)
+    return loss.item(), gradient / world.size, of_ranks.item() / world.size
+
+
+def mixtral(attention: str) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_local_experts": 4}
+    config = MixtralConfig(**sizes, **heads)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
 @dataclass(frozen=True)
 class Delayed:
     """Of one rank: by step, the documents' numbers that it got back; and steps planned ahead."""
@@ -481,7 +531,7 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
     while (batches := next(steps, None)) is not None:
         at += 1
         for batch in batches:
-            back = batch.gather(batch.tokens)
+            back = batch.gather(batch.tokens, attended=0)
             assert [len(each) for each in back] == [n for _, n in batch._dealt.documents]
         done.trained.append([number for batch in batches for number in batch.documents])
         assert balancer.planned is not None

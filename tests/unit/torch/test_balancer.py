@@ -67,14 +67,14 @@ def test_the_mean_loss_counts_the_targets_of_all_microbatches() -> None:
     logits = [torch.randn(batch.num_rows, 10, requires_grad=True) for batch in batches]
     sums = [F.cross_entropy(x, b.labels, reduction="sum") for x, b in zip(logits, batches, strict=True)]
     for batch, summed in zip(batches, sums, strict=True):
-        batch.mean_loss(summed).backward()
+        batch.mean_loss(summed, attended=0).backward()
     labels = torch.cat([batch.labels for batch in batches])
     whole = torch.cat(logits).detach().requires_grad_()
     mean = F.cross_entropy(whole, labels)
     mean.backward()
     assert whole.grad is not None
     torch.testing.assert_close(torch.cat([x.grad for x in logits if x.grad is not None]), whole.grad)
-    shares = [float(batch.global_loss(summed)) for batch, summed in zip(batches, sums, strict=True)]
+    shares = [float(batch.global_loss(summed, attended=0)) for batch, summed in zip(batches, sums, strict=True)]
     assert sum(shares) == pytest.approx(mean.item())
 
 

@@ -76,6 +76,7 @@ def test_several_microbatches_and_further_tensors() -> None:
     space["balancer"] = SequenceBalancer.for_model(CONFIG)
     exec(BLOCKS["More tensors per token"].replace(", ...]", "]"), space)
     assert torch.equal(space["weights"], weights)
-    space["logits"] = torch.zeros(4, VOCABULARY)
+    batch = space["batch"]
+    space["logits"] = space["model"](batch.tokens, batch.position_ids, batch)
     exec(BLOCKS["Results back to their documents"], space)
     assert [len(each) for each in space["log_probs"]] == [4]
