@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import CAUSAL, FULL, SlidingWindow
+from megatron_balance.torch import positions
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
 
@@ -20,8 +22,14 @@ NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
 
 
-def register() -> str:
+def register(model: torch.nn.Module | None = None) -> str:
     """Register the attention with Transformers, and return its name. Safe to call twice.
+
+    Models that are made from now on take the positions of each document where they would take those
+    of a rank's row (`positions`).
+
+    Args:
+        model: one that was made before.
 
     Raises:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
@@ -36,6 +44,9 @@ def register() -> str:
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, no_mask)
+    positions.watch()
+    for module in () if model is None else model.modules():
+        positions.treat(module)
     return NAME
 
 
@@ -47,6 +58,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
+    positions.announce(batch)
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
@@ -59,6 +71,7 @@ def no_mask(*_: Any, **__: Any) -> None:
     """No mask: the plan knows what every query sees."""
 
 
+@disable
 def attend(  # noqa: PLR0913  Transformers' signature
     module: torch.nn.Module,
     query: Tensor,
@@ -76,7 +89,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
     Raises:
         ConfigError: the model was called without the batch, or asks for what a plan does not have:
-            dropout, soft-capped scores, a mask of its own or another than the plan's.
+            dropout, soft-capped scores, a mask of its own or another than the plan's, positions that
+            are those of a row.
     """
     name = type(module).__name__
     if balanced is None:
@@ -104,5 +118,6 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} asks for {', '.join(wrong)}; balanced attention is {plan.mask.name} attention within "
             "each document. Use a configuration without it, such as attention_dropout=0"
         )
+    query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return balanced_attention(q, k, v, balanced, scaling, window=window, sink=given.get("s_aux")), None

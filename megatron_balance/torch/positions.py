@@ -1,0 +1,253 @@
+"""Positions in Transformers' models: those of a token in its document, not of a row on its rank.
+
+Most models rotate by `position_ids`, or look them up, and need nothing. The others take something
+from the row that they compute, which here holds pieces of documents: a table by its longest
+position (`dynamic` and `longrope` RoPE), positions counted from the padding token on (RoBERTa's
+kind), a temperature by row number (Llama 4). Those that can be had for each document by itself are;
+`treated` refuses the rest.
+
+The modules that need it are given another `forward` when a model is made (`watch`). It finds the
+batch by the memory of its `position_ids`, the one thing of a batch that reaches them through an
+unmodified model; on any other positions it is the module's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.compiler import disable
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.columns import Fragment
+from megatron_balance.torch.batch import BalancedBatch
+
+_batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()
+"""By the address of their `position_ids`."""
+
+_treated: WeakKeyDictionary[BalancedBatch, dict[int | str, object]] = WeakKeyDictionary()
+"""Of each batch, what took its positions by document: the configurations of tables by `id`, and
+embeddings by the name of their file."""
+
+
+def announce(batch: BalancedBatch) -> None:
+    """Let the modules of a model know the batch by its positions."""
+    _batches[batch.position_ids.data_ptr()] = batch
+
+
+@cache
+def watch() -> None:
+    """Treat the modules of all models that are made from now on."""
+    register_module_module_registration_hook(lambda _parent, _name, module: treat(module))
+
+
+def treat(module: nn.Module | None) -> None:
+    """Give a module that takes positions from the row another `forward`. Safe to call twice."""
+    if module is None or "forward" in vars(module):
+        return
+    if hasattr(module, "original_max_seq_len") and any(_by_length(rope) for _, rope in _ropes(module.config)):
+        module.forward = partial(_rotate, module)
+    elif _counts_from_padding(_kind(module)):
+        module.forward = partial(_embed, module)
+
+
+def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
+    """Queries [1, H, T, D] of an attention module, with the temperature of their positions.
+
+    Raises:
+        ConfigError: positions of this model are those of the row; alike on all ranks.
+    """
+    name, config = type(module).__name__, getattr(module, "config", None)
+    _check_tables(name, config, batch)
+    kind = _kind(module)
+    if _embeds_from_padding(_file(kind)) and kind.__module__ not in _treated.get(batch, {}):
+        raise ConfigError(
+            f"{name}: its model counts positions from the padding token on, and was made before hf.register(); make it "
+            "afterwards, or call hf.register(model)"
+        )
+    if _takes_no_positions(_file(kind)):
+        raise ConfigError(
+            f"{name}: its model takes no position_ids: it numbers the rows that a rank holds, which are pieces of "
+            "documents. Use a model that takes them"
+        )
+    if getattr(config, "token_dropout", False):
+        raise ConfigError(
+            f"{name}: token_dropout scales by the share of masked tokens of a row, which holds pieces of documents; "
+            "set token_dropout=False"
+        )
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    row = torch.arange(batch.num_rows, device=query.device)
+    floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)  # pyright: ignore[reportArgumentType]
+    right, of_row = (
+        torch.log1p(((at.float() + 1) / floor_scale).floor()) * attn_scale + 1 for at in (batch.position_ids, row)
+    )
+    return (query * (right / of_row)[:, None]).to(query.dtype)
+
+
+# Tables of frequencies by the length of a document
+
+
+def _ropes(config: object) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """The parameters of each RoPE of a configuration, by its type of layers; None: of all."""
+    said = getattr(config, "rope_parameters", None)
+    if not isinstance(said, Mapping):
+        return
+    nested = {kind: rope for kind, rope in said.items() if isinstance(rope, Mapping)}
+    yield from nested.items() if nested else ((None, said),)
+
+
+def _by_length(rope: Mapping[str, Any]) -> bool:
+    """Whether Transformers gives a longer row other frequencies, or another scale (Phi-3.5 MoE)."""
+    kind = str(rope.get("rope_type", rope.get("type")))
+    return "dynamic" in kind or kind == "longrope" or "long_mscale" in rope
+
+
+def _original_length(config: object, rope: Mapping[str, Any]) -> int:
+    """Tokens of a document up to which its table is the original one, as Transformers has it.
+
+    Raises:
+        ConfigError: it is not said.
+    """
+    said = None if "dynamic" in str(rope.get("rope_type")) else rope.get("original_max_position_embeddings")
+    found = getattr(config, "max_position_embeddings", None) if said is None else said
+    if not isinstance(found, int):
+        raise ConfigError(
+            f"{type(config).__name__}: RoPE {rope.get('rope_type')} changes with a document's length, and the "
+            "configuration does not say from which on; give original_max_position_embeddings"
+        )
+    return found
+
+
+def _check_tables(name: str, config: object, batch: BalancedBatch) -> None:
+    longest = max(batch.plan.lengths, default=0)
+    for _, rope in _ropes(config):
+        if not _by_length(rope) or id(config) in _treated.get(batch, {}):
+            continue
+        original = _original_length(config, rope)
+        if longest > original:
+            raise ConfigError(
+                f"{name}: RoPE {rope.get('rope_type')} has another table for documents above {original} tokens, the "
+                f"longest here has {longest}, and the module that rotates was not seen to take each document's own; "
+                "make the model after hf.register(), or call hf.register(model)"
+            )
+
+
+@disable
+def _rotate(rotary: Any, x: Tensor, position_ids: Tensor, *kind: str, **named: Any) -> Any:
+    """The `forward` of a rotary module: each document by the table of its own length."""
+    forward = type(rotary).forward
+    batch = _batches.get(position_ids.data_ptr())
+    layers = named.get("layer_type", kind[0] if kind else None)
+    rope = dict(_ropes(rotary.config)).get(layers, {})
+    if batch is None or position_ids.shape[-1] != batch.num_rows or not _by_length(rope):
+        return forward(rotary, x, position_ids, *kind, **named)
+    original = _original_length(rotary.config, rope)
+    lengths = np.maximum(np.array(batch.plan.lengths), original)
+    if "dynamic" not in str(rope["rope_type"]):
+        lengths = np.minimum(lengths, original + 1)  # two tables
+    pieces = batch.layout()
+    tables = np.full(batch.num_rows, original)
+    tables[: batch.num_tokens] = np.repeat(
+        lengths[pieces[:, Fragment.SEQ]], pieces[:, Fragment.STOP] - pieces[:, Fragment.START]
+    )
+    rotations: dict[Tensor, Any] = {}
+    for table in np.unique(tables):
+        rows = torch.from_numpy(np.flatnonzero(tables == table)).to(position_ids.device)
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), int(table) - 1)
+        positions = torch.cat([position_ids[..., rows], last], dim=-1)
+        rotations[rows] = forward(_unused(rotary), x, positions, *kind, **named)
+    _treated.setdefault(batch, {})[id(rotary.config)] = rotary.config
+    if isinstance(next(iter(rotations.values())), Tensor):
+        return _joined(rotations, batch.num_rows)
+    return tuple(
+        _joined(dict(zip(rotations, parts, strict=True)), batch.num_rows)
+        for parts in zip(*rotations.values(), strict=True)
+    )
+
+
+def _joined(rotations: Mapping[Tensor, Tensor], num_rows: int) -> Tensor:
+    """Rotations [..., n + 1, D] of rows, without the last, as [..., T, D]."""
+    first = next(iter(rotations.values()))
+    whole = first.new_empty(*first.shape[:-2], num_rows, first.shape[-1])
+    for rows, rotation in rotations.items():
+        whole[..., rows, :] = rotation[..., :-1, :]
+    return whole
+
+
+def _unused(rotary: Any) -> Any:
+    """A copy of a rotary module as it was before its first call, which other calls do not see."""
+    made = copy.copy(rotary)
+    made._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
+    for prefix in [""] if isinstance(rotary.rope_type, str) else [f"{kind}_" for kind in rotary.rope_type]:
+        original = getattr(rotary, f"{prefix}original_inv_freq")
+        made.register_buffer(f"{prefix}inv_freq", original.clone(), persistent=False)
+        setattr(made, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+    return made
+
+
+# Positions that an embedding counts
+
+
+@cache
+def _counts_from_padding(kind: type) -> bool:
+    """Whether a class embeds positions that it counts from the padding token on (RoBERTa)."""
+    counts = "create_position_ids_from_input_ids"
+    if not issubclass(kind, nn.Module) or not (hasattr(kind, counts) or hasattr(_file(kind), counts)):
+        return False
+    return "Embeddings" in kind.__name__ and "position_ids" in inspect.signature(kind.forward).parameters
+
+
+@disable
+def _embed(embeddings: Any, *args: Any, **named: Any) -> Tensor:
+    """The `forward` of an embedding that counts from the padding token on: by document."""
+    call = inspect.signature(type(embeddings).forward).bind(embeddings, *args, **named)
+    given = call.arguments.get("position_ids")
+    batch = None if given is None else _batches.get(given.data_ptr())
+    if batch is not None:
+        # as Transformers counts them: padding tokens are passed over, and are at the padding's own
+        counts = (batch.tokens != embeddings.padding_idx).long()
+        call.arguments["position_ids"] = (batch.cumulative(counts) * counts + embeddings.padding_idx)[None]
+        _treated.setdefault(batch, {})[_kind(embeddings).__module__] = embeddings
+    return type(embeddings).forward(*call.args, **call.kwargs)
+
+
+# What a model is made of, by the file of its attention
+
+
+def _kind(module: nn.Module) -> type:
+    """The class of a module, under those that FSDP makes of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch."))
+
+
+def _file(kind: type) -> object:
+    return sys.modules.get(kind.__module__)
+
+
+def _classes(file: object) -> list[type]:
+    return [each for each in vars(file).values() if isinstance(each, type)] if file else []
+
+
+@cache
+def _embeds_from_padding(file: object) -> bool:
+    """Whether the models of a file have such an embedding."""
+    return any(_counts_from_padding(each) for each in _classes(file))
+
+
+@cache
+def _takes_no_positions(file: object) -> bool:
+    """Whether the models of a file take token ids, and none of them positions."""
+    from transformers import PreTrainedModel
+
+    models = [each for each in _classes(file) if issubclass(each, PreTrainedModel)]
+    taken = [inspect.signature(each.forward).parameters.keys() for each in models]
+    return any("input_ids" in each for each in taken) and not any("position_ids" in each for each in taken)
