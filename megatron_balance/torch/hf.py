@@ -25,11 +25,11 @@ NAME = "balanced"
 def register(model: torch.nn.Module | None = None) -> str:
     """Register the attention with Transformers, and return its name. Safe to call twice.
 
-    Models that are made from now on take the positions of each document where they would take those
-    of a rank's row (`positions`).
+    Models that are made with it, or set to it, take the positions of each document where they would
+    take those of a rank's row (`positions`).
 
     Args:
-        model: one that was made before.
+        model: one that came by it otherwise.
 
     Raises:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
@@ -44,9 +44,9 @@ def register(model: torch.nn.Module | None = None) -> str:
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, no_mask)
-    positions.watch()
-    for module in () if model is None else model.modules():
-        positions.treat(module)
+    positions.watch(NAME)
+    if model is not None:
+        positions.treat(model)
     return NAME
 
 

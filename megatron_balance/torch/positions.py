@@ -6,9 +6,9 @@ position (`dynamic` and `longrope` RoPE), positions counted from the padding tok
 kind), a temperature by row number (Llama 4). Those that can be had for each document by itself are;
 `treated` refuses the rest.
 
-The modules that need it are given another `forward` when a model is made (`watch`). It finds the
-batch by the memory of its `position_ids`, the one thing of a batch that reaches them through an
-unmodified model; on any other positions it is the module's own.
+The modules that need it are given another `forward` when a model is made with balanced attention
+(`watch`). It finds the batch by the memory of its `position_ids`, the one thing of a batch that
+reaches them through an unmodified model; on any other positions it is the module's own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import disable
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Fragment
@@ -45,19 +44,32 @@ def announce(batch: BalancedBatch) -> None:
 
 
 @cache
-def watch() -> None:
-    """Treat the modules of all models that are made from now on."""
-    register_module_module_registration_hook(lambda _parent, _name, module: treat(module))
+def watch(attention: str) -> None:
+    """Treat every model that is made with this attention from now on, or is set to it."""
+    from transformers import PreTrainedModel
+
+    def then_treat(method: Callable[..., None]) -> Callable[..., None]:
+        @wraps(method)
+        def of_model(model: Any, *args: Any, **named: Any) -> None:
+            method(model, *args, **named)
+            if getattr(model.config, "_attn_implementation", None) == attention:
+                treat(model)
+
+        return of_model
+
+    for name in ("post_init", "set_attn_implementation"):  # what every way to a model ends with
+        setattr(PreTrainedModel, name, then_treat(getattr(PreTrainedModel, name)))
 
 
-def treat(module: nn.Module | None) -> None:
-    """Give a module that takes positions from the row another `forward`. Safe to call twice."""
-    if module is None or "forward" in vars(module):
-        return
-    if hasattr(module, "original_max_seq_len") and any(_by_length(rope) for _, rope in _ropes(module.config)):
-        module.forward = partial(_rotate, module)
-    elif _counts_from_padding(_kind(module)):
-        module.forward = partial(_embed, module)
+def treat(model: nn.Module) -> None:
+    """Give modules that take positions from the row another `forward`. Safe to call twice."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        if hasattr(module, "original_max_seq_len") and any(_by_length(rope) for _, rope in _ropes(module.config)):
+            module.forward = partial(_rotate, module)
+        elif _counts_from_padding(_kind(module)):
+            module.forward = partial(_embed, module)
 
 
 def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
@@ -71,8 +83,8 @@ def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
     kind = _kind(module)
     if _embeds_from_padding(_file(kind)) and kind.__module__ not in _treated.get(batch, {}):
         raise ConfigError(
-            f"{name}: its model counts positions from the padding token on, and was made before hf.register(); make it "
-            "afterwards, or call hf.register(model)"
+            f"{name}: its model counts positions from the padding token on, and its embedding was not seen to count "
+            "those of each document; call hf.register(model)"
         )
     if _takes_no_positions(_file(kind)):
         raise ConfigError(
@@ -138,7 +150,7 @@ def _check_tables(name: str, config: object, batch: BalancedBatch) -> None:
             raise ConfigError(
                 f"{name}: RoPE {rope.get('rope_type')} has another table for documents above {original} tokens, the "
                 f"longest here has {longest}, and the module that rotates was not seen to take each document's own; "
-                "make the model after hf.register(), or call hf.register(model)"
+                "call hf.register(model)"
             )
 
 
