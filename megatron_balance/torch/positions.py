@@ -33,9 +33,11 @@ from megatron_balance.torch.batch import BalancedBatch
 _batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()
 """By the address of their `position_ids`."""
 
-_treated: WeakKeyDictionary[BalancedBatch, dict[int | str, object]] = WeakKeyDictionary()
-"""Of each batch, what took its positions by document: the configurations of tables by `id`, and
-embeddings by the name of their file."""
+_models: WeakKeyDictionary[BalancedBatch, set[object]] = WeakKeyDictionary()
+"""Of each batch, the models that took its positions by document: their `MARK`s."""
+
+MARK = "balanced_positions"
+"""Attribute of all modules of a treated model: an object of its own."""
 
 
 def announce(batch: BalancedBatch) -> None:
@@ -48,22 +50,26 @@ def watch(attention: str) -> None:
     """Treat every model that is made with this attention from now on, or is set to it."""
     from transformers import PreTrainedModel
 
-    def then_treat(method: Callable[..., None]) -> Callable[..., None]:
+    def then_treat(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def of_model(model: Any, *args: Any, **named: Any) -> None:
-            method(model, *args, **named)
-            if getattr(model.config, "_attn_implementation", None) == attention:
+        def of_model(model: Any, *args: Any, **named: Any) -> Any:
+            found = method(model, *args, **named)
+            if attention in (found, getattr(model.config, "_attn_implementation", None)):
                 treat(model)
+            return found
 
         return of_model
 
-    for name in ("post_init", "set_attn_implementation"):  # what every way to a model ends with
+    # what a constructor ends with, and what set_attn_implementation calls, also where it was looked up before
+    for name in ("post_init", "_check_and_adjust_attn_implementation"):
         setattr(PreTrainedModel, name, then_treat(getattr(PreTrainedModel, name)))
 
 
 def treat(model: nn.Module) -> None:
     """Give modules that take positions from the row another `forward`. Safe to call twice."""
+    mark = object()
     for module in model.modules():
+        setattr(module, MARK, mark)
         if "forward" in vars(module):
             continue
         if hasattr(module, "original_max_seq_len") and any(_by_length(rope) for _, rope in _ropes(module.config)):
@@ -78,15 +84,10 @@ def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
     Raises:
         ConfigError: positions of this model are those of the row; alike on all ranks.
     """
-    name, config = type(module).__name__, getattr(module, "config", None)
-    _check_tables(name, config, batch)
-    kind = _kind(module)
-    if _embeds_from_padding(_file(kind)) and kind.__module__ not in _treated.get(batch, {}):
-        raise ConfigError(
-            f"{name}: its model counts positions from the padding token on, and its embedding was not seen to count "
-            "those of each document; call hf.register(model)"
-        )
-    if _takes_no_positions(_file(kind)):
+    name, config, file = type(module).__name__, getattr(module, "config", None), _file(_kind(module))
+    if getattr(module, MARK, None) not in _models.get(batch, ()):
+        _check_untreated(name, config, file, batch)
+    if _takes_no_positions(file):
         raise ConfigError(
             f"{name}: its model takes no position_ids: it numbers the rows that a rank holds, which are pieces of "
             "documents. Use a model that takes them"
@@ -111,17 +112,20 @@ def treated(module: nn.Module, query: Tensor, batch: BalancedBatch) -> Tensor:
 
 def _ropes(config: object) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
     """The parameters of each RoPE of a configuration, by its type of layers; None: of all."""
-    said = getattr(config, "rope_parameters", None)
+    said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(said, Mapping):
         return
     nested = {kind: rope for kind, rope in said.items() if isinstance(rope, Mapping)}
     yield from nested.items() if nested else ((None, said),)
 
 
+def _type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type")))
+
+
 def _by_length(rope: Mapping[str, Any]) -> bool:
     """Whether Transformers gives a longer row other frequencies, or another scale (Phi-3.5 MoE)."""
-    kind = str(rope.get("rope_type", rope.get("type")))
-    return "dynamic" in kind or kind == "longrope" or "long_mscale" in rope
+    return "dynamic" in _type(rope) or _type(rope) == "longrope" or "long_mscale" in rope
 
 
 def _original_length(config: object, rope: Mapping[str, Any]) -> int:
@@ -130,28 +134,31 @@ def _original_length(config: object, rope: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: it is not said.
     """
-    said = None if "dynamic" in str(rope.get("rope_type")) else rope.get("original_max_position_embeddings")
+    said = None if "dynamic" in _type(rope) else rope.get("original_max_position_embeddings")
     found = getattr(config, "max_position_embeddings", None) if said is None else said
     if not isinstance(found, int):
         raise ConfigError(
-            f"{type(config).__name__}: RoPE {rope.get('rope_type')} changes with a document's length, and the "
+            f"{type(config).__name__}: RoPE {_type(rope)} changes with a document's length, and the "
             "configuration does not say from which on; give original_max_position_embeddings"
         )
     return found
 
 
-def _check_tables(name: str, config: object, batch: BalancedBatch) -> None:
+def _check_untreated(name: str, config: object, file: object, batch: BalancedBatch) -> None:
+    """Refuse a model that would take positions from the row."""
     longest = max(batch.plan.lengths, default=0)
     for _, rope in _ropes(config):
-        if not _by_length(rope) or id(config) in _treated.get(batch, {}):
-            continue
-        original = _original_length(config, rope)
-        if longest > original:
+        if _by_length(rope) and longest > (original := _original_length(config, rope)):
             raise ConfigError(
-                f"{name}: RoPE {rope.get('rope_type')} has another table for documents above {original} tokens, the "
+                f"{name}: RoPE {_type(rope)} has another table for documents above {original} tokens, the "
                 f"longest here has {longest}, and the module that rotates was not seen to take each document's own; "
                 "call hf.register(model)"
             )
+    if _embeds_from_padding(file):
+        raise ConfigError(
+            f"{name}: its model counts positions from the padding token on, and its embedding was not seen to count "
+            "those of each document; call hf.register(model)"
+        )
 
 
 @disable
@@ -165,7 +172,7 @@ def _rotate(rotary: Any, x: Tensor, position_ids: Tensor, *kind: str, **named: A
         return forward(rotary, x, position_ids, *kind, **named)
     original = _original_length(rotary.config, rope)
     lengths = np.maximum(np.array(batch.plan.lengths), original)
-    if "dynamic" not in str(rope["rope_type"]):
+    if "dynamic" not in _type(rope):
         lengths = np.minimum(lengths, original + 1)  # two tables
     pieces = batch.layout()
     tables = np.full(batch.num_rows, original)
@@ -178,7 +185,7 @@ def _rotate(rotary: Any, x: Tensor, position_ids: Tensor, *kind: str, **named: A
         last = position_ids.new_full((*position_ids.shape[:-1], 1), int(table) - 1)
         positions = torch.cat([position_ids[..., rows], last], dim=-1)
         rotations[rows] = forward(_unused(rotary), x, positions, *kind, **named)
-    _treated.setdefault(batch, {})[id(rotary.config)] = rotary.config
+    _models.setdefault(batch, set()).add(getattr(rotary, MARK))
     if isinstance(next(iter(rotations.values())), Tensor):
         return _joined(rotations, batch.num_rows)
     return tuple(
@@ -229,7 +236,7 @@ def _embed(embeddings: Any, *args: Any, **named: Any) -> Tensor:
         # as Transformers counts them: padding tokens are passed over, and are at the padding's own
         counts = (batch.tokens != embeddings.padding_idx).long()
         call.arguments["position_ids"] = (batch.cumulative(counts) * counts + embeddings.padding_idx)[None]
-        _treated.setdefault(batch, {})[_kind(embeddings).__module__] = embeddings
+        _models.setdefault(batch, set()).add(getattr(embeddings, MARK))
     return type(embeddings).forward(*call.args, **call.kwargs)
 
 
