@@ -282,6 +282,16 @@ class BalancedBatch:
         self._check_attended(attended)
         return back(rows[: self.num_tokens], self._exchange)
 
+    def cumulative(self, values: Tensor) -> Tensor:
+        """Sums [T] of integers [T] over the rows of each document up to each, wherever they lie.
+
+        Collective over the pool. 0 at padding.
+        """
+        whole = self._exchange.back(values[: self.num_tokens])
+        documents = whole.split([length for _, length in self._dealt.documents])
+        sums = self._exchange.there(torch.cat([whole[:0], *(each.cumsum(0) for each in documents)]))
+        return torch.nn.functional.pad(sums, (0, self.num_rows - self.num_tokens))
+
     @cached_property
     def _exchange(self) -> TokenExchange:
         return self._dealt.exchange()

@@ -18,6 +18,7 @@ from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
+from megatron_balance.torch import positions
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
 
@@ -36,11 +37,15 @@ UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
 """Arguments of Transformers' attention that change it, and that balanced attention does not have."""
 
 
-def register() -> str:
+def register(model: torch.nn.Module | None = None) -> str:
     """Register the attention with Transformers, and return its name. Safe to call twice.
 
-    Models that are given the name then refuse it where they take their attention from a table of
-    their own (GPT-J, Falcon), and refuse labels beside `inputs`.
+    Models that are made with the name, or set to it, refuse it where they take their attention from a
+    table of their own (GPT-J, Falcon), refuse labels beside `inputs`, and take the positions of each
+    document where they would take those of a rank's row (`positions`).
+
+    Args:
+        model: one that came by it otherwise.
 
     Raises:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
@@ -67,6 +72,9 @@ def register() -> str:
             return check(self, requested_attention, is_init_check)
 
         PreTrainedModel.get_correct_attn_implementation = checked
+    positions.watch(NAME)
+    if model is not None:
+        positions.treat(model)
     return NAME
 
 
@@ -150,6 +158,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     """
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
+    positions.announce(batch)
     return _Inputs(
         {
             "input_ids": batch.tokens[None],
@@ -208,6 +217,7 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]
         yield (name if ours else f"{name} of {getattr(function, '__module__', 'unknown')}"), held
 
 
+@disable
 def attend(  # noqa: PLR0913  Transformers' signature
     module: torch.nn.Module,
     query: Tensor,
@@ -225,7 +235,8 @@ def attend(  # noqa: PLR0913  Transformers' signature
 
     Raises:
         ConfigError: the model was called without the batch, or asks for what a plan does not have:
-            dropout, soft-capped scores, a mask of its own or another than the plan's.
+            dropout, soft-capped scores, a mask of its own or another than the plan's, positions that
+            are those of a row.
     """
     name = type(module).__name__
     if balanced is None:
@@ -260,6 +271,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
     if window is not None and window >= longest:
         window = None  # it shows whole documents
+    query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sink = given.get("s_aux")
     return balanced_attention(q, k, v, balanced, scaling, window=window, sink=sink, layers=layers), None

@@ -1,0 +1,110 @@
+"""Models that take positions from a row take those of each document, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_balance.planners import PLANNERS
+from tests.support import position_jobs
+from tests.support.pool import Pool
+from tests.support.position_jobs import ORIGINAL, Case
+
+pytestmark = pytest.mark.dist
+pytest.importorskip("transformers")
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Pool]:
+    ranks = Pool(timeout_s=240.0, num_ranks=RANKS)
+    yield ranks
+    ranks.close()
+
+
+def largest(world: Pool, cases: list[Case]) -> dict[Case, tuple[float, float] | str]:
+    one, two = world.run(position_jobs.differences, RANKS, cases)
+    assert one == two, "all ranks alike"
+    return dict(zip(cases, one, strict=True))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "phi3, longrope",
+        "phimoe, scales by length",
+        "llama, dynamic",
+        "olmo3, by type of layers",
+        "llama4, temperature",
+        "opt",
+        "roberta",
+        "esm",
+    ],
+)
+def test_logits_and_gradients_are_those_of_each_document_alone(world: Pool, model: str) -> None:
+    for case, found in largest(world, [Case(model), Case(model, planner="packing")]).items():
+        assert found == pytest.approx((0, 0), abs=2e-5), case
+
+
+def test_a_documents_length_counts_whatever_it_is_packed_with(world: Pool) -> None:
+    cases = [Case("phi3, longrope", planner=planner) for planner in PLANNERS]
+    cases += [Case("llama, dynamic", lengths) for lengths in ((3, 40), (40,), (9, 16), (30, 31, 32, 33))]
+    for case, found in largest(world, cases).items():
+        assert found == pytest.approx((0, 0), abs=2e-5), case
+
+
+def test_recomputed_and_sharded_models_rotate_alike(world: Pool) -> None:
+    cases = [Case(name, checkpointed=how) for name in ("phi3, longrope", "roberta") for how in (True, "reentrant")]
+    cases += [Case("llama, dynamic", sharded=True, checkpointed=True)]
+    for case, found in largest(world, cases).items():
+        assert found == pytest.approx((0, 0), abs=2e-5), case
+
+
+@pytest.mark.product
+def test_a_compiled_model_rotates_alike(world: Pool) -> None:
+    (found,) = largest(world, [Case("phi3, longrope", compiled=True)]).values()
+    assert found == pytest.approx((0, 0), abs=2e-5)
+
+
+def test_an_untreated_model_runs_until_a_document_is_too_long_and_is_then_refused(world: Pool) -> None:
+    for name in ("phi3, longrope", "llama, dynamic"):
+        later, above = Case(name, set_later=True), Case(name, untreated=True)
+        below = Case(name, (ORIGINAL, 7, 9), untreated=True)
+        found = largest(world, [later, below, above])
+        assert found[later] == pytest.approx((0, 0), abs=2e-5)
+        assert found[below] == pytest.approx((0, 0), abs=2e-5)
+        assert "has another table for documents above 16 tokens, the longest here has 40" in found[above]
+        assert "call hf.register(model)" in found[above]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("bart", "takes no position_ids: it numbers the rows that a rank holds"),
+        ("esm, token dropout", "token_dropout scales by the share of masked tokens of a row"),
+    ],
+)
+def test_what_cannot_be_had_by_document_is_refused_on_all_ranks(world: Pool, model: str, said: str) -> None:
+    (found,) = largest(world, [Case(model)]).values()
+    assert isinstance(found, str)
+    assert found.startswith("ConfigError")
+    assert said in found
+
+
+def test_an_untreated_embedding_is_refused(world: Pool) -> None:
+    (found,) = largest(world, [Case("roberta", untreated=True)]).values()
+    assert "counts positions from the padding token on, and its embedding was not seen to count" in str(found)
+
+
+def test_without_a_batch_a_model_computes_as_it_did(world: Pool) -> None:
+    for model in ("llama, dynamic", "phi3, longrope"):
+        for found in world.run(position_jobs.stay_as_they_were, RANKS, model):
+            assert found == [0.0, 0.0]
+
+
+def test_each_of_two_models_on_one_batch_answers_for_itself(world: Pool) -> None:
+    for treated, untreated in world.run(position_jobs.on_one_batch, RANKS, "llama, dynamic"):
+        assert treated == ""
+        assert "call hf.register(model)" in untreated
