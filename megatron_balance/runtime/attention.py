@@ -292,7 +292,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _take(ctx: Any) -> Received | None:
-    """What the forward received, if `ctx` has it: for this backward alone, which lets it go, or for
+    """Received inputs that `ctx` holds, if it does: for this backward alone, which lets them go, or for
     others behind it too (`retain_graph=True`).
     """
     received = ctx.received
