@@ -292,8 +292,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _take(ctx: Any) -> Received | None:
-    """What the forward received, if `ctx` has it: for this backward alone, which lets it go, or for
-    others behind it too (`retain_graph=True`).
+    """Received inputs, if `ctx` holds them: for this backward alone, which lets them go, or for others
+    behind it too (`retain_graph=True`).
     """
     received = ctx.received
     if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]

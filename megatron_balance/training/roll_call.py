@@ -319,7 +319,7 @@ def _ring(store: Any, ranks: Iterable[int]) -> None:
 
 
 def _news(store: Any) -> _News | None:
-    """What a rank says of itself, the last that did."""
+    """The news of the rank that had some last."""
     if not store.check([_NEWS]):
         return None
     rank, what, count = [*store.get(_NEWS).decode().split(), "", "", ""][:3]

@@ -26,7 +26,7 @@ class Job:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._patch = monkeypatch
         monkeypatch.setattr(roll_call, "PATIENCE_S", 0.5)
-        monkeypatch.setattr(roll_call.missing, "__defaults__", (0.5,))
+        monkeypatch.setattr(roll_call.missing, "__defaults__", (0.5, None))
         monkeypatch.setattr(roll_call.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: SIZE)
         monkeypatch.setattr(roll_call, "_store", lambda: self.store)
