@@ -106,7 +106,7 @@ class _Inputs(dict[str, Any]):
 
 
 class _Refusing:
-    """What a model hands through untouched; whoever computes with it gets the error."""
+    """A value that a model hands through untouched: computing with it is an error."""
 
     why = ""
 
@@ -284,7 +284,7 @@ _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own
 
 
 def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, given: dict[str, Any]) -> dict[str, str]:
-    """What a layer asks for and the plan does not have, each with what to do."""
+    """Features that a layer asks for and the plan does not have, each with what to do."""
     mask, longest = balanced.plan.mask, max(balanced.plan.lengths, default=0)
     planned = mask.size if isinstance(mask, SlidingWindow) else None
     shown, of_plan = (None if each is None or each >= longest else each for each in (window, planned))

@@ -351,6 +351,8 @@ def test_windows_and_sinks_of_transformers_equal_its_own(family: str) -> None:
 def test_a_layer_of_another_mask_than_the_plans_is_refused() -> None:
     windowed = SequenceBalancer("te_ring", MODEL, settings=Settings(mask="window_2"))(DOCUMENTS)
     assert call(windowed, sliding_window=2)[0].shape == (1, 6, 4, 8)
+    wide = SequenceBalancer("te_ring", MODEL, settings=Settings(mask="window_9"))(DOCUMENTS)
+    assert call(wide, sliding_window=9)[0].shape == (1, 6, 4, 8), "the plan's window, which no document exceeds"
     for given, complaint in (
         ({"sliding_window": 1}, "a sliding window of 1 tokens; balanced attention is window_2"),
         ({"sliding_window": None}, "attention without a window; balanced attention is window_2"),

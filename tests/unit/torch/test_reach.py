@@ -179,7 +179,7 @@ def test_microbatches_and_evaluation_count_for_themselves() -> None:
 
 
 def asked(create: str, **given: Any) -> Any:
-    """What a model of Transformers gets for its mask, handed to its attention."""
+    """The mask that a model of Transformers gets, and hands to its attention."""
     config = transformers.LlamaConfig(**SIZES, **HEADS, sliding_window=3, attention_chunk_size=4)
     config._attn_implementation = hf.register()
     given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
