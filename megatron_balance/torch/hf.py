@@ -15,6 +15,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import CAUSAL, FULL, SlidingWindow
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.model import check_layer
 
 NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
@@ -84,6 +85,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and use a model that hands keywords "
             "through to its attention"
         )
+    check_layer(module, balanced.accept)
     window, plan = given.get("sliding_window"), balanced.plan
     if window is not None and window >= max(plan.lengths, default=0):
         window = None  # it shows whole documents
