@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -49,9 +49,6 @@ WINDOWED = ("mistral", "mixtral", "phi3")
 EVERY_NTH_SEES_ALL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}
 """Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
 their layers says otherwise."""
-
-KINDS = ("full_attention", "sliding_attention")
-"""Layers of `layer_types` that can be planned for."""
 
 SIZES = ("num_heads", "hidden_size", "num_layers")
 """Facts whose names tell architectures apart."""
@@ -97,7 +94,7 @@ def proved() -> Mapping[str, Any]:
     """The types, keys and values of Transformers that `tools.zoo` has compared with eager attention.
 
     `neutral`: expressions of keys that change nothing of who attends to whom. `values`: of keys that
-    are read, the values that were proved. `types`: those that came out equal: `mask`, if it is not
+    are read, the words that were proved. `types`: those that came out equal: `mask`, if it is not
     causal; `sizes`, their names; `keys`, the others that they were run with, each with the values of
     switches, words and lists' entries that were tried, or null for a number, which may be any.
     `refused`: those that did not, and why.
@@ -302,8 +299,8 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
     if family in known["refused"]:
         return {family: known["refused"][family]}
     found = {key: why for key, why in UNLIKE.items() if keys.get(key)}
-    for key, got in (("layer_types", set(map(str, keys.get("layer_types") or ()))), ("rope_type", _ropes(keys))):
-        allowed = KINDS if key == "layer_types" else known["values"][key]
+    for key, allowed in known["values"].items():
+        got = _ropes(keys) if key == "rope_type" else set(map(str, _listed(keys.get(key) or ())))
         if unknown := sorted(got - set(allowed)):
             found[key] = f"{', '.join(unknown)}: known are {', '.join(allowed)}"
     if (like := _nearest(keys)) is NONE:
@@ -330,11 +327,14 @@ def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, st
         tried = of_type["keys"].get(key, ())
         if got is None or tried is None or is_neutral(key):
             continue
-        each = got if isinstance(got, list | tuple) else [got]
-        if any(one not in tried for one in each) if tried else got not in UNSET:
+        if any(one not in tried for one in _listed(got)) if tried else got not in UNSET:
             known = f"; known is {', '.join(map(str, tried))}" if tried else ", and no known model of this shape has it"
             found[key] = f"set to {str(got)[:60]}{known}"
     return found
+
+
+def _listed(got: object) -> Sequence[object]:
+    return cast("Sequence[object]", got) if isinstance(got, list | tuple) else (got,)
 
 
 def is_neutral(key: str) -> bool:

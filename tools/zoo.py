@@ -110,7 +110,7 @@ class Case:
 
     type: str
     head: str = "causal"
-    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+    keys: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     @property
     def name(self) -> str:
@@ -224,11 +224,20 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
-"""Ways to stretch rotary positions, each with what it needs; documents are longer than the original."""
+"""Ways to stretch rotary positions, and what each needs; documents pass the original length."""
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **keys}}) for kind, keys in ROPES.items()),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **ROPES["longrope"]}}),
+    *(
+        ("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **keys}, "max_position_embeddings": 16})
+        for kind, keys in ROPES.items()
+    ),
+    (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **ROPES["longrope"]},
+            "original_max_position_embeddings": 32,
+        },
+    ),
     ("mistral", {"sliding_window": None}),
     ("mixtral", {"sliding_window": WINDOW}),
     ("phi3", {"sliding_window": WINDOW}),
@@ -268,21 +277,19 @@ def cases(words: Sequence[str] = ()) -> list[Case]:
     every += [Case(each, "image-text") for each in images if each not in causal]
     every += [Case(each, "encoder") for each in masked]
     every += [Case(each, "causal", keys) for each, keys in VARIANTS]
-    every += [Case(each, "causal", keys) for each in causal for keys in switches(each)]
     exact = [each for each in every if each.name in words]
     return exact or [each for each in every if not words or any(word in each.name for word in words)]
 
 
-def switches(family: str) -> list[dict[str, Any]]:
-    """Keys of a type to turn over, one at a time: switches that may matter, windows that are off."""
-    from megatron_balance.model_config import is_neutral
+def switches(case: Case) -> list[Case]:
+    """A case with a key turned over, each in turn: switches that may matter, windows that are off."""
+    from megatron_balance.model_config import UNLIKE, is_neutral
 
-    try:
-        keys = tiny(Case(family)).to_dict()
-    except Exception:
-        return []
-    turned = [{key: not got} for key, got in keys.items() if isinstance(got, bool) and not is_neutral(key)]
-    return turned + [{"sliding_window": WINDOW}] * ("sliding_window" in keys and keys["sliding_window"] is None)
+    keys = tiny(case).to_dict()
+    turned = {key: not got for key, got in keys.items() if isinstance(got, bool) and not is_neutral(key)}
+    if "sliding_window" in keys and keys["sliding_window"] is None:
+        turned["sliding_window"] = WINDOW
+    return [Case(case.type, case.head, {key: got}) for key, got in turned.items() if key not in UNLIKE]
 
 
 # One case, on a rank
@@ -330,9 +337,10 @@ def run_case(case: Case, rank: int, join: Callable[[], None] = lambda: None) -> 
 
 
 def _level(keys: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-    from megatron_balance.model_config import UNSET, is_neutral, sizes
+    """Type, names of sizes, and the keys that may matter and are set, or are switches."""
+    from megatron_balance.model_config import UNLIKE, UNSET, is_neutral, sizes
 
-    matter = {key: got for key, got in keys.items() if not is_neutral(key) and got is not None}
+    matter = {key: got for key, got in keys.items() if not is_neutral(key) and key not in UNLIKE}
     matter = {key: got for key, got in matter.items() if isinstance(got, bool) or got not in UNSET}
     return str(keys.get("model_type")), sizes(keys), {k: v for k, v in matter.items() if not isinstance(v, dict)}
 
@@ -522,12 +530,12 @@ def known_of(rows: Sequence[Found], before: Mapping[str, Any], version: str) -> 
                 refused.setdefault(family, reason_of(row))
         if not row.levels:
             refused.setdefault(row.name.split()[0], reason_of(row))
-    ropes = {kind for kind in ROPES if any(r.status == "equal" and f"rope_parameters={kind}" in r.name for r in rows)}
+    ropes = {kind for kind in ROPES if all(r.status == "equal" for r in rows if f"rope_parameters={kind}" in r.name)}
     causal_first = sorted(types, key=lambda family: (types[family]["mask"] is not None, family))
     return {
         "transformers": version,
         "neutral": before["neutral"],
-        "values": {"rope_type": sorted({"default", "mrope", "proportional"} | ropes)},
+        "values": {**before["values"], "rope_type": sorted({"default", "mrope", "proportional"} | ropes)},
         "types": {family: types[family] for family in causal_first},
         "refused": dict(sorted((family, why) for family, why in refused.items() if family not in types)),
     }
@@ -637,22 +645,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write and options.words:
         parser.error("--write takes all configurations")
     import transformers
-    from tqdm import tqdm
 
     from megatron_balance import model_config
 
     transformers.logging.set_verbosity_error()
     chosen = cases(options.words)
-    found = _read(options.results)
-    names = {each.name for each in found}
-    left = [each for each in chosen if each.name not in names]
-    for row in tqdm(run(left, options.limit), total=len(left), unit="model"):
-        found.append(row)
-        if options.results:
-            with options.results.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
-    by_name = {each.name: each for each in found}
-    rows = [by_name[each.name] for each in chosen]
+    found = {each.name: each for each in _read(options.results)}
+    _run_left(chosen, found, options)
+    equal = [each for each in chosen if not each.keys and each.head == "causal" and found[each.name].status == "equal"]
+    more = [turned for each in equal for turned in switches(each) if turned not in chosen]
+    _run_left(more, found, options)
+    chosen += more
+    rows = [found[each.name] for each in chosen]
     known = model_config.proved()
     if options.write:
         known = known_of(rows, known, transformers.__version__)
@@ -670,6 +674,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     counted = {status: sum(each.status == status for each in rows) for status in STATUSES}
     print(", ".join(f"{number} {status}" for status, number in counted.items()), file=sys.stderr)
     return 1 if counted["WRONG"] else 0
+
+
+def _run_left(chosen: Sequence[Case], found: dict[str, Found], options: argparse.Namespace) -> None:
+    """Run the cases that have no row yet."""
+    from tqdm import tqdm
+
+    left = [each for each in chosen if each.name not in found]
+    for row in tqdm(run(left, options.limit), total=len(left), unit="model"):
+        found[row.name] = row
+        if options.results:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
 
 
 def _read(results: Path | None) -> list[Found]:
