@@ -423,7 +423,7 @@ def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:
         described: object = read_json(path)
         if not isinstance(described, dict):
             raise UnreadableError("expected an object of keys such as num_attention_heads")
-        return pretrained(described, accept)
+        return pretrained(cast("dict[str, Any]", described), accept)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}; a model is a YAML, or Transformers' config.json"

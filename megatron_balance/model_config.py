@@ -19,7 +19,7 @@ from megatron_balance.ir.model import Model
 log = logging.getLogger(__name__)
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
+    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
     "head_dim": ("head_dim", "kv_channels"),
     "num_layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
@@ -96,7 +96,8 @@ def proved() -> Mapping[str, Any]:
     `neutral`: expressions of keys that change nothing of who attends to whom. `values`: of keys that
     are read, the words that were proved. `types`: those that came out equal: `mask`, if it is not
     causal; `sizes`, their names; `keys`, the others that they were run with, each with the values of
-    switches, words and lists' entries that were tried, or null for a number, which may be any.
+    switches, words and lists' entries that were tried, or null for a number, which may be any;
+    `wrong`, keys that were set and came out otherwise.
     `refused`: those that did not, and why.
     """
     return read_json(Path(__file__).parent / "configs" / "transformers.json")
@@ -281,7 +282,7 @@ def unproved(config: object) -> dict[str, str]:
 
 
 def levels(config: object) -> list[Mapping[str, Any]]:
-    """The keys of a configuration, and those of the configuration of its text, if it has one inside."""
+    """The keys of a configuration, and those of its text's configuration, if it has one inside."""
     if isinstance(config, Mapping):
         keys = cast("Mapping[str, Any]", config)
     elif callable(to_dict := getattr(config, "to_dict", None)):
@@ -306,7 +307,8 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
     if (like := _nearest(keys)) is NONE:
         named = ", ".join(sizes(keys))
         return found | {family: f"an unknown model type, whose sizes are named like no known one's ({named})"}
-    return found | {key: why for key, why in _beyond(keys, like).items() if key not in found}
+    wrong = {key: why for key, why in like.get("wrong", {}).items() if keys.get(key) not in UNSET}
+    return wrong | _beyond(keys, like) | found
 
 
 def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 RANKS = 2
 STATUSES = ("untried", "refused", "WRONG", "equal")
@@ -51,7 +51,7 @@ LENGTHS = ((44, 7), (23, 2, 1, 30))
 LEAST = 1e-3
 """Change of the last logits, by another token within the window, that shows that attention matters."""
 MIXERS = re.compile(
-    r"Mamba|SSM|DeltaNet|Conv1d|ShortConv|Conv$|Recurrent|Lightning|LinearAtt|KDA|Kimi.*Delta|RgLru|Mixer|Indexer|Rwkv|LSTM"
+    r"Mamba|SSM|DeltaNet|Conv1d|ShortConv|Conv$|Recurrent|Lightning|LinearAtt|KDA|Kimi.*Delta|RgLru|Mixer|Rwkv|LSTM"
 )
 """Names of modules that mix tokens beside attention, or choose keys for it."""
 LAYERS = 4
@@ -182,7 +182,8 @@ def _small(name: str, value: Any, heads: int | None, depth: int, chosen: Sequenc
     if isinstance(value, list | tuple) and depth and len(value) == depth:
         return [_small("", value[at], heads, depth, chosen) for at in chosen]
     if name == "mrope_section":
-        return [2, 3, 3]
+        whole = sum(value) // 8  # half the rotary width of heads of 16 in place of 128
+        return [whole // 4, (whole - whole // 4) // 2, whole - whole // 4 - (whole - whole // 4) // 2]
     if "drop" in name and isinstance(value, float):
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int):
@@ -286,7 +287,9 @@ def switches(case: Case) -> list[Case]:
     from megatron_balance.model_config import UNLIKE, is_neutral
 
     keys = tiny(case).to_dict()
-    turned = {key: not got for key, got in keys.items() if isinstance(got, bool) and not is_neutral(key)}
+    turned: dict[str, Any] = {
+        key: not got for key, got in keys.items() if isinstance(got, bool) and not is_neutral(key)
+    }
     if "sliding_window" in keys and keys["sliding_window"] is None:
         turned["sliding_window"] = WINDOW
     return [Case(case.type, case.head, {key: got}) for key, got in turned.items() if key not in UNLIKE]
@@ -329,7 +332,8 @@ def run_case(case: Case, rank: int, join: Callable[[], None] = lambda: None) -> 
     except errors.BalanceError as error:
         return Found(case.name, "refused", _said(error), levels=read)
     except Exception as error:
-        return Found(case.name, "refused", f"ends in {type(error).__name__}: {_said(error)}", levels=read)
+        said = f"{_why(eager, calls)} (ends in {type(error).__name__}: {_said(error)})"
+        return Found(case.name, "refused", said, levels=read)
     apart = _apart(got, right)
     if apart <= MOST and calls:
         return Found(case.name, "equal", "", apart, read)
@@ -358,6 +362,8 @@ def _why(model: Any, calls: Sequence[int]) -> str:
     """What is known of a model whose logits are others."""
     names = {type(module).__name__ for module in model.modules()}
     mixers = sorted(name for name in names if MIXERS.search(name))
+    if any("Indexer" in name for name in names):
+        return "attends to the keys that an indexer chooses"
     if mixers:
         return f"has layers that mix tokens beside attention: {', '.join(mixers[:3])}"
     if not calls:
@@ -471,7 +477,7 @@ def _on_ranks(case: Case, limit_s: float) -> Found:
         deadline = time.monotonic() + limit_s
         while len(answers) < RANKS and time.monotonic() < deadline:
             open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-            for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
+            for pipe in cast("list[Any]", wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))):
                 rank = pipes.index(pipe)
                 try:
                     answers[rank] = pipe.recv()
@@ -525,6 +531,10 @@ def known_of(rows: Sequence[Found], before: Mapping[str, Any], version: str) -> 
             for key, got in keys.items():
                 _add(own["keys"], key, got)
     for row in rows:
+        family, _, turned = row.name.partition(" ")
+        key = turned.partition("=")[0]
+        if row.status == "WRONG" and family in types and " " not in turned and "=False" not in turned and key:
+            types[family].setdefault("wrong", {})[key] = reason_of(row)
         for family, _, _ in row.levels:
             if family not in types:
                 refused.setdefault(family, reason_of(row))
@@ -557,6 +567,8 @@ def reason_of(row: Found) -> str:
         return f"asks for {asked[1]}"
     if row.status == "untried":
         return "not tried: it cannot be built from its defaults" if "depend" not in row.reason else row.reason
+    if "the plan gives this rank" in row.reason:
+        return "has heads, or widths of heads, other than its configuration's num_attention_heads and head_dim say"
     first = row.reason.split(". ")[0]
     return first if len(first) < 160 else first[:157] + "..."
 
