@@ -24,7 +24,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Backward
-from megatron_balance.model_config import NAMES, check_attention, pretrained
+from megatron_balance.model_config import NAMES, pretrained
 from megatron_balance.strict_yaml import (
     STRICT,
     checked,
@@ -344,11 +344,14 @@ def parse_cluster(text: str, source: str) -> ClusterChoice:
     return ClusterChoice(MappingProxyType(_section("cluster", parse_yaml(text, source), Path(source), "")))
 
 
-def load_model(name_or_path: str) -> Model:
+def load_model(name_or_path: str, accept: Collection[str] = ()) -> Model:
     """The model of that name in configs/model, in that YAML file, or that a `config.json` of
     Transformers describes.
+
+    `accept`: model types and keys of the latter to go on with (`model_config.check`); a YAML has
+    them under `accept`, beside its `base`.
     """
-    return _model(_section("model", name_or_path, None, "--model"))
+    return _model(_section("model", name_or_path, None, "--model", accept=accept))
 
 
 def load_scheme_table(name_or_path: str) -> SchemeTable:
@@ -374,22 +377,27 @@ def names(section: Section) -> list[str]:
 
 
 def _section(
-    section: Section, value: Any, file: Path | None, where: str, above: tuple[Path, ...] = ()
+    section: Section,
+    value: Any,
+    file: Path | None,
+    where: str,
+    above: tuple[Path, ...] = (),
+    accept: Collection[str] = (),
 ) -> dict[str, Any]:
     """The keys of a cluster or model section, with those of its `base` underneath. `file` is the
-    YAML that holds it; `above`: files whose base it is.
+    YAML that holds it; `above`: files whose base it is; `accept`: of a config.json, as those say.
     """
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
         if section == "model" and (path.suffix == ".json" or path.is_dir()):
-            return _model_json(path / "config.json" if path.is_dir() else path)
+            return _model_json(path / "config.json" if path.is_dir() else path, accept)
         if path.resolve() in above:
             raise ConfigError(
                 f"{file}: {where or 'base'}: {value} is based on itself ({' -> '.join(each.name for each in above)} -> "
                 f"{path.name}); name another {section}"
             )
-        return _section(section, read_yaml(path), path, "", (*above, path.resolve()))
+        return _section(section, read_yaml(path), path, "", (*above, path.resolve()), accept)
     source = str(file)
     if not isinstance(value, dict):
         raise ConfigError(
@@ -398,24 +406,24 @@ def _section(
     keys = dict(cast("dict[str, Any]", value))
     if section == "model":
         keys = _own_names(keys, source, where)
+        named: object = keys.pop("accept", [])
+        if not isinstance(named, list):
+            raise ConfigError(f"{source}: {joined(where, 'accept')}: expected a list of names, got {shown(named)}")
+        accept = [*accept, *map(str, cast("list[object]", named))]
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
-    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, joined(where, "base"), above)
-    return {**underneath, **checked(target, keys, source, where, ("base",))}
+    underneath = {} if base is None else _section(section, base, file, joined(where, "base"), above, accept)
+    return {**underneath, **checked(target, keys, source, where, ("base", "accept"))}
 
 
-def _model_json(path: Path) -> dict[str, Any]:
+def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:
     """The model that a `config.json` of Transformers describes."""
     try:
         described: object = read_json(path)
         if not isinstance(described, dict):
             raise UnreadableError("expected an object of keys such as num_attention_heads")
-        described = cast("dict[str, Any]", described)
-        text = described.get("text_config")  # of a model with several modalities
-        described = cast("dict[str, Any]", text) if isinstance(text, dict) else described
-        check_attention(described)
-        return pretrained(described)
+        return pretrained(cast("dict[str, Any]", described), accept)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}; a model is a YAML, or Transformers' config.json"

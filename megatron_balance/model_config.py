@@ -4,15 +4,22 @@ torchtitan's, GPT-2's, Megatron's flags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import read_json
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 
+log = logging.getLogger(__name__)
+
 NAMES: dict[str, tuple[str, ...]] = {
-    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
+    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
     "head_dim": ("head_dim", "kv_channels"),
     "num_layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
@@ -43,28 +50,75 @@ EVERY_NTH_SEES_ALL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, 
 """Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
 their layers says otherwise."""
 
-KINDS = ("full_attention", "sliding_attention")
-"""Layers of `layer_types` that can be planned for."""
+SIZES = ("num_heads", "hidden_size", "num_layers")
+"""Facts whose names tell architectures apart."""
 
 UNLIKE: dict[str, str] = {
     "attention_chunk_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
+    "fixed_attn_block_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
     "index_topk": "sparse attention to the keys that an indexer takes, as DeepSeek-V3.2's; no planner knows it",
+    "is_encoder_decoder": "queries of a decoder that see an encoder's keys; no planner knows them",
+    "add_cross_attention": "queries of a decoder that see an encoder's keys; no planner knows them",
+    "per_layer_config": "heads or sizes that differ from layer to layer; plans are made for one kind of layer",
     **dict.fromkeys(
-        ("attn_layer_period", "full_attention_interval", "hybrid_override_pattern", "layers_block_type", "ssm_cfg"),
+        [
+            "attn_layer_period",
+            "full_attention_interval",
+            "hybrid_override_pattern",
+            "layers_block_type",
+            "ssm_cfg",
+            "state_size",
+            "ssm_state_size",
+            "mamba_d_state",
+            "conv_L_cache",
+            "linear_attn_config",
+            "lru_width",
+        ],
         "layers without attention (state space or linear), whose state crosses ranks; no planner knows them",
     ),
 }
 """Keys that make attention cost something else than `Model` says, and why."""
 
+INNER = ("text_config", "thinker_config", "language_config", "llm_config")
+"""Keys under which a model of several modalities has the configuration of its text."""
 
-def facts(config: object) -> dict[str, Any]:
+NONE: Mapping[str, Any] = {"mask": None, "sizes": [], "keys": {}}
+"""No type."""
+
+UNSET: tuple[object, ...] = (None, False, 0, "", [], (), {})
+"""Values that switch nothing on."""
+
+
+@cache
+def proved() -> Mapping[str, Any]:
+    """The types, keys and values of Transformers that `tools.zoo` has compared with eager attention.
+
+    `neutral`: expressions of keys that change nothing of who attends to whom. `values`: of keys that
+    are read, the words that were proved. `types`: those that came out equal: `mask`, if it is not
+    causal; `sizes`, their names; `keys`, the others that they were run with, each with the values of
+    switches, words and lists' entries that were tried, or null for a number, which may be any;
+    `wrong`, keys that were set and came out otherwise.
+    `refused`: those that did not, and why.
+    """
+    return read_json(Path(__file__).parent / "configs" / "transformers.json")
+
+
+def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them out.
 
-    `config`: an object with attributes, or a mapping.
+    Every way into the product that takes a model's configuration comes by here, so that none is
+    without `check`.
+
+    Args:
+        config: an object with attributes, or a mapping; of a model of several modalities its text's
+            counts.
+        accept: as for `check`.
 
     Raises:
-        ConfigError: heads, or the hidden size, are not said.
+        ConfigError: heads, or the hidden size, are not said; as `check`.
     """
+    check(config, accept)
+    config = levels(config)[-1]
     found = _named(config)
     if "hidden_size" not in found and {"head_dim", "num_heads"} <= found.keys():
         found["hidden_size"] = found["head_dim"] * found["num_heads"]
@@ -85,24 +139,26 @@ def facts(config: object) -> dict[str, Any]:
     found.setdefault("ffn_size", 4 * found["hidden_size"])
     if found.get("num_experts"):
         found |= _experts(config, found["ffn_size"], found.get("num_layers", 1))
+    if (mask := _nearest(config)["mask"]) and not value(config, "is_decoder"):
+        found["attention"] = mask
     activation = str(value(config, "hidden_act") or value(config, "hidden_activation") or "")
     family = str(value(config, "model_type") or "")
     return {
         **found,
         **({} if (window := window_of(config)) is None else {"attention": SlidingWindow(window).name}),
         "gated_ffn": activation in GATED or family.startswith(GATED_FAMILIES),
-        "name": family or ("custom" if isinstance(config, Mapping) else _title(config)),
+        "name": family or "custom",
     }
 
 
-def pretrained(config: object) -> dict[str, Any]:
+def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     """`facts` of a model as it is pretrained by Megatron: with the layers that predict further tokens,
     windows that some of the layers have, and an output matrix that may be the embedding.
 
     Raises:
         ConfigError: as `facts` does.
     """
-    found = facts(config)
+    found, config = facts(config, accept), levels(config)[-1]
     tied = value(config, "tie_word_embeddings")
     if tied is None:
         tied = found["name"].startswith(TIED_FAMILIES)
@@ -190,18 +246,128 @@ def _latents(config: object, num_heads: int) -> dict[str, int]:
     }
 
 
-def check_attention(config: object) -> None:
-    """Refuse a model whose attention costs something else than `ir.model.Model` says.
+def check(config: object, accept: Collection[str] = ()) -> None:
+    """Refuse a model that nobody has proved to attend as plans have it.
+
+    Args:
+        config: as for `facts`.
+        accept: model types and keys to go on with, by the names that the refusal says; the log
+            repeats them.
 
     Raises:
-        ConfigError: names the key, and why.
+        ConfigError: names all types and keys, and why.
     """
-    for key, why in UNLIKE.items():
-        if value(config, key):
-            raise ConfigError(f"{_title(config)}: {key}: {why}")
-    unknown = sorted({str(kind) for kind in value(config, "layer_types") or ()} - set(KINDS))
-    if unknown:
-        raise ConfigError(f"{_title(config)}: layer_types {', '.join(unknown)}: known are {' and '.join(KINDS)}")
+    if isinstance(accept, str):
+        raise ConfigError(f"accept: expected a list of names such as [{accept!r}], got {accept!r}")
+    found = unproved(config)
+    refused = {name: why for name, why in found.items() if name not in accept}
+    if refused:
+        raise ConfigError(
+            f"{_title(config)}: {'; '.join(f'{name}: {why}' for name, why in refused.items())}. Losses may be wrong; "
+            f"accept={list(refused)}, on the command line --accept, goes on nonetheless"
+        )
+    if found:
+        reasons = "; ".join(f"{name}: {why}" for name, why in found.items())
+        log.warning("%s: accepted, though losses and plans may be wrong: %s", _title(config), reasons)
+
+
+def unproved(config: object) -> dict[str, str]:
+    """The model types and keys of a configuration that are not known to attend as plans have it, and
+    why; those of the model around the text's, too.
+    """
+    found: dict[str, str] = {}
+    for keys in levels(config):
+        found |= _unproved(keys)
+    return found
+
+
+def levels(config: object) -> list[Mapping[str, Any]]:
+    """The keys of a configuration, and those of its text's configuration, if it has one inside."""
+    if isinstance(config, Mapping):
+        keys = cast("Mapping[str, Any]", config)
+    elif callable(to_dict := getattr(config, "to_dict", None)):
+        keys = cast("Mapping[str, Any]", to_dict())  # Transformers' own, as its config.json has them
+    else:
+        keys = {name: getattr(config, name, None) for name in dir(config) if not name.startswith("_")}
+        keys = {name: each for name, each in keys.items() if not callable(each)}
+    inner = next((keys[name] for name in INNER if isinstance(keys.get(name), Mapping)), None)
+    around = {name: each for name, each in keys.items() if name not in INNER}
+    return [keys] if inner is None else [around, *levels(inner)]
+
+
+def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
+    known, family = proved(), str(keys.get("model_type") or "")
+    if family in known["refused"]:
+        return {family: known["refused"][family]}
+    found = {key: why for key, why in UNLIKE.items() if keys.get(key)}
+    for key, allowed in known["values"].items():
+        got = _ropes(keys) if key == "rope_type" else set(map(str, _listed(keys.get(key) or ())))
+        if unknown := sorted(got - set(allowed)):
+            found[key] = f"{', '.join(unknown)}: known are {', '.join(allowed)}"
+    if (like := _nearest(keys)) is NONE:
+        named = ", ".join(sizes(keys))
+        return found | {family: f"an unknown model type, whose sizes are named like no known one's ({named})"}
+    wrong = {key: why for key, why in like.get("wrong", {}).items() if keys.get(key) not in UNSET}
+    return wrong | _beyond(keys, like) | found
+
+
+def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The type of a configuration; of an unknown one, as a fork has it, the known one of the same
+    names for its sizes that has most of its keys.
+    """
+    types, family, named = proved()["types"], keys.get("model_type"), sizes(keys)
+    if family in types:
+        return types[family]
+    alike = [each for each in types.values() if not family or named == each["sizes"]]
+    return min(alike, key=lambda each: len(_beyond(keys, each)), default=NONE)
+
+
+def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that are set to what a type was not proved with."""
+    found: dict[str, str] = {}
+    for key, got in keys.items():
+        tried = of_type["keys"].get(key, ())
+        if got is None or tried is None or is_neutral(key):
+            continue
+        if any(one not in tried for one in _listed(got)) if tried else got not in UNSET:
+            known = f"; known is {', '.join(map(str, tried))}" if tried else ", and no known model of this shape has it"
+            found[key] = f"set to {str(got)[:60]}{known}"
+    return found
+
+
+def _listed(got: object) -> Sequence[object]:
+    return cast("Sequence[object]", got) if isinstance(got, list | tuple) else (got,)
+
+
+def is_neutral(key: str) -> bool:
+    """Whether a key changes nothing of who attends to whom."""
+    return _neutral().fullmatch(key) is not None
+
+
+@cache
+def _neutral() -> re.Pattern[str]:
+    return re.compile("|".join(proved()["neutral"]))
+
+
+def sizes(keys: Mapping[str, Any]) -> list[str]:
+    """The names under which a configuration has its sizes."""
+    return [next((name for name in NAMES[fact] if keys.get(name) is not None), "none") for fact in SIZES]
+
+
+def _ropes(keys: Mapping[str, Any]) -> set[str]:
+    """Types of the rotary positions of all kinds of layers."""
+    found: set[str] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        given = keys.get(name)
+        if isinstance(given, Mapping):
+            every = [given, *(each for each in given.values() if isinstance(each, Mapping))]
+            found |= {str(each.get("rope_type") or each.get("type") or "default") for each in every}
+    return found
+
+
+def num_layers(config: object) -> int | None:
+    """Layers of its text that a configuration says; None: it does not say."""
+    return _first(levels(config)[-1], NAMES["num_layers"])
 
 
 def window_of(config: object) -> int | None:
@@ -235,4 +401,4 @@ def _first(config: object, names: tuple[str, ...]) -> int | None:
 
 
 def _title(config: object) -> str:
-    return "the configuration" if isinstance(config, Mapping) else type(config).__name__
+    return f"model type {family}" if (family := value(config, "model_type")) else "the configuration"

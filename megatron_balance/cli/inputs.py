@@ -122,6 +122,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(names('model'))}, a YAML, or Transformers' config.json (default {DEFAULT_MODEL})",
     )
     parser.add_argument(
+        "--accept",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="go on with this model type or key of a config.json, which is refused as not known; repeatable",
+    )
+    parser.add_argument(
         "--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072"
     )
     parser.add_argument(
@@ -256,7 +263,7 @@ def machine(args: argparse.Namespace, tensor_parallel: int) -> tuple[Cluster, Mo
         ConfigError: an option or key that cannot be.
     """
     config = _config(args)
-    model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
+    model = load_model(args.model, args.accept) if args.model else config.model or load_model(DEFAULT_MODEL)
     return wide_ranks(_cluster(args, config), tensor_parallel), model
 
 

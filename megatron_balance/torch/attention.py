@@ -36,7 +36,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     Args:
         q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
         k: [T, G, D]; G divides H. Positions are in it already.
-        v: [T, G, D].
+        v: [T, G, V]; V as the model's `value_dim`, D where it has none.
         batch: of the model's inputs.
         scale: of the scores; default 1 / sqrt(D).
         window: keys that a query sees, its own the last; None: all that the batch's mask shows.
@@ -45,7 +45,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
             as a reference model; the batch counts them (`BalancedBatch`).
 
     Returns:
-        The output, in the shape of `q`.
+        The output, in the shape of `q`, V wide.
 
     Raises:
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
@@ -96,7 +96,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, how: _How) ->
     with torch.autocast(device, enabled=False):
         out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, how.scale, hooked=True, sink=how.sink)
     batch.count_call(how.layers)
-    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(q.shape)
+    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(*q.shape[:-1], v.shape[-1])
 
 
 _outside_graphs = cast("Callable[[Tensor, Tensor, Tensor, BalancedBatch, _How], Tensor]", disable(_attend))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
@@ -95,6 +95,7 @@ class SequenceBalancer:
         *,
         averaged_over: Ranks | None = None,
         settings: Settings = DEFAULTS,
+        accept: Collection[str] = (),
         **options: Any,
     ) -> None:
         """Make the process groups of the ranks, or share those that are there, and the planner.
@@ -105,6 +106,8 @@ class SequenceBalancer:
             mesh: ranks that share their documents; of a mesh all dimensions count. None: the world.
             averaged_over: ranks over which FSDP or DDP averages gradients, if these are others.
             settings: see there.
+            accept: model types and keys of a configuration to go on with, by the names that a refusal
+                said: they are not proved to attend as plans have it.
             options: of the planner, such as `tokens_per_rank`.
 
         Raises:
@@ -118,7 +121,7 @@ class SequenceBalancer:
             )
         if not isinstance(planner, str):
             raise ConfigError(f"expected the name of a planner, got {planner!r}; docs/planners.md has them")
-        self.settings = settings
+        self.settings, self.accept = settings, accept
         self.model = model = model if settings.mask is None else replace(model, attention=settings.mask)
         self.pool = pool_of(mesh, settings.ranks_per_node)
         self.device = torch.device(settings.device) if settings.device is not None else device_of(mesh)
@@ -144,7 +147,15 @@ class SequenceBalancer:
         """The plan of the last step that was trained, and how long planning took."""
 
     @classmethod
-    def for_model(cls, config: object, planner: str = "zeppelin", mesh: Ranks | None = None, **keywords: Any) -> Self:
+    def for_model(
+        cls,
+        config: object,
+        planner: str = "zeppelin",
+        mesh: Ranks | None = None,
+        *,
+        accept: Collection[str] = (),
+        **keywords: Any,
+    ) -> Self:
         """The balancer for a model.
 
         Args:
@@ -152,12 +163,14 @@ class SequenceBalancer:
                 (`torch.model_of`).
             planner: as for the constructor.
             mesh: as for the constructor.
+            accept: as for the constructor; the log repeats it.
             keywords: `averaged_over`, `settings` and the planner's options, as for the constructor.
 
         Raises:
-            ConfigError: a configuration that does not say heads and sizes; as the constructor.
+            ConfigError: a configuration that does not say heads and sizes, or whose attention is not
+                known; as the constructor.
         """
-        made = cls(planner, model_of(config), mesh, **keywords)
+        made = cls(planner, model_of(config, accept), mesh, accept=accept, **keywords)
         made._layers = layers_of(config)
         return made
 
@@ -438,6 +451,7 @@ class SequenceBalancer:
                     dealt=dealt,
                     loss_scale=scale,
                     bind=partial(self._bind, number=at, training=training),
+                    accept=self.accept,
                 )
             )
         self._last = batches[-1]
@@ -460,7 +474,7 @@ class SequenceBalancer:
         bound = bind(
             plan,
             self.pool.rank,
-            AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim),
+            AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim),
             groups=self.pool.groups,
             device=device,
             dtype=dtype,

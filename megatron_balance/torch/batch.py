@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,6 +89,7 @@ class BalancedBatch:
         documents: numbers of the documents that this rank gave, in the order of `gather`. A rank's
             documents count from 0 over all steps; a planner may bring them in another microbatch or
             a later step.
+        accept: of the balancer.
     """
 
     def __init__(  # noqa: PLR0913  the balancer alone makes it
@@ -101,6 +102,7 @@ class BalancedBatch:
         dealt: Dealt,
         loss_scale: LossScale,
         bind: Bind,
+        accept: Collection[str] = (),
     ) -> None:
         self.tokens = tokens
         self.position_ids = position_ids
@@ -112,6 +114,7 @@ class BalancedBatch:
         self._dealt = dealt
         self._scale = loss_scale
         self._bind = bind
+        self.accept = accept
         self._bounds: dict[tuple[torch.dtype, torch.device, Mask], Bound] = {}
         # since values were taken last: attention calls by layers of their model, and forwards begun
         self._calls: Counter[int] = Counter()

@@ -21,6 +21,7 @@ from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.torch import positions
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.model import check_layer
 
 NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
@@ -244,6 +245,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
             f"{name} was called without a batch; call model(**hf.inputs(batch)), and use a model that hands keywords "
             "through to its attention"
         )
+    check_layer(module, balanced.accept)
     window: int | None = given.get("sliding_window")
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}

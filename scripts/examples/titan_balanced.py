@@ -75,10 +75,20 @@ def make_balancer(trainer: Trainer, planner: str, options: dict[str, Any]) -> Se
     return SequenceBalancer.for_model(sizes(trainer.model_config), planner, mesh, settings=settings, **options)
 
 
-def sizes(model: Any) -> dict[str, int]:
-    """Heads and sizes of a decoder's configuration."""
+def sizes(model: Any) -> dict[str, Any]:
+    """Heads and sizes of a decoder's configuration, and what else its attention says in numbers and
+    words, so that the balancer refuses by name what it does not know.
+    """
     attention = model.first_attention
+    kinds = {type(getattr(layer, "attention", None)).__qualname__ for layer in model.layers}
+    if kinds != {"GQAttention.Config"}:
+        raise ValueError(f"expected layers with GQAttention alone, got {', '.join(sorted(kinds))}")
+    said: dict[str, Any] = {}
+    for layer in model.layers:
+        fields = {each.name: getattr(layer.attention, each.name) for each in dataclasses.fields(layer.attention)}
+        said |= {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str))}
     return {
+        **said,
         "num_heads": attention.n_heads,
         "num_kv_heads": attention.n_kv_heads or attention.n_heads,
         "head_dim": attention.head_dim or model.dim // attention.n_heads,

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron_balance import cli
+from megatron_balance.model_config import proved
 from megatron_balance.planners import PLANNERS
 from tests.support import torch_jobs, trace_processor, trace_reader
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Way
+from tools.zoo import Case, judged
 
 pytestmark = pytest.mark.dist
 
@@ -236,3 +238,24 @@ def test_a_new_users_script_has_under_20_lines_beyond_its_model_and_trains(world
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0]
     assert set(others) == {""}, "one rank prints"
+
+
+ZOO = {
+    Case("llama"): "equal",
+    Case("gpt_oss"): "equal",  # windows in every other layer, and sinks
+    Case("deepseek_v3"): "equal",  # latents: values of another width than keys
+    Case("bert", "encoder"): "equal",
+    Case("gemma2"): "refused",  # soft-capped scores
+    Case("llama4_text"): "refused",  # chunks
+    Case("qwen3_next"): "refused",  # layers without attention
+    Case("bloom"): "refused",  # attends by itself
+}
+"""A configuration of each kind; all of them: tools/zoo.py."""
+
+
+def test_models_of_transformers_are_equal_to_eager_attention_or_refused(world: Pool) -> None:
+    pytest.importorskip("transformers")
+    for rows in world.run(torch_jobs.zoo, RANKS, list(ZOO)):
+        assert {row.name: row.status for row in judged(rows, list(ZOO), proved())} == {
+            case.name: status for case, status in ZOO.items()
+        }

@@ -28,6 +28,7 @@ from megatron_balance import Model
 from megatron_balance.errors import BalanceError
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf, knapformer
 from tests.support.pool import World
+from tools.zoo import Case, Found, run_case
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
@@ -338,6 +339,11 @@ def marked(rank: int, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor, Tens
         (torch.full((n,), 100 * rank + at), torch.arange(n), torch.arange(n).float() / 7, torch.ones(n, 3).bool())
         for at, n in enumerate(lengths)
     ]
+
+
+def zoo(world: World, cases: Sequence[Case]) -> list[Found]:
+    """Rows of models of Transformers, each against eager attention."""
+    return [run_case(case, world.rank) for case in cases]
 
 
 def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_balance import cli
 from megatron_balance.config import load_model
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
@@ -81,7 +83,30 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
     ("keys", "sentence"),
     [
         ({**LLAMA, "sliding_window": 4096}, "sliding_window 4096: in which layers"),
-        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types linear_attention: known are"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types: linear_attention: known are"),
+        ({**LLAMA, "rope_scaling": {"type": "spiral"}}, "rope_type: spiral: known are default"),
+        ({**LLAMA, "per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config: heads or sizes that differ from"),
+        ({**LLAMA, "memory_slots": 4}, "memory_slots: set to 4, and no known model of this shape has it"),
+        ({**LLAMA, "model_type": "myllama", "memory_slots": 4}, "model type myllama: memory_slots: set to 4"),
+        (
+            {**LLAMA, "model_type": "mybloom", "n_head": 6, "num_attention_heads": None},
+            "mybloom: an unknown model type",
+        ),
+        ({"model_type": "gemma3", "memory_slots": 4, "text_config": LLAMA}, "memory_slots: set to 4"),
+        (
+            {**LLAMA, "model_type": "t5", "is_encoder_decoder": True},
+            "is_encoder_decoder: queries of a decoder that see",
+        ),
+        ({"model_type": "mamba2", "num_heads": 8, "head_dim": 16, "hidden_size": 64}, "mamba2: has layers that mix"),
+        (
+            {"model_type": "mine", "num_heads": 8, "hidden_size": 8, "state_size": 8},
+            "state_size: layers without attention",
+        ),
+        (
+            {"text_config": {**LLAMA, "model_type": "qwen3_next"}},
+            "qwen3_next: has layers that mix tokens beside attention",
+        ),
+        ({**LLAMA, "model_type": "bloom"}, "bloom: attends by itself"),
         ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size: layers that attend inside chunks"),
         ({**LLAMA, "attn_layer_period": 8}, "attn_layer_period: layers without attention"),
         ({**LLAMA, "index_topk": 2048}, "index_topk: sparse attention"),
@@ -186,9 +211,9 @@ def test_windows_in_some_layers_are_counted(tmp_path: Path) -> None:
 
 def test_one_head_of_keys_is_falcons_multi_query(tmp_path: Path) -> None:
     falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
-    assert load_model(written(tmp_path, {**falcon, "multi_query": True})).num_kv_heads == 1
+    assert load_model(written(tmp_path, {**falcon, "multi_query": True}), ["falcon"]).num_kv_heads == 1
     newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
-    assert load_model(written(tmp_path, newer)).num_kv_heads == 6
+    assert load_model(written(tmp_path, newer), ["falcon"]).num_kv_heads == 6
 
 
 def test_a_config_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
@@ -206,3 +231,35 @@ def test_a_yaml_may_have_the_names_of_megatrons_flags(tmp_path: Path) -> None:
     path.write_text("{num_attention_heads: 6, num_heads: 6}")
     with pytest.raises(ConfigError, match="num_heads is given twice"):
         load_model(str(path))
+
+
+def test_a_fork_that_adds_no_key_passes(tmp_path: Path) -> None:
+    fork = {**LLAMA, "model_type": "myllama", "sliding_window": None, "rope_scaling": {"rope_type": "yarn"}}
+    assert load_model(written(tmp_path, fork)) == replace(EXPECTED, name="myllama")
+    assert load_model(written(tmp_path, {**LLAMA, "memory_slots": 0, "bos_token_id": 7, "mlp_bias": True})) == EXPECTED
+
+
+def test_what_is_accepted_by_name_is_planned_for_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, {**LLAMA, "memory_slots": 4, "index_topk": 8})
+    with pytest.raises(ConfigError, match=r"index_topk: .*accept=\['index_topk'\], on the command line --accept"):
+        load_model(path, ["memory_slots"])
+    assert load_model(path, ["memory_slots", "index_topk"]) == EXPECTED
+    assert "accepted, though losses and plans may be wrong: index_topk: sparse" in caplog.text
+    (tmp_path / "mine.yaml").write_text("{base: ./config.json, accept: [memory_slots, index_topk]}")
+    assert load_model(str(tmp_path / "mine.yaml")) == EXPECTED
+    (tmp_path / "mine.yaml").write_text("{base: ./config.json, accept: index_topk}")
+    with pytest.raises(ConfigError, match="accept: expected a list of names, got 'index_topk'"):
+        load_model(str(tmp_path / "mine.yaml"))
+    asked = ["plan", "--planner", "te_ring", "--ranks", "2", "--lengths", "90,7", "--model", path]
+    assert cli.main(asked) == 2
+    assert "memory_slots: set to 4" in capsys.readouterr().err
+    assert cli.main([*asked, "--accept", "memory_slots", "--accept", "index_topk"]) == 0
+
+
+def test_an_encoder_attends_to_whole_documents(tmp_path: Path) -> None:
+    bert = {**LLAMA, "model_type": "bert", "type_vocab_size": 2, "position_embedding_type": "absolute"}
+    assert load_model(written(tmp_path, bert)).attention == "full"
+    assert load_model(written(tmp_path, {**bert, "model_type": "mybert"})).attention == "full"
+    assert load_model(written(tmp_path, {**bert, "is_decoder": True})).attention == "causal"

@@ -10,7 +10,9 @@ pytest.importorskip("torch", reason="the extra 'torch' brings it")
 
 from megatron_balance import Model
 from megatron_balance.errors import ConfigError
+from megatron_balance.model_config import unproved
 from megatron_balance.torch import model_of
+from megatron_balance.torch.model import check_layer
 
 
 def test_a_configuration_of_transformers_is_read() -> None:
@@ -38,7 +40,7 @@ def test_names_of_torchtitan_and_mappings_are_read() -> None:
     [
         (
             {"hidden_size": 64},
-            r"the configuration does not say num_heads \(num_attention_heads, n_heads, num_heads, n_head\); give",
+            r"the configuration does not say num_heads \(num_attention_heads, n_heads, num_heads, n_head, attention",
         ),
         ({"n_heads": 4}, r"does not say hidden_size \(hidden_size, dim"),
         ({"num_heads": 4, "num_kv_heads": 3, "head_dim": 8}, "num_kv_heads 3 does not divide num_heads 4"),
@@ -47,3 +49,39 @@ def test_names_of_torchtitan_and_mappings_are_read() -> None:
 def test_what_is_missing_is_named(config: dict[str, int], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         model_of(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("BambaConfig", "bamba: has layers that mix tokens"),
+        ("BloomConfig", "bloom: attends by itself"),
+        ("Gemma4TextConfig", "gemma4_text: "),
+        ("GraniteMoeHybridConfig", "granitemoehybrid: has layers that mix tokens"),
+        ("JambaConfig", "jamba: has layers that mix tokens"),
+        ("KimiLinearConfig", "kimi_linear: "),
+        ("Llama4TextConfig", "llama4_text: "),
+        ("Llama4Config", "llama4: "),
+        ("MiniMaxConfig", "minimax: has layers that mix tokens"),
+        ("OlmoHybridConfig", "olmo_hybrid: has layers that mix tokens"),
+        ("Qwen3NextConfig", "qwen3_next: has layers that mix tokens"),
+        ("Qwen3_5Config", "qwen3_5: "),
+        ("RecurrentGemmaConfig", "recurrent_gemma: has layers that mix tokens"),
+        ("T5Config", "is_encoder_decoder: "),
+        ("Zamba2Config", "zamba2: "),
+    ],
+)
+def test_a_model_that_is_not_known_to_attend_as_planned_is_refused_by_name(name: str, reason: str) -> None:
+    config = getattr(pytest.importorskip("transformers"), name)()
+    with pytest.raises(ConfigError, match=reason):
+        model_of(config)
+    model_of(config, accept=list(unproved(config)))
+
+
+def test_layers_are_looked_at_where_the_balancer_saw_no_configuration() -> None:
+    transformers = pytest.importorskip("transformers")
+    layer = SimpleNamespace(config=transformers.Qwen3NextConfig())
+    with pytest.raises(ConfigError, match="qwen3_next: has layers that mix tokens"):
+        check_layer(layer, ())  # pyright: ignore[reportArgumentType]
+    check_layer(layer, ["qwen3_next"])  # pyright: ignore[reportArgumentType]
+    check_layer(SimpleNamespace(config=transformers.LlamaConfig()), ())  # pyright: ignore[reportArgumentType]
