@@ -5,13 +5,13 @@ balance, memory.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 from megatron_balance.report.standing import best_of, gpu_hours, hold_against, saving, standing
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = replica_sizes(bench, next(choice for choice in given.planners if choice.name == baseline), base)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
-        print(json.dumps({**found, "baseline_sizes": sizes, **bench.described()}))
+        print(json_text({**found, "baseline_sizes": sizes, **bench.described()}))
     else:
         _show(rows, left_out, baseline, bench)
         if sentence := of_sizes(rows, base, sizes):
