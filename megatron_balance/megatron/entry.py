@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
-from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in
+from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in, says_fp16
 from megatron_balance.megatron.reviewed_flags import unreviewed
 from megatron_balance.patches import Patch, applied, fault_of
 
@@ -141,6 +141,8 @@ def _say_what_was_set(args: Any, cfg_container: Any) -> None:
         args.ddp_average_in_collective = False
         if ddp is not None:
             ddp.average_in_collective = False
+    if (told := says_fp16(args)) is not None:
+        log.warning("%s", told)
     unknown = unreviewed(sys.argv[1:])
     if unknown:
         log.warning(

@@ -20,21 +20,21 @@ distributed-timeout-minutes dynamic-context-parallel enable-cuda-graph enable-hy
 enable-mhc-connections eval-iters eval-micro-batch-size experimental-attention-variant expert-model-parallel-size
 expert-tensor-parallel-num-weight-shards expert-tensor-parallel-size external-cuda-graph fake-process-group
 ffn-hidden-size fim-data fine-grained-activation-offloading finetune fp16 fp16-lm-cross-entropy
-fp32-residual-connection fp4-format fp8-format fp8-recipe grad-reduce-in-bf16 group-query-attention
+fp32-residual-connection fp4-format fp8-format fp8-recipe full-validation grad-reduce-in-bf16 group-query-attention
 head-wise-attn-gate heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path hidden-dropout
 hidden-size hierarchical-context-parallel-sizes hybrid-context-parallel hybrid-layer-pattern hybrid-override-pattern
-inprocess-restart iterations-to-skip kv-channels kv-lora-rank linear-attention-type load log-max-attention-logit
-log-params-norm logits-load-dir logits-save-dir make-vocab-size-divisible-by max-position-embeddings
-micro-batch-size microbatch-group-size-per-virtual-pipeline-stage mlp-chunks-for-training moe-enable-routing-replay
-moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-ffn-hidden-size moe-flex-dispatcher-backend
-moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens moe-input-jitter-eps moe-layer-freq
-moe-layer-recompute moe-n-hash-layers moe-paged-stash moe-router-force-biased moe-router-force-load-balancing
-moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size moe-token-dispatcher-type
-moe-z-loss-coeff mtp-hsm mtp-num-layers multi-latent-attention multiple-validation-sets no-bias-dropout-fusion
-no-check-for-nan-in-loss-and-grad no-gradient-accumulation-fusion no-initialization no-masked-softmax-fusion
-no-mmap-bin-files no-overlap-p2p-communication no-persist-layer-norm no-rope-freq no-rope-fusion normalization
-num-attention-heads num-distributed-optimizer-instances num-experts num-layers num-query-groups
-offload-optimizer-states optimizer optimizer-cpu-offload optimizer-cuda-graph
+initial-loss-scale inprocess-restart iterations-to-skip kv-channels kv-lora-rank linear-attention-type load
+log-max-attention-logit log-params-norm logits-load-dir logits-save-dir loss-scale make-vocab-size-divisible-by
+max-position-embeddings micro-batch-size microbatch-group-size-per-virtual-pipeline-stage mlp-chunks-for-training
+moe-enable-routing-replay moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-ffn-hidden-size
+moe-flex-dispatcher-backend moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens
+moe-input-jitter-eps moe-layer-freq moe-layer-recompute moe-n-hash-layers moe-paged-stash moe-router-force-biased
+moe-router-force-load-balancing moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size
+moe-token-dispatcher-type moe-z-loss-coeff mtp-hsm mtp-num-layers multi-latent-attention multiple-validation-sets
+no-bias-dropout-fusion no-check-for-nan-in-loss-and-grad no-gradient-accumulation-fusion no-initialization
+no-masked-softmax-fusion no-mmap-bin-files no-overlap-p2p-communication no-persist-layer-norm no-rope-freq
+no-rope-fusion normalization num-attention-heads num-distributed-optimizer-instances num-experts num-layers
+num-query-groups offload-optimizer-states optimizer optimizer-cpu-offload optimizer-cuda-graph
 overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm overlap-param-gather
 override-ckpt-iteration padded-vocab-size per-split-data-args-path perform-rl-step phase-transition-iterations
 pipeline-model-parallel-layout pipeline-model-parallel-size position-embedding-type q-lora-rank qk-clip qk-head-dim
@@ -166,13 +166,13 @@ exit-signal-handler-for-training exp-avg-dtype exp-avg-sq-dtype fallback-to-eage
 flash-attention-version flight-recorder-dump-path flight-recorder-include-stack-trace
 flight-recorder-trace-buffer-size fp4-param-gather fp4-quantizer-factory fp4-recipe fp8-amax-compute-algo
 fp8-amax-history-len fp8-interval fp8-margin fp8-output-proj fp8-param-gather fp8-quantizer-factory
-freeze-all-layers ft-num-warmup-iters full-validation fused-residual-rmsnorm global-batch-size glu-linear-offset
+freeze-all-layers ft-num-warmup-iters fused-residual-rmsnorm global-batch-size glu-linear-offset
 gpu-sniff-test-interval high-priority-a2a-comm-stream high-priority-stream-groups hysteresis init-method-std
-init-method-xavier-uniform init-model-with-meta-device initial-loss-scale keep-fp8-transpose-cache
+init-method-xavier-uniform init-model-with-meta-device keep-fp8-transpose-cache
 kitchen-attention-backend lazy-mpu-init lion-beta1 lion-beta2 load-main-params-from-ckpt local-rank
 log-device-memory-used log-energy log-interval log-memory-interval log-memory-to-tensorboard log-moe-overload-factor
 log-num-zeros-in-grad log-progress log-straggler log-throughput log-timers-to-tensorboard
-log-validation-ppl-to-tensorboard log-world-size-to-tensorboard logging-level loss-scale loss-scale-window lr
+log-validation-ppl-to-tensorboard log-world-size-to-tensorboard logging-level loss-scale-window lr
 lr-decay-iters lr-decay-samples lr-decay-style lr-warmup-fraction lr-warmup-init lr-warmup-iters lr-warmup-samples
 lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype main-params-dtype manual-gc
 manual-gc-interval mask-prob max-seqlen-per-dp-cp-rank memory-snapshot-path merge-file mid-level-dataset-surplus
