@@ -128,9 +128,9 @@ def test_each_cuda_has_extras_of_its_own():
     assert not any(str(r.specifier).startswith("==") for r in table["te_cu12"] if r.name == "torch")
 
 
-def te_step(installed: str, folder: Path) -> str:
-    """Arguments of the installation that the image makes beside an `installed` Transformer Engine."""
-    step = DOCKERFILE[DOCKERFILE.index('RUN found="') + len("RUN ") :].split("\n\n")[0]
+def installation(package: str, installed: str, folder: Path) -> str:
+    """Arguments of the installation that the image makes of a package beside what is `installed`."""
+    step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
     programs = {
         "pip": f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi',
         "python": "echo 12",
@@ -139,7 +139,9 @@ def te_step(installed: str, folder: Path) -> str:
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "TRANSFORMER_ENGINE": argument("TRANSFORMER_ENGINE")}
-    subprocess.run(["bash", "-o", "pipefail", "-c", step], env=environment, check=True, timeout=60)
+    (folder / "scripts").mkdir()
+    shutil.copytree(LOCKS, folder / "scripts" / "locks")
+    subprocess.run(["bash", "-o", "pipefail", "-c", step], env=environment, cwd=folder, check=True, timeout=60)
     found = folder / "installed"
     return found.read_text() if found.exists() else ""
 
@@ -156,10 +158,40 @@ def te_step(installed: str, folder: Path) -> str:
     ],
 )
 def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed, builds):
-    done = te_step(installed, tmp_path)
+    done = installation("transformer", installed, tmp_path)
     assert bool(done) == builds, done
     if builds:
         assert "transformer-engine-cu12==" in done, "the extension for the CUDA of the image's torch"
+
+
+@pytest.mark.parametrize(
+    ("installed", "replaced"),
+    [
+        ("", True),
+        ("pydantic==1.10.27\\n", True),
+        ("pydantic==2.6.4\\n", True),
+        ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", False),
+        ("pydantic==2.13.5\\n", False),
+        ("pydantic==2.14.0\\n", True),
+        ("pydantic==3.0\\n", True),
+        ("pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n", True),
+    ],
+)
+def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed, replaced):
+    """Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports."""
+    requirements = pytest.importorskip("packaging.requirements")
+    done = installation("pydantic", installed, tmp_path)
+    ours = next(r for r in map(requirements.Requirement, project()["dependencies"]) if r.name == "pydantic")
+    version = dict(line.split("==") for line in installed.split("\\n") if line).get("pydantic")
+    megatrons = requirements.Requirement("pydantic<2.14").specifier
+    serves = version is not None and ours.specifier.contains(version) and megatrons.contains(version)
+    assert (bool(done), serves) == (replaced, not replaced)
+    assert "-r scripts/locks/pydantic.txt" in done or not replaced
+    inside = {p.name: p.version for p in packages((tmp_path / "scripts" / "locks" / "image.txt").read_text())}
+    assert ("pydantic" in inside) == replaced, "the bill has what was installed"
+    if replaced:
+        assert ours.specifier.contains(inside["pydantic"])
+        assert inside["pydantic"].startswith("2.13.")
 
 
 def test_the_image_keeps_nvidias_entrypoint_and_does_not_ask_for_apex():
