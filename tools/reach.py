@@ -53,8 +53,11 @@ SAVED: Flags = {"save": "FOLDER", "save-interval": 2, "exit-interval": 2}
 ON: Flags = {"load": "FOLDER"}
 BOARD: Flags = {"tensorboard-dir": "FOLDER/board"}
 MOE: Flags = {"num-experts": 4, "ffn-hidden-size": 32, "moe-aux-loss-coeff": 1e-2}
+ENDED: Flags = {**SAVED, "exit-interval": None, "train-iters": 100_000, "TERM": 3}
+AFTER: Flags = {**ON, "train-iters": 100_000, "exit-interval": 8}
 LATE: dict[str, tuple[Flags, ...]] = {
     "nothing": ({},),
+    "nothing, with experts": (MOE,),
     "eval-interval": ({"eval-interval": 1},),
     "eval-iters 0": ({"eval-iters": 0},),
     "eval-global-batch-size": ({"eval-global-batch-size": 4},),
@@ -78,7 +81,7 @@ LATE: dict[str, tuple[Flags, ...]] = {
     ),
     "non-persistent global": (
         {**SAVED, "save-interval": 100, "non-persistent-save-interval": 2, "non-persistent-ckpt-type": "global"},
-        {**ON, "non-persistent-ckpt-type": "global", "save": "FOLDER"},
+        {**ON, "non-persistent-ckpt-type": "global", "save": "FOLDER", "save-interval": 100},
     ),
     "non-persistent local": (
         {
@@ -108,8 +111,11 @@ LATE: dict[str, tuple[Flags, ...]] = {
     "dist-ckpt-save-pre-mcore-014": ({**SAVED, "dist-ckpt-save-pre-mcore-014": True}, ON),
     "dist-ckpt-strictness": (SAVED, {**ON, "dist-ckpt-strictness": "raise_all"}),
     "verify-integrity": ({**SAVED, "verify-integrity": True}, {**ON, "verify-integrity": True}),
-    "log-progress": ({**SAVED, "log-progress": True}, {**ON, "save": "FOLDER", "log-progress": True}),
-    "no-save-tokenizer-assets": ({**SAVED, "no-save-tokenizer-assets": True}, ON),
+    "log-progress": (
+        {**SAVED, "log-progress": True},
+        {**ON, "save": "FOLDER", "save-interval": 2, "log-progress": True},
+    ),
+    "disable-save-tokenizer-assets": ({**SAVED, "disable-save-tokenizer-assets": True}, ON),
     "use-checkpoint-args": (SAVED, {**ON, "use-checkpoint-args": True}),
     "use-checkpoint-opt-param-scheduler": (SAVED, {**ON, "use-checkpoint-opt-param-scheduler": True}),
     "override-opt-param-scheduler": (SAVED, {**ON, "override-opt-param-scheduler": True}),
@@ -125,15 +131,8 @@ LATE: dict[str, tuple[Flags, ...]] = {
     "save-tokens-per-expert-interval": ({**SAVED, **MOE, "save-tokens-per-expert-interval": 2},),
     "exit-interval": ({"exit-interval": 3},),
     "exit-duration-in-mins": ({"exit-duration-in-mins": 1, "train-iters": 100_000, "eval-interval": 50},),
-    "exit-signal-handler": (
-        {**SAVED, "exit-interval": None, "exit-signal-handler": True, "train-iters": 100_000, "TERM": 3},
-        ON,
-    ),
-    "exit-signal": (
-        {**SAVED, "exit-interval": None, "exit-signal-handler": True, "exit-signal": "SIGTERM", "TERM": 3}
-        | {"train-iters": 100_000},
-        ON,
-    ),
+    "exit-signal-handler": ({**ENDED, "exit-signal-handler": True}, AFTER),
+    "exit-signal": ({**ENDED, "exit-signal-handler": True, "exit-signal": "SIGTERM"}, AFTER),
     "exit-signal-handler-for-dataloader": (
         {"exit-signal-handler": True, "exit-signal-handler-for-dataloader": True, "num-workers": 1, "TERM": 3}
         | {"train-iters": 100_000},
@@ -166,7 +165,6 @@ LATE: dict[str, tuple[Flags, ...]] = {
     "timing-log-option all": ({"timing-log-level": 2, "timing-log-option": "all"},),
     "no-barrier-with-level-1-timing": ({"timing-log-level": 1, "no-barrier-with-level-1-timing": True},),
     "moe-per-layer-logging": ({**MOE, "moe-per-layer-logging": True, **BOARD},),
-    "log-moe-overload-factor": ({**MOE, "log-moe-overload-factor": True},),
     "moe-routing-trace-path": ({**MOE, "moe-routing-trace-path": "FOLDER/routes"},),
     "gpu-sniff-test-interval": ({"gpu-sniff-test-interval": 2},),
     "config-logger-dir": ({"config-logger-dir": "FOLDER/config"},),
@@ -234,7 +232,15 @@ class Late:
             lines, results = given.pop("TERM", None), list[Any]()
             ends = {} if lines is None else {"kill_after": lines, "kill_with": int(SIGTERM), "grace_s": 60.0}
             planner = {"name": "zeppelin"} if num_ranks > 1 else {"name": "te_ring"}
-            run = self._train(num_ranks, planner, given, expect=results.append, deadline_s=240.0, **ends)
+            run = self._train(
+                num_ranks,
+                planner,
+                given,
+                expect=results.append,
+                deadline_s=240.0,
+                spawns="use-persistent-ckpt-worker" in flags,
+                **ends,
+            )
             losses |= {step["step"]: step["loss"] for step in run.steps}
             log = run.result.log(num_ranks - 1)
             evaluations += map(float, re.findall(r"validation loss at .*?lm loss value: (\S+)", log))

@@ -88,6 +88,11 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
             "megatron_balance.launch"
         )
     reasons += log_reasons(args, config)
+    if (args.save_activations_interval or args.save_dgrads_interval) and not te_available():
+        reasons.append(
+            "--save-activations-interval and --save-dgrads-interval: Megatron looks for Transformer Engine's layers, "
+            "and there is none here, so the first such step would end in an error; leave them out"
+        )
     of_way = way_reasons(args, config)
     patches = () if of_way else _patches_of(args, config)
     fault = fault_of(patches, config.accepted_sources, config.source)

@@ -319,7 +319,7 @@ def run_rank(job: Job, rank: int, port: int) -> int:
             _spawn_for_results()
         code = _enter(job)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
