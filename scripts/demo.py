@@ -1,4 +1,4 @@
-"""The demo behind scripts/demo.sh: one corpus, one small GPT, several planners, one table and one page."""
+"""The demo behind scripts/demo.sh: one corpus, one small GPT, several planners, a table and a page."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(folder: Path, planners: Sequence[str]) -> Path:
-    """The report of the runs below `folder`: of the first and the last planner, since a page holds two."""
+    """The report of the runs below `folder`, of the first and the last planner: a page holds two."""
     page = folder.resolve() / "report.html"
     shown = dict.fromkeys((planners[0], planners[-1]))
     steps = [word for planner in shown for word in ("--steps", str(folder.resolve() / planner))]
