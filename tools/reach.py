@@ -178,7 +178,7 @@ LATE: dict[str, tuple[Flags, ...]] = {
         | {"train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12},
     ),
     "step-batch-size-schedule": (
-        {"step-batch-size-schedule": "0:2 4:4", "global-batch-size": 4}
+        {"step-batch-size-schedule": "0:2 4:4", "global-batch-size": None}
         | {"train-iters": None, "train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12},
     ),
     "decrease-batch-size-if-needed": ({"decrease-batch-size-if-needed": True, "global-batch-size": 2},),
@@ -188,7 +188,7 @@ LATE: dict[str, tuple[Flags, ...]] = {
         | {"lr-decay-iters": None, "lr-decay-samples": 8},
     ),
     "adlr-autoresume": ({"adlr-autoresume": True, "adlr-autoresume-interval": 2},),
-    "enable-ft-package": ({"enable-ft-package": True, "calc-ft-timeouts": True, "save": "FOLDER"},),
+    "enable-ft-package": ({"enable-ft-package": True, "calc-ft-timeouts": True, "save": "FOLDER", "save-interval": 2},),
     "run-workload-inspector-server": ({"run-workload-inspector-server": True},),
     "freeze-all-layers": ({"freeze-all-layers": True},),
     "fp16": ({"fp16": True, "train-iters": 14, "lr-decay-iters": 14},),

@@ -185,6 +185,16 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "leave them out, and set --eval-iters",
     ),
     (
+        given("config_logger_dir"),
+        "--config-logger-dir: Megatron 0.19 cannot write the process groups that it builds a model with as JSON, and "
+        "ends in an error; leave it out",
+    ),
+    (
+        lambda args: args.rerun_mode == "report_stats",
+        "--rerun-mode report_stats is no mode that Megatron 0.19 knows when training begins; use validate_results or "
+        "disabled",
+    ),
+    (
         lambda args: bool(args.iterations_to_skip) or args.result_rejected_tracker_filename is not None,
         "--iterations-to-skip (and --result-rejected-tracker-filename) read batches past the planner; leave them out",
     ),

@@ -68,6 +68,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("--moe-router-load-balancing-type", "seq_aux_loss"),
     ),
     "--full-validation: in Megatron": ("--full-validation",),
+    "--config-logger-dir": ("--config-logger-dir", "x"),
+    "--rerun-mode report_stats": ("--rerun-mode", "report_stats"),
     "--multiple-validation-sets, which": ("--multiple-validation-sets", "--full-validation"),
     "--reset-position-ids and": ("--reset-position-ids",),
     "--reset-attention-mask go together": ("--reset-attention-mask",),
