@@ -467,7 +467,7 @@ def megatrons_parser():
 
 
 def job_of(command: list[str], num_ranks: int) -> Any:
-    """What a job knows when it plans, of a launcher's command; machines of H100s."""
+    """The job that a launcher's command makes, as far as planning reads it; on H100s."""
     from megatron_balance.megatron import ping_pong, ways
     from megatron_balance.runtime.groups import single
     from megatron_balance.training.pool import Pool
