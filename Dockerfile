@@ -19,6 +19,14 @@ WORKDIR /opt/megatron-balance
 COPY scripts/locks scripts/locks
 RUN PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps --require-hashes -r scripts/locks/image.txt
 
+# The image's own pydantic serves from 2.7 up to 2.13: Megatron 0.19 keeps it below 2.14 for what
+# Transformer Engine imports. Only another one, or none, is replaced; the bill of materials then has it.
+RUN found="$(pip list --format=freeze | sed -nE 's/^pydantic==([0-9]+\.[0-9]+).*/\1/p')" \
+ && if [ "$(printf '%s\n' 2.7 "${found:-0}" 2.13 | sort -V | sed -n 2p)" != "${found:-0}" ]; then \
+      PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps --require-hashes -r scripts/locks/pydantic.txt \
+      && cat scripts/locks/pydantic.txt >>scripts/locks/image.txt; \
+    fi
+
 # The image's own Transformer Engine serves from this version up: what Megatron's lock file held
 # after 0.19. Only an older one, or none, is replaced: its extension is then compiled against the
 # image's torch, which takes a while, for the CUDA of that torch. The image's own constraints on

@@ -1,5 +1,5 @@
 """Read text and JSON that somebody gave, compressed or not: bounded, and with one sentence where it
-is not what it should be.
+is not what it should be. Write JSON that any reader takes.
 
 A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs no
 more than the file that was expected.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Generator
@@ -178,6 +179,21 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
         raise
     except ValueError as error:
         raise UnreadableError(f"not JSON: {error}") from None
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """The JSON text of a value, with null for numbers that JSON does not have (NaN and infinities)."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in cast("list[Any]", value)]
+    return value
 
 
 def read_json(path: Path, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

@@ -8,6 +8,7 @@ so.
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ def main() -> None:
     """Run the script named first on the command line as if it had been started itself, with our
     patches applied.
     """
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        from megatron_balance.megatron.arguments import add_balance_arguments
+
+        add_balance_arguments(_parser()).print_help()
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise ConfigError(
             "name the training script first: python -m megatron_balance.launch path/to/pretrain_gpt.py "
@@ -35,6 +41,16 @@ def main() -> None:
         sys.argv = sys.argv[1:]
         sys.path.insert(0, str(script.resolve().parent))  # as python itself does; scripts import their neighbours
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """A parser for help without a script, whose own flags are not known."""
+    return argparse.ArgumentParser(
+        prog="python -m megatron_balance.launch",
+        usage="%(prog)s SCRIPT --balance-config FILE [the script's own flags, --help among them]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 if __name__ == "__main__":

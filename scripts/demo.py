@@ -1,4 +1,4 @@
-"""The demo behind scripts/demo.sh: one corpus, one small GPT, several planners, one table."""
+"""The demo behind scripts/demo.sh: one corpus, one small GPT, several planners, a table and a page."""
 
 from __future__ import annotations
 
@@ -83,10 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Every step is in "
         f"{options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}/<planner>/steps.jsonl."
     )
+    page = write_page(options.out, tuple(runs))
+    print(f"The same as a page, with both runs side by side, is {page}. To open it:\n")
+    print(f"    {sys.executable} -m webbrowser {page.as_uri()}\n", flush=True)
     if agree > 1e-4:
         print("error: the runs do not agree; balancing must not change the loss", file=sys.stderr)
         return 1
     return 0
+
+
+def write_page(folder: Path, planners: Sequence[str]) -> Path:
+    """The report of the runs below `folder`, of the first and the last planner: a page holds two."""
+    page = folder.resolve() / "report.html"
+    shown = dict.fromkeys((planners[0], planners[-1]))
+    steps = [word for planner in shown for word in ("--steps", str(folder.resolve() / planner))]
+    command = [sys.executable, "-m", "megatron_balance", "report", *steps, "--out", str(page)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return page
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

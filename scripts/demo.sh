@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv and pretrains a small GPT on real documents inside Megatron's own loop, eight CPU ranks as two nodes of four,
-# once with Transformer Engine's ring and once with Zeppelin's plan; prints one table. Safe to run again.
+# once with Transformer Engine's ring and once with Zeppelin's plan; prints one table and writes one page. Safe to run again.
 # Options go to scripts/demo.py: ./scripts/demo.sh --steps 10
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -14,6 +14,9 @@ source scripts/setup_env.sh
 # What the tests and the demo were measured with. pyproject.toml allows more; a cluster brings its own torch.
 TESTED_TORCH="torch==2.13.0"
 TESTED_MEGATRON="megatron-core==0.19.2"
+PYDANTIC=(pydantic pydantic-core annotated-types typing-inspection)
+# From pyproject.toml's minimum up, and below where Megatron 0.19 caps it for what Transformer Engine imports.
+PYDANTIC_OF_IMAGE=">=2.7,<2.14"
 
 UV="uv==0.13.9"
 locks=scripts/locks
@@ -38,10 +41,13 @@ pins() { printf '%s\n' "$TESTED_TORCH" "$TESTED_MEGATRON" "setuptools>=77"; }
 # Of the others, versions are those of dev: an environment for the tests also serves the demo.
 lock dev --extra train --extra torch --extra dev "$@" pyproject.toml - < <(pins)
 versions() { grep -oE '^[a-z0-9._-]+==[^ ]+' "$locks/dev.txt"; }
-lock train --extra train --constraint <(versions) pyproject.toml - < <(pins)
-# The image's base brings torch and NumPy, which belong together.
-lock image --constraint <(versions) --excludes <(printf '%s\n' torch numpy) pyproject.toml - \
+# The demo ends with a report.
+lock train --extra train --extra report --constraint <(versions) pyproject.toml - < <(pins)
+# The image's base brings torch and NumPy, which belong together, and mostly a pydantic that serves.
+lock image --constraint <(versions) --excludes <(printf '%s\n' torch numpy "${PYDANTIC[@]}") pyproject.toml - \
   < <(printf '%s\n' "$TESTED_MEGATRON" psutil)
+# Where it does not: one below the cap of Megatron's own pyproject.toml.
+lock pydantic --constraint <(versions | grep -vE '^pydantic') - <<<"pydantic$PYDANTIC_OF_IMAGE"
 lock gurobi --constraint <(versions) - <<<gurobipy
 # What builds the package, where the environment is not ours.
 lock build --constraint <(versions) - <<<"setuptools>=77"

@@ -5,12 +5,12 @@ balance, memory.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 from megatron_balance.report.standing import best_of, gpu_hours, hold_against, named, saving, standing
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     rows.sort(key=standing)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
-        print(json.dumps({**found, "baseline_sizes": base["sizes"], **bench.described()}))
+        print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
     else:
         _show(rows, left_out, baseline, bench)
         if sentence := of_sizes(rows, base):

@@ -5,7 +5,6 @@ such a corpus holds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from megatron_balance.workloads.idx import CorpusIndex
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     index = read_index(args.prefix)
     report |= _describe(index)
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(json_text(report, indent=1))
     else:
         _show(report)
     return 0

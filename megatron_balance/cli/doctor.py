@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 MEGATRON_CORE = "0.19.2"
 """The version that is installed with the extra `train`."""
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         document: dict[str, Any] = {"ready": ready, "checks": [asdict(check) for check in checks]}
-        print(json.dumps(document | ({"memory": told} if told else {})))
+        print(json_text(document | ({"memory": told} if told else {})))
     else:
         _show(checks, ready)
         for line in told:
@@ -198,7 +199,7 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
     output.write(path, text, "--write-cluster")
     keys = dict(load_cluster(str(path.absolute())).given)
     if as_json:
-        print(json.dumps({"file": str(path), "cluster": keys, "node": asdict(node)}))
+        print(json_text({"file": str(path), "cluster": keys, "node": asdict(node)}))
     else:
         print(f"{text}written to {path}")
     return 0

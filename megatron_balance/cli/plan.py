@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_balance.cli import inputs, memory, output, planfile
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from megatron_balance.ir.plan import MicrobatchPlan
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             if len(reports) == 1
             else {"num_ranks": given.cluster.num_ranks, "planners": reports}
         )
-        print(json.dumps(document))
+        print(json_text(document))
     elif not alone:
         _show(reports.values(), given)
     return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0

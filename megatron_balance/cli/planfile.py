@@ -53,7 +53,7 @@ def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
         for p in plans
     ]
     document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
-    output.write(path, json.dumps(document, indent=None) + "\n")
+    output.write(path, json.dumps(document, allow_nan=False) + "\n")
 
 
 def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from megatron_balance.cost.table import CostTable
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         save_table(table, args.out)
     if args.json:
-        print(json.dumps(dataclasses.asdict(table)))
+        print(json_text(dataclasses.asdict(table)))
     else:
         _show(table, model, args.out)
     return 0

@@ -7,7 +7,6 @@ Of a simulated comparison of planners, or, with --steps, of what a training run 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.cli.compare import baseline_of, of_sizes
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if alone:
         return 0
     if args.json:
-        print(json.dumps(document))
+        print(json_text(document))
     else:
         for sentence in document["answer"]:
             print(sentence)

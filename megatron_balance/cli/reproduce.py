@@ -7,12 +7,12 @@ is exact, simulated or measured.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron_balance.cli import laboratory
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
         print(
-            json.dumps(
+            json_text(
                 {
                     "rows": [
                         {"paper": args.paper, "table": name, **asdict(row)}

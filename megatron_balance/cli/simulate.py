@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from megatron_balance.cli.laboratory import Planned
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if alone:
         return 0
     if args.json:
-        print(json.dumps(next(iter(reports.values())) if len(reports) == 1 else {"planners": reports}))
+        print(json_text(next(iter(reports.values())) if len(reports) == 1 else {"planners": reports}))
     else:
         _show(reports, bench, {each.name: each.in_words() for each in planned})
     return 0

@@ -7,13 +7,13 @@ batches. `--out` writes a file for option `strategies` of planner hydraulis.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             }
             for each in found
         ]
-        print(json.dumps({"num_ranks": cluster.num_ranks, "batches": args.batches, "strategies": rows}))
+        print(json_text({"num_ranks": cluster.num_ranks, "batches": args.batches, "strategies": rows}))
     else:
         _show(found, args, cluster)
     return 0

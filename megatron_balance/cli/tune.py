@@ -7,7 +7,6 @@ With --dataset, documents are dealt whole into samples of --tokens, as training 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         chosen = next(trial.thresholds for trial in trials if trial.chosen)
         print(
-            json.dumps(
+            json_text(
                 {
                     "planner": choice.name,
                     "steps": len(steps),

@@ -5,7 +5,6 @@ may see exactly once.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from megatron_balance.cli import planfile
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.files import json_text
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     results = [_prove(entry, args.policy) for entry in planfile.read(args.plan)]
     failed = [number for number, result in enumerate(results) if not result["verified"]]
     if args.json:
-        print(json.dumps({"verified": not failed, "policy": args.policy, "results": results}))
+        print(json_text({"verified": not failed, "policy": args.policy, "results": results}))
     for number, result in enumerate(results):
         name = f"{args.plan}" if len(results) == 1 else f"{args.plan}, plan {number}"
         if not result["verified"]:

@@ -193,7 +193,7 @@ def save_table(table: CostTable, path: Path) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(dataclasses.asdict(table), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(dataclasses.asdict(table), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another --out") from error
 

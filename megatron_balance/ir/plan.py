@@ -155,7 +155,7 @@ def to_json(plan: MicrobatchPlan) -> str:
         **({} if plan.mask == CAUSAL else {"mask": plan.mask.name}),
         **({"note": plan.note} if plan.note else {}),
     }
-    return json.dumps(body, separators=(",", ":"))
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
 def _zone_to_json(zone: AnyPlanZone) -> dict[str, object]:

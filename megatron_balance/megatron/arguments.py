@@ -6,6 +6,7 @@ Flags that one way of running alone cannot take are in `way_arguments`.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -58,7 +59,13 @@ def device_of(argv: Sequence[str]) -> Device:
 
 
 def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's parser with our group, and with defaults that work on a CPU if that is the device."""
+    """Megatron's parser with our group, and with defaults that work on a CPU if that is the device.
+
+    Some of Megatron's own texts have a bare percent sign, at which `--help` would end in an error.
+    """
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\(\w+\)[dfrs])", "%%", action.help)
     group = parser.add_argument_group("balance")
     group.add_argument(
         "--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options."
@@ -170,6 +177,22 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: args.yaml_cfg is not None,
         "--yaml-cfg replaces all options, --balance-* included; give the flags on the command line",
+    ),
+    (
+        lambda args: bool(args.full_validation or args.multiple_validation_sets),
+        "--full-validation: in Megatron 0.19 evaluation ends in an error with it where there is one validation set, "
+        "and --multiple-validation-sets, which Megatron takes with it alone, has not been compared with one rank's; "
+        "leave them out, and set --eval-iters",
+    ),
+    (
+        given("config_logger_dir"),
+        "--config-logger-dir: Megatron 0.19 cannot write the process groups that it builds a model with as JSON, and "
+        "ends in an error; leave it out",
+    ),
+    (
+        lambda args: args.rerun_mode == "report_stats",
+        "--rerun-mode report_stats is no mode that Megatron 0.19 knows when training begins; use validate_results or "
+        "disabled",
     ),
     (
         lambda args: bool(args.iterations_to_skip) or args.result_rejected_tracker_filename is not None,
@@ -430,6 +453,22 @@ LEFT_OUT: tuple[tuple[Callable[[Any], bool], Mapping[str, Any], str], ...] = (
 """Flags that change how fast a step is and no number of it: when asked for, the values that they are
 set to, and the sentence of the log.
 """
+
+
+def says_fp16(args: Any) -> str | None:
+    """The warning about the first steps under `--fp16`; None: gradients are in another type."""
+    if not args.fp16:
+        return None
+    summed = (
+        "--fp16: the loss is a sum over tokens until the step ends (--calculate-per-token-loss), so gradients overflow "
+        "at a loss scale that a mean could take, by a factor of the tokens of a microbatch"
+    )
+    if args.loss_scale:
+        return f"{summed}; steps that overflow are skipped, and --loss-scale {args.loss_scale:g} never falls"
+    return (
+        f"{summed}; Megatron skips the first steps and halves the scale, from --initial-loss-scale "
+        f"{args.initial_loss_scale:g} down, until they do not: give a lower one to skip none"
+    )
 
 
 RANDOM: tuple[tuple[Callable[[Any], bool], str], ...] = (

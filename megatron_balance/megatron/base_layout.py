@@ -170,7 +170,7 @@ def _only(found: Sequence[Any], what: str) -> Any:
 
 def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
     """Send what `source` gives to all ranks of the world, as JSON."""
-    text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8).to(job_device())
+    text = torch.frombuffer(bytearray(json.dumps(body, allow_nan=False).encode()), dtype=torch.uint8).to(job_device())
     size = torch.tensor([len(text)], device=job_device())
     dist.broadcast(size, source)
     if dist.get_rank() != source:

@@ -123,8 +123,6 @@ def open_corpus(prefix: str, args: DataArguments) -> Corpus:
 def data_reasons(args: DataArguments) -> list[str]:
     """The reasons why whole documents cannot be read under these arguments; empty: they can."""
     reasons: list[str] = []
-    if getattr(args, "multiple_validation_sets", False):
-        reasons.append("--multiple-validation-sets: whole documents are validated as one set; leave it out")
     if args.dataloader_type != "single":
         reasons.append(
             f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; "

@@ -87,7 +87,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         self,
         corpus: Corpus,
         documents: range,
-        num_samples: int | None,
+        num_samples: int,
         options: DataOptions,
         split: Split = Split.train,
     ) -> None:
@@ -96,7 +96,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         Args:
             corpus: opened and checked.
             documents: the part of the corpus this data set draws from.
-            num_samples: how many samples Megatron will ask for; None: one epoch.
+            num_samples: how many samples Megatron will ask for.
             options: context length, shuffle seed, cutting.
             split: Megatron's samplers read it to tell validation from training.
         """
@@ -105,7 +105,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         self.stream = DocumentStream(
             corpus, options.seq_length, options.seed, options.policy, documents, options.filling
         )
-        self.num_samples = self.stream.num_samples(0) if num_samples is None else num_samples
+        self.num_samples = num_samples
         self._index = corpus.index
         self._tokens = IndexedDataset(corpus.index.prefix, mmap=options.mmap)
 
@@ -171,27 +171,21 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 class DocumentBlend(Dataset[dict[str, Tensor]]):
     """Samples of several corpora in turn, in proportion to weights; each sample is of one corpus."""
 
-    def __init__(
-        self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int | None
-    ) -> None:
+    def __init__(self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int) -> None:
         """Deal samples of `parts`.
 
         Args:
             parts: the corpora, of one split.
             weights: of each, in samples; None: as many as an epoch of each has.
-            num_samples: how many samples Megatron will ask for; None: an epoch of each.
+            num_samples: how many samples Megatron will ask for.
 
         Raises:
             ConfigError: weights that cannot be.
         """
         self.parts = tuple(parts)
         self.split = parts[0].split
-        if num_samples is None or weights is None:
-            counts: Sequence[int] = [part.stream.num_samples(0) for part in parts]
-        else:
-            counts = shares(weights)
-        self.blend = Blend(counts)
-        self.num_samples = sum(counts) if num_samples is None else num_samples
+        self.blend = Blend([part.stream.num_samples(0) for part in parts] if weights is None else shares(weights))
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples
@@ -261,7 +255,7 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
 
 
 def document_datasets_provider(
-    train_val_test_num_samples: Sequence[int | None],
+    train_val_test_num_samples: Sequence[int],
     vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
     *,
     policy: CutPolicy = "split",
@@ -290,7 +284,7 @@ def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Call
 
 
 def build_datasets(
-    args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
+    args: DataArguments, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments.
 

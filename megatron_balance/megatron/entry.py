@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import environment
-from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in
+from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in, says_fp16
 from megatron_balance.megatron.reviewed_flags import unreviewed
 from megatron_balance.patches import Patch, applied, fault_of
 
@@ -88,6 +88,11 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
             "megatron_balance.launch"
         )
     reasons += log_reasons(args, config)
+    if (args.save_activations_interval or args.save_dgrads_interval) and not te_available():
+        reasons.append(
+            "--save-activations-interval and --save-dgrads-interval: Megatron looks for Transformer Engine's layers, "
+            "and there is none here, so the first such step would end in an error; leave them out"
+        )
     of_way = way_reasons(args, config)
     patches = () if of_way else _patches_of(args, config)
     fault = fault_of(patches, config.accepted_sources, config.source)
@@ -141,6 +146,8 @@ def _say_what_was_set(args: Any, cfg_container: Any) -> None:
         args.ddp_average_in_collective = False
         if ddp is not None:
             ddp.average_in_collective = False
+    if (told := says_fp16(args)) is not None:
+        log.warning("%s", told)
     unknown = unreviewed(sys.argv[1:])
     if unknown:
         log.warning(

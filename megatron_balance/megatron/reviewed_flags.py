@@ -11,7 +11,7 @@ from collections.abc import Sequence
 _HANDLED = """
 account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split async-save attention-backend
 attention-dropout attention-output-gate batch-invariant-mode bf16 calculate-per-token-loss check-for-large-grads
-check-for-spiky-loss check-weight-hash-across-dp-replicas-interval chunked-optimizer-state-offload
+check-for-spiky-loss check-weight-hash-across-dp-replicas-interval chunked-optimizer-state-offload config-logger-dir
 context-parallel-size cp-comm-type cp-partition-mode cpu-offloading-num-layers cuda-graph-impl data-args-path
 data-cache-path data-path dataloader-inter-document-masking dataloader-type ddp-average-in-collective
 decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers decoder-num-layers decoder-seq-length
@@ -20,26 +20,26 @@ distributed-timeout-minutes dynamic-context-parallel enable-cuda-graph enable-hy
 enable-mhc-connections eval-iters eval-micro-batch-size experimental-attention-variant expert-model-parallel-size
 expert-tensor-parallel-num-weight-shards expert-tensor-parallel-size external-cuda-graph fake-process-group
 ffn-hidden-size fim-data fine-grained-activation-offloading finetune fp16 fp16-lm-cross-entropy
-fp32-residual-connection fp4-format fp8-format fp8-recipe grad-reduce-in-bf16 group-query-attention
+fp32-residual-connection fp4-format fp8-format fp8-recipe full-validation grad-reduce-in-bf16 group-query-attention
 head-wise-attn-gate heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path hidden-dropout
 hidden-size hierarchical-context-parallel-sizes hybrid-context-parallel hybrid-layer-pattern hybrid-override-pattern
-inprocess-restart iterations-to-skip kv-channels kv-lora-rank linear-attention-type load log-max-attention-logit
-log-params-norm logits-load-dir logits-save-dir make-vocab-size-divisible-by max-position-embeddings
-micro-batch-size microbatch-group-size-per-virtual-pipeline-stage mlp-chunks-for-training moe-enable-routing-replay
-moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-ffn-hidden-size moe-flex-dispatcher-backend
-moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens moe-input-jitter-eps moe-layer-freq
-moe-layer-recompute moe-n-hash-layers moe-paged-stash moe-router-force-biased moe-router-force-load-balancing
-moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size moe-token-dispatcher-type
-moe-z-loss-coeff mtp-hsm mtp-num-layers multi-latent-attention multiple-validation-sets no-bias-dropout-fusion
-no-check-for-nan-in-loss-and-grad no-gradient-accumulation-fusion no-initialization no-masked-softmax-fusion
-no-mmap-bin-files no-overlap-p2p-communication no-persist-layer-norm no-rope-freq no-rope-fusion normalization
-num-attention-heads num-distributed-optimizer-instances num-experts num-layers num-query-groups
-offload-optimizer-states optimizer optimizer-cpu-offload optimizer-cuda-graph
+initial-loss-scale inprocess-restart iterations-to-skip kv-channels kv-lora-rank linear-attention-type load
+log-max-attention-logit log-params-norm logits-load-dir logits-save-dir loss-scale make-vocab-size-divisible-by
+max-position-embeddings micro-batch-size microbatch-group-size-per-virtual-pipeline-stage mlp-chunks-for-training
+moe-enable-routing-replay moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-ffn-hidden-size
+moe-flex-dispatcher-backend moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens
+moe-input-jitter-eps moe-layer-freq moe-layer-recompute moe-n-hash-layers moe-paged-stash moe-router-force-biased
+moe-router-force-load-balancing moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size
+moe-token-dispatcher-type moe-z-loss-coeff mtp-hsm mtp-num-layers multi-latent-attention multiple-validation-sets
+no-bias-dropout-fusion no-check-for-nan-in-loss-and-grad no-gradient-accumulation-fusion no-initialization
+no-masked-softmax-fusion no-mmap-bin-files no-overlap-p2p-communication no-persist-layer-norm no-rope-freq
+no-rope-fusion normalization num-attention-heads num-distributed-optimizer-instances num-experts num-layers
+num-query-groups offload-optimizer-states optimizer optimizer-cpu-offload optimizer-cuda-graph
 overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm overlap-param-gather
 override-ckpt-iteration padded-vocab-size per-split-data-args-path perform-rl-step phase-transition-iterations
 pipeline-model-parallel-layout pipeline-model-parallel-size position-embedding-type q-lora-rank qk-clip qk-head-dim
 qk-l2-norm qk-layernorm qk-pos-emb-head-dim recompute-granularity recompute-method recompute-modules
-recompute-num-layers reset-attention-mask reset-position-ids result-rejected-tracker-filename rotary-base
+recompute-num-layers rerun-mode reset-attention-mask reset-position-ids result-rejected-tracker-filename rotary-base
 rotary-base-per-layer rotary-percent save save-activations-interval save-dgrads-interval save-params-interval
 save-wgrads-interval seed seq-length sequence-packing-scheduler sequence-parallel sft skip-train softmax-type spec
 split swiglu tensor-model-parallel-size tensor-parallel-num-weight-shards tensorboard-log-interval test-data-path
@@ -141,9 +141,9 @@ ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
 ckpt-format ckpt-fully-parallel-load ckpt-fully-parallel-load-exchange-algo
 ckpt-fully-parallel-load-per-rank-objects ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save
 ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path ckpt-step clip-grad
-config-logger-dir create-all-gather-group cross-entropy-fusion-impl cross-entropy-loss-fusion
-cuda-graph-dynamic-microbatches cuda-graph-warmup-steps data-parallel-random-init dataloader-defer-npy-index-mmap
-dataloader-fast-cache-load ddp-bucket-size ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw
+create-all-gather-group cross-entropy-fusion-impl cross-entropy-loss-fusion cuda-graph-dynamic-microbatches
+cuda-graph-warmup-steps data-parallel-random-init dataloader-defer-npy-index-mmap dataloader-fast-cache-load
+ddp-bucket-size ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw
 ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation decoupled-lr
 decoupled-min-lr decrease-batch-size-if-needed dense-grouped-gemm deterministic-mode disable-align-grad-reduce
 disable-bf16-reduced-precision-matmul disable-bias-linear disable-ckpt-load-validate-sharding-integrity
@@ -166,64 +166,63 @@ exit-signal-handler-for-training exp-avg-dtype exp-avg-sq-dtype fallback-to-eage
 flash-attention-version flight-recorder-dump-path flight-recorder-include-stack-trace
 flight-recorder-trace-buffer-size fp4-param-gather fp4-quantizer-factory fp4-recipe fp8-amax-compute-algo
 fp8-amax-history-len fp8-interval fp8-margin fp8-output-proj fp8-param-gather fp8-quantizer-factory
-freeze-all-layers ft-num-warmup-iters full-validation fused-residual-rmsnorm global-batch-size glu-linear-offset
+freeze-all-layers ft-num-warmup-iters fused-residual-rmsnorm global-batch-size glu-linear-offset
 gpu-sniff-test-interval high-priority-a2a-comm-stream high-priority-stream-groups hysteresis init-method-std
-init-method-xavier-uniform init-model-with-meta-device initial-loss-scale keep-fp8-transpose-cache
-kitchen-attention-backend lazy-mpu-init lion-beta1 lion-beta2 load-main-params-from-ckpt local-rank
-log-device-memory-used log-energy log-interval log-memory-interval log-memory-to-tensorboard log-moe-overload-factor
-log-num-zeros-in-grad log-progress log-straggler log-throughput log-timers-to-tensorboard
-log-validation-ppl-to-tensorboard log-world-size-to-tensorboard logging-level loss-scale loss-scale-window lr
-lr-decay-iters lr-decay-samples lr-decay-style lr-warmup-fraction lr-warmup-init lr-warmup-iters lr-warmup-samples
-lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype main-params-dtype manual-gc
-manual-gc-interval mask-prob max-seqlen-per-dp-cp-rank memory-snapshot-path merge-file mid-level-dataset-surplus
-min-loss-scale min-lr mla-down-proj-fusion mlp-chunks-for-prefill mock-data model-parallel-size
-moe-apply-probs-on-input moe-aux-loss-coeff moe-combine-bwd-dtype moe-deepep-num-sms moe-dispatch-fwd-dtype
-moe-enable-deepep moe-flex-dispatcher-num-sms moe-grouped-gemm moe-hybridep-num-blocks-permute
-moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing moe-latent-size
-moe-mlp-glu-interleave-size moe-pad-expert-input-to-capacity moe-pad-experts-for-cuda-graph-inference
-moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size
-moe-per-layer-logging moe-permute-fusion moe-permute-fusion-into-hybridep moe-router-bias-update-rate
-moe-router-dtype moe-router-enable-expert-bias moe-router-fusion moe-router-group-topk moe-router-num-groups
-moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-router-pre-softmax
-moe-router-quantile-balancing-ema moe-router-score-function moe-router-topk-scaling-factor
-moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights
-moe-routing-trace-max-training-iters moe-routing-trace-path moe-shared-expert-gate
-moe-shared-expert-glu-interleave-size moe-shared-expert-overlap moe-single-grouped-bias moe-single-grouped-weight
-moe-token-drop-policy moe-upcycling-granularity moe-use-grouped-tensor moe-use-upcycling mscale mscale-all-dim
-mtp-detach-heads mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer muon-coefficient-type
-muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv muon-num-ns-steps
-muon-scalar-optimizer muon-scale-mode muon-tp-mode muon-use-syrk mup-attn-scale-power mup-base-head-dim
-mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult nccl-communicator-config-path
-no-align-grad-reduce no-align-param-gather no-barrier-with-level-1-timing no-bias-gelu-fusion no-bias-swiglu-fusion
-no-ckpt-fully-parallel-save no-ckpt-load-validate-sharding-integrity no-clone-scatter-output-in-embedding
-no-create-attention-mask-in-dataloader no-dsa-kernel-fusion no-flight-recorder-dump-on-timeout
-no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active no-fp8-wgrad
-no-gradient-reduce-div-fusion no-load-optim no-load-rng no-log-loss-scale-to-tensorboard no-manual-gc-eval
-no-pad-vocab-size no-pin-cpu-grads no-pin-cpu-params no-position-embedding no-save-optim no-save-rng
-no-save-tokenizer-assets no-stream-ckpt-dequant no-strict-fsdp-dtensor-load
-no-tokenizer-sentencepiece-ignore-extra-whitespaces no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad
-no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs no-use-layer-wise-param-layout
-no-use-tokenizer-model-from-checkpoint-args no-weight-decay-cond-type no-yarn-correction-range-round-to-int
-non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir
-non-persistent-save-interval norm-epsilon null-tokenizer-eod-id null-tokenizer-pad-id num-dataset-builder-threads
-num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 num-layers-per-virtual-pipeline-stage
-num-virtual-stages-per-pipeline-rank num-workers nvtx-ranges object-storage-cache-path onnx-safe openai-gelu
-optimizer-offload-fraction optimizer-state-offload-chunk-size-mb optimizer-state-offload-fraction
-original-max-position-embeddings otel-enabled otel-service-name otel-span-groups output-logit-dtype
-overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush
-overlap-param-gather-with-optimizer-step override-opt-param-scheduler override-opt_param-scheduler
-pad-packed-seq-alignment per-dataset-sequences-path persistent-save-interval pipeline-model-parallel-comm-backend
-pretrained-checkpoint profile profile-ranks profile-step-end profile-step-start pytorch-profiler-collect-callstack
-pytorch-profiler-collect-chakra pytorch-profiler-collect-shapes quick-geglu rampup-batch-size recompute-activations
-record-memory-history record-shapes replication replication-factor replication-jump rerun-mode
-reuse-grad-buf-for-mxfp8-param-ag rope-scaling-factor rope-type rotary-interleaved rotary-scaling-factor
-rotary-seq-len-interpolation-factor run-workload-inspector-server sample-rate save-interval save-retain-interval
-save-tokens-per-expert-interval sft-mock-dataset-config-json sft-tokenizer-prompt-format sgd-momentum
-sharp-enabled-group short-seq-prob squared-relu start-eval-at-iter start-weight-decay step-batch-size-schedule
-straggler-ctrlr-port straggler-minmax-count suggested-communication-unit-size symmetric-ar-type
-te-precision-config-file te-rng-tracker tensorboard-dir tensorboard-queue-size test-mode thd-max-packed-sequences
-thd-tail-padding-policy tiktoken-num-special-tokens tiktoken-pattern timing-log-level timing-log-option
-tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-metadata tokenizer-model
+init-method-xavier-uniform init-model-with-meta-device keep-fp8-transpose-cache kitchen-attention-backend
+lazy-mpu-init lion-beta1 lion-beta2 load-main-params-from-ckpt local-rank log-device-memory-used log-energy
+log-interval log-memory-interval log-memory-to-tensorboard log-moe-overload-factor log-num-zeros-in-grad
+log-progress log-straggler log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard
+log-world-size-to-tensorboard logging-level loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style
+lr-warmup-fraction lr-warmup-init lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples
+lr-wsd-decay-style main-grads-dtype main-params-dtype manual-gc manual-gc-interval mask-prob
+max-seqlen-per-dp-cp-rank memory-snapshot-path merge-file mid-level-dataset-surplus min-loss-scale min-lr
+mla-down-proj-fusion mlp-chunks-for-prefill mock-data model-parallel-size moe-apply-probs-on-input
+moe-aux-loss-coeff moe-combine-bwd-dtype moe-deepep-num-sms moe-dispatch-fwd-dtype moe-enable-deepep
+moe-flex-dispatcher-num-sms moe-grouped-gemm moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
+moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing moe-latent-size moe-mlp-glu-interleave-size
+moe-pad-expert-input-to-capacity moe-pad-experts-for-cuda-graph-inference moe-paged-stash-buffer-size-factor-cpu
+moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size moe-per-layer-logging moe-permute-fusion
+moe-permute-fusion-into-hybridep moe-router-bias-update-rate moe-router-dtype moe-router-enable-expert-bias
+moe-router-fusion moe-router-group-topk moe-router-num-groups moe-router-padding-for-fp8
+moe-router-padding-for-quantization moe-router-pre-softmax moe-router-quantile-balancing-ema
+moe-router-score-function moe-router-topk-scaling-factor moe-routing-trace-capture-hidden-states
+moe-routing-trace-capture-logits moe-routing-trace-dump-weights moe-routing-trace-max-training-iters
+moe-routing-trace-path moe-shared-expert-gate moe-shared-expert-glu-interleave-size moe-shared-expert-overlap
+moe-single-grouped-bias moe-single-grouped-weight moe-token-drop-policy moe-upcycling-granularity
+moe-use-grouped-tensor moe-use-upcycling mscale mscale-all-dim mtp-detach-heads mtp-loss-scaling-factor
+mtp-standalone mtp-use-repeated-layer muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec
+muon-momentum muon-nesterov muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-tp-mode
+muon-use-syrk mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult
+mup-width-mult nccl-communicator-config-path no-align-grad-reduce no-align-param-gather
+no-barrier-with-level-1-timing no-bias-gelu-fusion no-bias-swiglu-fusion no-ckpt-fully-parallel-save
+no-ckpt-load-validate-sharding-integrity no-clone-scatter-output-in-embedding no-create-attention-mask-in-dataloader
+no-dsa-kernel-fusion no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+no-flight-recorder-include-only-active no-fp8-wgrad no-gradient-reduce-div-fusion no-load-optim no-load-rng
+no-log-loss-scale-to-tensorboard no-manual-gc-eval no-pad-vocab-size no-pin-cpu-grads no-pin-cpu-params
+no-position-embedding no-save-optim no-save-rng no-save-tokenizer-assets no-stream-ckpt-dequant
+no-strict-fsdp-dtensor-load no-tokenizer-sentencepiece-ignore-extra-whitespaces no-tp-comm-bulk-dgrad
+no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-split-ag no-tp-comm-split-rs
+no-use-layer-wise-param-layout no-use-tokenizer-model-from-checkpoint-args no-weight-decay-cond-type
+no-yarn-correction-range-round-to-int non-persistent-ckpt-type non-persistent-global-ckpt-dir
+non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir non-persistent-save-interval norm-epsilon
+null-tokenizer-eod-id null-tokenizer-pad-id num-dataset-builder-threads num-layers-at-end-in-bf16
+num-layers-at-start-in-bf16 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank num-workers
+nvtx-ranges object-storage-cache-path onnx-safe openai-gelu optimizer-offload-fraction
+optimizer-state-offload-chunk-size-mb optimizer-state-offload-fraction original-max-position-embeddings otel-enabled
+otel-service-name otel-span-groups output-logit-dtype overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce
+overlap-p2p-communication-warmup-flush overlap-param-gather-with-optimizer-step override-opt-param-scheduler
+override-opt_param-scheduler pad-packed-seq-alignment per-dataset-sequences-path persistent-save-interval
+pipeline-model-parallel-comm-backend pretrained-checkpoint profile profile-ranks profile-step-end profile-step-start
+pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra pytorch-profiler-collect-shapes quick-geglu
+rampup-batch-size recompute-activations record-memory-history record-shapes replication replication-factor
+replication-jump reuse-grad-buf-for-mxfp8-param-ag rope-scaling-factor rope-type rotary-interleaved
+rotary-scaling-factor rotary-seq-len-interpolation-factor run-workload-inspector-server sample-rate save-interval
+save-retain-interval save-tokens-per-expert-interval sft-mock-dataset-config-json sft-tokenizer-prompt-format
+sgd-momentum sharp-enabled-group short-seq-prob squared-relu start-eval-at-iter start-weight-decay
+step-batch-size-schedule straggler-ctrlr-port straggler-minmax-count suggested-communication-unit-size
+symmetric-ar-type te-precision-config-file te-rng-tracker tensorboard-dir tensorboard-queue-size test-mode
+thd-max-packed-sequences thd-tail-padding-policy tiktoken-num-special-tokens tiktoken-pattern timing-log-level
+timing-log-option tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-metadata tokenizer-model
 tokenizer-sentencepiece-legacy tokenizer-special-tokens tokenizer-type tp-comm-bootstrap-backend tp-comm-overlap-cfg
 tp-comm-overlap-rs-dgrad train-samples train-sync-interval trust-remote-code use-checkpoint-args
 use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler use-cpu-initialization use-dist-ckpt

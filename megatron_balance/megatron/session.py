@@ -42,6 +42,7 @@ from megatron_balance.megatron.tokens import job_device
 from megatron_balance.megatron.ways import (
     attends_jointly,
     candidates_of,
+    idle_reason,
     latent_reasons,
     layout_of,
     layouts_of,
@@ -147,6 +148,9 @@ class Session:
             self.config = self.config.model_copy(update={"cluster": machine.cluster_of_machine(cluster)})
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
+        attends = self.joint_cluster() if self.joint else self.cluster()
+        if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
+            log.warning("%s", idle)
         self._describe()
         self.steps.tracer.place(lambda: self.args.rank // self.gpus_per_node, _device_streams)
         if self.candidates:

@@ -2,10 +2,11 @@
 
 Shapes: B = micro batch, S = --seq-length, N = entries of cu_seqlens. Packed samples (`--sft`,
 `--dataloader-inter-document-masking`) come with cu_seqlens [B, N] int32: a row begins with 0, rises,
-and ends with S, which is repeated to fill it. With cu_seqlens_padded beside it, Megatron attends by
-that one, and so do we. Those of Megatron-Bridge are named cu_seqlens_q and cu_seqlens_q_padded, and
-may be [N] for a batch of one row. Samples of unequal lengths (`--use-varlen-dataset`) come as a list
-of dicts, each one sequence.
+and ends with S, which is repeated to fill it, or with -1 behind it, as NeMo and Megatron-Bridge do,
+where cu_seqlens_argmin [B, 1] counts the entries in front. With cu_seqlens_padded beside it, Megatron
+attends by that one, and so do we. Those of Megatron-Bridge are named cu_seqlens_q and
+cu_seqlens_q_padded, and may be [N] for a batch of one row. Samples of unequal lengths
+(`--use-varlen-dataset`) come as a list of dicts, each one sequence.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Reader:
         if not isinstance(batch, Mapping):
             return self._without_tails(side_by_side(batch))
         found = {name: batch[name] for name in COLUMNS}
-        cu_seqlens = next((batch[name] for name in BOUNDARIES if batch.get(name) is not None), None)
-        if cu_seqlens is None:
+        name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
+        if name is None:
             return found
-        positions = positions_of(cu_seqlens, found["tokens"].shape)
+        positions = positions_of(batch[name], found["tokens"].shape, batch.get(f"{name}_argmin"))
         if self.learned and not positions.equal(found["position_ids"]):
             raise DataError(
                 "cu_seqlens and position_ids open sub-sequences at different tokens: learned positions would be "
@@ -90,25 +91,41 @@ def side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return made
 
 
-def positions_of(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
+def positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = None) -> Tensor:
     """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N], or [N] of one row.
 
+    `argmin`: how many entries of each row count [B]; None: those in front of the first -1.
+
     Raises:
-        DataError: it does not rise from 0 to S.
+        DataError: these do not rise from 0 to S.
     """
     batch, size = shape
     ends = cu_seqlens.long()
     if ends.dim() == 1 and batch == 1:
         ends = ends[None]
     right = ends.dim() == 2 and ends.shape[0] == batch and ends.shape[1] > 1
-    if not right or (ends[:, 0] != 0).any() or (ends[:, -1] != size).any() or (ends.diff(dim=1) < 0).any():
+    if right:
+        fill = (ends == -1).cummax(dim=1).values if argmin is None else _behind(argmin, ends)
+        ends = ends.masked_fill(fill, size)
+        right = not (fill[:, :2].any() or (ends.diff(dim=1) < 0).any())
+        right = right and not ((ends[:, 0] != 0).any() or (ends.masked_fill(fill, 0).amax(dim=1) != size).any())
+    if not right:
+        counted = "" if argmin is None else f"; entries that count (cu_seqlens_argmin): {argmin.reshape(-1).tolist()}"
         raise DataError(
             f"cu_seqlens of shape {list(cu_seqlens.shape)}: expected a row for each of {batch} samples, rising from 0 "
-            f"to {size}; first row: {cu_seqlens.reshape(-1)[:8].tolist()} ..."
+            f"to {size}, and filled with {size} or -1; first row: {cu_seqlens.reshape(-1)[:8].tolist()} ...{counted}"
         )
     opens = torch.zeros(batch, size + 1, dtype=torch.bool).scatter_(1, ends, True)[:, :size]
     at = torch.arange(size).expand(batch, size)
     return at - at.masked_fill(~opens, 0).cummax(dim=1).values
+
+
+def _behind(argmin: Tensor, ends: Tensor) -> Tensor:
+    """Entries [B, N] that do not count; all where `argmin` is not a count of entries for each row."""
+    counts = argmin.reshape(-1, 1).long()
+    if counts.shape[0] != ends.shape[0] or (counts > ends.shape[1]).any():
+        return torch.ones_like(ends, dtype=torch.bool)
+    return torch.arange(ends.shape[1]) >= counts
 
 
 def counts_or_precedes(opens: Tensor, counts: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import latent, ping_pong
 from megatron_balance.megatron.arguments import averages_evaluation, balances_by_sample
@@ -46,6 +47,40 @@ def _check_strategies(args: argparse.Namespace, config: Run) -> None:
     layout = layout_of(args)
     if candidates_of(args, config, layout):
         layouts_of(args, config, layout)
+
+
+def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str | None:
+    """Why the planner has nothing to do in this layout, for the log; None: it has.
+
+    `cluster`: the ranks that attend together.
+    """
+    chosen = config.planner
+    if chosen is None:
+        return None
+    name, planner, options = chosen.name, chosen.planner, chosen.options
+    runs = f"a step runs as {getattr(options, 'within', 'te_ring')} places it"
+    if planner.pipelines:
+        if args.data_parallel_size > 1 or candidates_of(args, config, layout_of(args)):
+            return None
+        return (
+            f"planner {name} deals sequences over data-parallel replicas, and there is one: {runs}; choose a "
+            "smaller --context-parallel-size, so that there are several"
+        )
+    if planner.plan_step is not None:
+        read = args.micro_batch_size * args.data_parallel_size
+        if args.global_batch_size > read:
+            return None
+        return (
+            f"planner {name} moves sequences between the microbatches of a step, and a step has one "
+            f"(--global-batch-size {args.global_batch_size}, of which all replicas read {read} at once): {runs}; raise "
+            "--global-batch-size"
+        )
+    if cluster.num_ranks == 1:
+        return (
+            f"planner {name} places sequences on the ranks that attend together, and there is one: all planners make "
+            "the same plan; raise --context-parallel-size, or use more ranks"
+        )
+    return None if planner.idle is None else planner.idle(options, cluster)
 
 
 def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:

@@ -90,6 +90,7 @@ PLANNERS: dict[str, Planner] = {
         parts_heads=_always,
         room=slack,
         tries=(Try(least=Bounds.whole_on_groups),),
+        idle=knapformer.idle,
     ),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,

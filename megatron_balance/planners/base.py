@@ -234,6 +234,9 @@ class Planner:
     """How planners that choose among all others ask this one."""
     left_out: str = ""
     """Why they do not ask it unless somebody names it; empty: they do."""
+    idle: Callable[[Any, Cluster], str | None] | None = None
+    """Why options leave a planner of microbatches nothing to choose on these ranks, for the log; None:
+    they do not."""
     plan_with: Callable[[Any], PlanWith | None] | None = None
     """Plan by another scheduler of context-parallel groups, if the options allow one: training
     hands it Megatron's own."""

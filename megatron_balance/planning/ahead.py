@@ -283,7 +283,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
             pair = ",".join(
                 f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry))
             )
-            proofs = json.dumps(dataclasses.astuple(prover.outcomes()))
+            proofs = json.dumps(dataclasses.astuple(prover.outcomes()), allow_nan=False)
             answer = f'{{"plan_s":{seconds:.6f},{pair},"proofs":{proofs},"step":{text}}}'
             write_frame(answers, number, answer.encode())
             if step is not None:

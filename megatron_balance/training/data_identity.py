@@ -35,7 +35,7 @@ class DataIdentity:
     @classmethod
     def of_script(cls, facts: Mapping[str, str], places: Mapping[str, str], samples: Mapping[int, str]) -> DataIdentity:
         """The identity of a script's own data set."""
-        text = json.dumps([sorted(facts.items()), sorted(samples.items())])
+        text = json.dumps([sorted(facts.items()), sorted(samples.items())], allow_nan=False)
         return cls(hashlib.sha256(text.encode()).hexdigest()[:16], facts, places, samples)
 
     def changes(self, here: DataIdentity, trained: int) -> list[str]:

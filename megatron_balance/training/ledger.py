@@ -92,7 +92,9 @@ class Ledger:
         known = data or DataIdentity()
         body = {name: getattr(self, name) for name in ("held", "behind", "drawn", "trained")}
         told = {"data": known.to_body()} if known.facts else {}
-        return json.dumps({"carry": json.loads(self.carry.to_json()), "corpus": known.fingerprint, **told, **body})
+        return json.dumps(
+            {"carry": json.loads(self.carry.to_json()), "corpus": known.fingerprint, **told, **body}, allow_nan=False
+        )
 
     @classmethod
     def from_json(cls, text: str) -> tuple[Ledger, DataIdentity]:

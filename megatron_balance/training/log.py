@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
-from megatron_balance.files import parse_json
+from megatron_balance.files import json_text, parse_json
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.run import as_yaml
@@ -209,7 +208,7 @@ class StepLog:
             if self._file is not None:
                 if self._first:
                     self._move_steps_from(int(step), self._file)
-                self._file.add(json.dumps(record))
+                self._file.add(json_text(record))
         for write in writers:
             self._write_scalars(write, record, step)
 
@@ -271,7 +270,7 @@ class StepLog:
         job, device = self._job
         if job.pool.num_stages == 1:
             return loss
-        # NaN where there is none: no token was trained on, as Megatron has it.
+        # NaN where there is none: no token was trained on, as Megatron has it; null in the record.
         known = torch.tensor([math.nan if loss is None else loss], dtype=torch.float64, device=device)
         dist.broadcast(known, job.pool.joint.ranks[-1], group=job.pool.joint.pool)
         return float(known)

@@ -8,7 +8,10 @@
 #   TECHNIQUE       any planner: zeppelin, te_ring, distca, ... (default: the experiment's, zeppelin)
 #   CLUSTER         h100, h200, a800, ... or a YAML (default: what the machine says of itself)
 #   DATA            prefix of the corpus, PREFIX.bin and PREFIX.idx ('megatron-balance corpus build' makes one)
-#   TOKENS          context of a batch in tokens (default: 4096 for each GPU)
+#   TOKENS          tokens of all GPUs in a microbatch (default: 4096 for each GPU)
+#   CONTEXT         context-parallel ranks of a replica (default: all GPUs; for hydraulis and megatron those of a node, or half
+#                   of them on one node, so that there are replicas); --seq-length is a replica's share of TOKENS
+#   MICROBATCHES    of a replica and step (default: 1; for wlb_llm, hydraulis and megatron 4)
 #   BALANCE_CONFIG  a YAML of your own in place of configs/experiment/$EXPERIMENT.yaml
 #   SCRIPT          your own pretrain_gpt.py (default: megatron_balance.pretrain_gpt)
 #   OUT             where logs and steps.jsonl go (default: out/slurm/<job>)
@@ -53,6 +56,11 @@ names_in() {
     file=${file##*/}
     printf '%s ' "${file%.yaml}"
   done
+}
+
+# The planner that the YAML $1 names: 'planner: NAME', '{name: NAME, ...}', or 'name: NAME' on a line below.
+planner_of() {
+  sed -nE '/^planner:/,/^[a-z]/{s/^(planner:| +)[ {]*(name: *)?([a-z_]+)[ ,}]*(,.*|#.*)?$/\3/p}' "$1" | sed -n 1p
 }
 
 first_host() {
@@ -102,10 +110,26 @@ launch() {
   local flags=() common=()
   read_flags "$repo/scripts/slurm/training.args" common
   read_flags "$model" flags
-  local tensor_parallel world=$((nodes * gpus))
+  local tensor_parallel world=$((nodes * gpus)) context microbatches=1 replicas
   tensor_parallel=$(value_of --tensor-model-parallel-size "${flags[@]}" "$@")
-  [ $((world % tensor_parallel)) -eq 0 ] || fail "$nodes nodes of $gpus GPUs cannot hold tensor parallelism of $tensor_parallel; change the number of GPUs"
+  local stages; stages=$(value_of --pipeline-model-parallel-size "$@")
+  [ $((world % (tensor_parallel * stages))) -eq 0 ] || fail "$nodes nodes of $gpus GPUs cannot hold tensor parallelism of $tensor_parallel and $stages stages; change the number of GPUs"
+  context=$((world / (tensor_parallel * stages)))
+  case ${technique:-$(planner_of "$config")} in
+    wlb_llm) microbatches=4 ;;  # it moves documents between microbatches
+    hydraulis | megatron)       # they deal documents to replicas
+      microbatches=4
+      if [ "$nodes" -gt "$stages" ]; then context=$((context * stages / nodes)); else context=$(((context + 1) / 2)); fi
+      ;;
+  esac
+  context=${CONTEXT:-$context} microbatches=${MICROBATCHES:-$microbatches}
+  [ "$context" -gt 0 ] && [ $((world % (tensor_parallel * stages * context))) -eq 0 ] || fail "CONTEXT=$context: $world GPUs cannot hold so many times tensor parallelism of $tensor_parallel and $stages stages"
+  replicas=$((world / (tensor_parallel * stages * context)))
   local tokens=${TOKENS:-$((4096 * world))} out=${OUT:-$repo/out/slurm/$job}
+  [ $((tokens % replicas)) -eq 0 ] || fail "TOKENS=$tokens cannot be shared by $replicas replicas; set a multiple"
+  tokens=$((tokens / replicas))
+  # Strategies of hydraulis own their weights on the command line's layout alone.
+  [ "${technique:-$(planner_of "$config")}" = hydraulis ] || common+=(--overlap-param-gather)
 
   local entry=(-m megatron_balance.pretrain_gpt)
   [ -z "${SCRIPT:-}" ] || entry=(-m megatron_balance.launch "$SCRIPT")
@@ -120,7 +144,8 @@ launch() {
   command+=(bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun)
   command+=("--nnodes=$nodes" "--nproc-per-node=$gpus" "--master-addr=$(first_host)" "--master-port=$((20000 + job % 20000))")
   command+=("${entry[@]}" --balance-config "$config" --balance-log "$out" --data-path "$DATA")
-  command+=(--seq-length "$tokens" --max-position-embeddings "$tokens" --context-parallel-size "$((world / tensor_parallel))")
+  command+=(--seq-length "$tokens" --max-position-embeddings "$tokens" --context-parallel-size "$context")
+  command+=(--micro-batch-size 1 --global-batch-size "$((replicas * microbatches))")
   command+=("${common[@]}" "${flags[@]}")
   [ -z "$technique" ] || command+=(--balance-planner "$technique")
   [ ! -f "$cluster" ] || cluster=$(realpath "$cluster")
@@ -128,11 +153,18 @@ launch() {
   [ -z "${CHECKPOINTS:-}" ] || command+=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500)
   command+=("$@")
 
-  # Megatron asks for one connection; one thread a process, since nodes have more processes than memory channels.
-  export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1
+  # One thread a process, since nodes have more processes than memory channels. Megatron asks for one connection with tensor or
+  # context parallelism alone; without, streams have queues of their own, and what hydraulis pulls hides behind computing.
+  local environment=(OMP_NUM_THREADS=1)
+  if [ "$(value_of --tensor-model-parallel-size "${command[@]}")" -gt 1 ] || [ "$(value_of --context-parallel-size "${command[@]}")" -gt 1 ]; then
+    environment=(CUDA_DEVICE_MAX_CONNECTIONS=1 "${environment[@]}")
+  else
+    unset CUDA_DEVICE_MAX_CONNECTIONS
+  fi
+  export "${environment[@]}"
   [ -z "${VENV:-}" ] || export PATH="$VENV/bin:$PATH"
   if $dry_run; then
-    printf 'CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1'
+    printf '%s' "${environment[*]}"
     printf ' %q' "${command[@]}"
     printf '\n'
     return

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.training")
 
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_balance import launch
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry, reviewed_flags
 from megatron_balance.megatron.arguments import (
@@ -27,6 +28,7 @@ from megatron_balance.megatron.arguments import (
     leave_out,
     reasons_in,
     row_multiple,
+    says_fp16,
 )
 from megatron_balance.megatron.masks import masks_of
 
@@ -65,6 +67,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("--dataloader-inter-document-masking", "--micro-batch-size", "2"),
         *("--moe-router-load-balancing-type", "seq_aux_loss"),
     ),
+    "--full-validation: in Megatron": ("--full-validation",),
+    "--config-logger-dir": ("--config-logger-dir", "x"),
+    "--rerun-mode report_stats": ("--rerun-mode", "report_stats"),
+    "--multiple-validation-sets, which": ("--multiple-validation-sets", "--full-validation"),
     "--reset-position-ids and": ("--reset-position-ids",),
     "--reset-attention-mask go together": ("--reset-attention-mask",),
     "--attention-dropout": ("--attention-dropout", "0.1"),
@@ -211,6 +217,38 @@ def test_what_another_version_calls_it_is_left_out_there() -> None:
         "--cp-partition-mode",
         "--moe-hybridep-pad-uneven-dispatch-inputs",
     ]
+
+
+def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
+    """A loss summed over tokens overflows at a scale that a mean could take."""
+    assert says_fp16(parse("--bf16")) is None
+    args = parse("--fp16")
+    told = says_fp16(args)
+    assert told is not None
+    assert "--calculate-per-token-loss" in told
+    assert f"from --initial-loss-scale {2**32:g} down" in told
+    assert (args.initial_loss_scale, args.loss_scale) == (2**32, None)
+    assert "from --initial-loss-scale 65536 down" in str(says_fp16(parse("--fp16", "--initial-loss-scale", "65536")))
+    assert "--loss-scale 1024 never falls" in str(says_fp16(parse("--fp16", "--loss-scale", "1024")))
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_help_lists_our_flags_and_megatrons(
+    script: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's own texts alone end in an error: one has a bare percent sign."""
+    if script:
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args(["--help"])
+        assert ended.value.code == 0
+    else:
+        monkeypatch.setattr("sys.argv", ["launch", "--help"])
+        launch.main()
+    told = capsys.readouterr().out
+    assert {"--balance-config", "--balance-planner", "--balance-cluster", "--balance-device", "--balance-log"} <= set(
+        re.findall(r"--balance-[a-z]+", told)
+    )
+    assert ("--tensor-model-parallel-size" in told, "SCRIPT" in told) == (script, not script)
 
 
 @pytest.mark.parametrize(

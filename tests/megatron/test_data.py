@@ -57,7 +57,10 @@ def dataset(
 ) -> data.DocumentDataset:
     index = read_index(prefix)
     chosen = data.DataOptions(SEQ_LENGTH, 7, policy, **options)  # pyright: ignore[reportArgumentType]
-    return data.DocumentDataset(Corpus(index), range(index.num_documents), num_samples, chosen)
+    made = data.DocumentDataset(Corpus(index), range(index.num_documents), num_samples or 0, chosen)
+    if num_samples is None:  # an epoch
+        made.num_samples = made.stream.num_samples(0)
+    return made
 
 
 def arguments(prefix: str, **changed: object) -> Any:
@@ -263,12 +266,6 @@ def test_a_test_set_without_documents_is_left_out(prefix: str) -> None:
     assert [part is None for part in sets] == [False, False, True]
 
 
-def test_full_validation_reads_one_epoch(prefix: str) -> None:
-    valid = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, None, 4), "split")[1]
-    assert isinstance(valid, data.DocumentDataset)
-    assert len(valid) == valid.stream.num_samples(0)
-
-
 def test_validation_is_the_same_however_training_went(prefix: str) -> None:
     args = arguments(prefix, split="50,50,0", eval_iters=1)
     train, valid, _ = data.build_datasets(args, (8, 8, 0), "split")
@@ -293,7 +290,6 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
         ),
         ({"data_path": None, "data_args_path": "/nowhere/paths"}, ConfigError, "/nowhere/paths: cannot be read"),
         ({"data_path": None, "train_data_path": ["/nowhere/a"]}, DataError, "/nowhere/a.bin: No such file"),
-        ({"multiple_validation_sets": True}, ConfigError, "--multiple-validation-sets: .* as one set"),
         ({"fim_data": True}, ConfigError, "--fim-data rearranges documents.*set 'data: script'"),
         (
             {"sft": True, "use_varlen_dataset": True},
@@ -430,15 +426,6 @@ def test_a_blend_deals_samples_of_its_corpora_by_weight(prefix: str, other: str)
     heavier = data.build_datasets(args, (80, 16, 0), "split")[0]
     assert heavier is not None
     assert len({train.fingerprint(), alone.fingerprint(), heavier.fingerprint()}) == 3
-
-
-def test_full_validation_of_a_blend_reads_an_epoch_of_each(prefix: str, other: str) -> None:
-    args = arguments(prefix, data_path=["9", prefix, "1", other], split="50,50,0", eval_iters=1)
-    valid = data.build_datasets(args, (8, None, 0), "split")[1]
-    assert isinstance(valid, data.DocumentBlend)
-    read = [tuple(valid[index]["tokens"].tolist()) for index in range(len(valid))]
-    each = [part[index]["tokens"] for part in valid.parts for index in range(len(part))]
-    assert sorted(read) == sorted(tuple(tokens.tolist()) for tokens in each)
 
 
 def test_every_way_of_naming_corpora_reads_them(prefix: str, other: str, tmp_path: Path) -> None:

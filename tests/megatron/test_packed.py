@@ -65,6 +65,34 @@ def test_packed_samples_of_bridge_name_cu_seqlens_by_queries(of_one_row: bool) -
     assert found["position_ids"].tolist() == [[0, 1, 2, 0, PADDING, PADDING, PADDING, PADDING]]
 
 
+@pytest.mark.parametrize("behind", [-1, 6, 3])
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_padded", "cu_seqlens_q"])
+def test_entries_behind_argmin_are_not_read(name: str, behind: int) -> None:
+    """NeMo and Bridge fill rows with -1, and say where; without it, -1 says it."""
+    batch = batch_of([], [[1] * 6] * 2)
+    del batch["cu_seqlens"]
+    ends = {name: torch.tensor([[0, 2, 6, behind, behind], [0, 1, 4, 6, behind]], dtype=torch.int32)}
+    opened = [[0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 0, 1]]
+    for counts in (torch.tensor([[3], [4]]), torch.tensor([3, 4])):
+        assert Reader().columns({**batch, **ends, f"{name}_argmin": counts})["position_ids"].tolist() == opened
+    if behind != 3:
+        assert Reader().columns({**batch, **ends})["position_ids"].tolist() == opened
+
+
+@pytest.mark.parametrize(
+    ("ends", "argmin"),
+    [
+        *[([[0, 4, -1]], None), ([[0, 4, -1]], [2]), ([[0, 6, 6]], [1]), ([[0, 6, -1]], [4]), ([[0, 6, -1]], [2, 2])],
+        *[([[0, -1, 6]], None), ([[0, 6, -1]], [3]), ([[-1, -1]], [0]), ([[0, -2, 6]], None)],
+    ],
+)
+def test_a_filled_row_that_does_not_end_with_the_sample_is_refused(
+    ends: list[list[int]], argmin: list[int] | None
+) -> None:
+    with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6, and filled with 6 or -1"):
+        positions_of(torch.tensor(ends), torch.Size((1, 6)), None if argmin is None else torch.tensor(argmin))
+
+
 @pytest.mark.parametrize("ends", [[[0, 5]], [[1, 6]], [[0, 4, 2, 6]], [[0, 7]], [[6]], [0, 7], [6], [[0, 6], [0, 6]]])
 def test_cu_seqlens_that_are_not_the_samples_are_refused(ends: list[Any]) -> None:
     with pytest.raises(DataError, match=r"cu_seqlens of shape .* rising from 0 to 6"):

@@ -89,6 +89,7 @@ class Job:
     logs: str
     deadline_s: float = 120.0
     kill_after: tuple[str, int] | None = None
+    kill_with: int = signal.SIGKILL
     freeze: int | None = None
     path: tuple[str, ...] = ()
     """Folders put in front of sys.path."""
@@ -256,7 +257,7 @@ def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
             frozen = True
         elif reached and job.freeze is None and not killed:
             for one in left if job.kill_only is None else [pid for pid in left if ranks[pid] == job.kill_only]:
-                os.kill(one, signal.SIGKILL)
+                os.kill(one, job.kill_with)
             killed = True
             stop_at = min(stop_at, time.monotonic() + job.grace_s)
         elif time.monotonic() > stop_at:
@@ -318,7 +319,7 @@ def run_rank(job: Job, rank: int, port: int) -> int:
             _spawn_for_results()
         code = _enter(job)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

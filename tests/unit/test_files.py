@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import os
 import random
@@ -18,7 +19,7 @@ from megatron_balance.cli.planfile import read as read_plans
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import BalanceError, ConfigError
-from megatron_balance.files import UnreadableError, open_lines, parse_json, read_text
+from megatron_balance.files import UnreadableError, json_text, open_lines, parse_json, read_text
 from megatron_balance.report.steps import read as read_steps
 from megatron_balance.strict_yaml import read_yaml
 from megatron_balance.workloads.datasets import _of_jsonl  # pyright: ignore[reportPrivateUsage]
@@ -159,3 +160,27 @@ def test_a_zst_file_is_read_to_the_end_of_its_last_frame(tmp_path: Path, monkeyp
 def lines_of(path: Path) -> Iterator[str]:
     with open_lines(path) as lines:
         yield from lines
+
+
+def test_written_json_has_null_for_what_is_no_number() -> None:
+    rows = {"a": [1.5, float("nan"), (float("inf"), {"b": -float("inf")})], 2: "NaN"}
+    assert json_text(rows) == '{"a": [1.5, null, [null, {"b": null}]], "2": "NaN"}'
+    assert json_text([1], indent=1) == "[\n 1\n]"
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_balance"
+INSIDE = {"files.py", "planning/step_planner.py", "planning/ahead.py", "ir/step.py"}
+"""The writer itself; what goes to our own planning process, or has whole numbers and names alone."""
+
+
+def test_no_json_is_written_that_other_readers_refuse() -> None:
+    """Python writes NaN and Infinity, which JSON does not have, unless told not to."""
+    lax: list[str] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("json.dump", "json.dumps"):
+                continue
+            if "allow_nan" not in {each.arg for each in node.keywords}:
+                lax.append(f"{path.relative_to(PACKAGE).as_posix()}: {ast.unparse(node)}")
+    quoted = ("report/steps.py", "workloads/datasets.py", "workloads/lengths.py", "cost/table.py")  # in messages
+    assert [each for each in lax if each.partition(":")[0] not in {*INSIDE, *quoted}] == []

@@ -97,6 +97,16 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     return _planned(lengths, topology, group_of, (cluster, model), options.heads)
 
 
+def idle(options: KnapFormerOptions, cluster: Cluster) -> str | None:
+    """Why there is no knapsack to fill: a topology of one group."""
+    if options.topology == AUTO or len(topology_of(options, cluster).sizes) > 1:
+        return None
+    return (
+        f"planner knapformer: topology {options.topology} is one group of all {cluster.num_ranks} ranks, so a step "
+        "runs as ulysses places it; name smaller groups, or 'topology: auto'"
+    )
+
+
 def topology_of(options: KnapFormerOptions, cluster: Cluster) -> Topology:
     """The topology of the whole pool; not for `auto`.
 

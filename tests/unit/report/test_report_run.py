@@ -12,6 +12,7 @@ import pytest
 from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
 from megatron_balance.report import run, steps, verdict
+from scripts.demo import write_page
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -286,3 +287,16 @@ def test_real_keys_are_those_that_are_read():
     ]
     assert missing == []
     assert set(verdict.NAMES) == set(run.FOLLOWED)
+
+
+def test_the_demo_ends_with_a_page_of_its_first_and_last_planner(tmp_path):
+    for planner in ("te_ring", "hybrid_dp", "zeppelin"):
+        write(tmp_path / planner, [record(1, planner=planner), record(2, planner=planner)])
+    page = write_page(tmp_path, ("te_ring", "hybrid_dp", "zeppelin"))
+    assert page == tmp_path / "report.html"
+    text = page.read_text()
+    assert "The loss of te_ring goes from 5.9000" in text
+    assert "The loss of zeppelin goes from 5.9000" in text
+    assert "The loss of hybrid_dp" not in text
+    write_page(tmp_path, ("te_ring",))
+    assert "zeppelin goes from" not in page.read_text()

@@ -3,6 +3,8 @@ they would run."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -14,6 +16,7 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
 from megatron_balance.config import CONFIGS, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.run import load_config
 from scripts.sbom import packages
 
@@ -128,9 +132,9 @@ def test_each_cuda_has_extras_of_its_own():
     assert not any(str(r.specifier).startswith("==") for r in table["te_cu12"] if r.name == "torch")
 
 
-def te_step(installed: str, folder: Path) -> str:
-    """Arguments of the installation that the image makes beside an `installed` Transformer Engine."""
-    step = DOCKERFILE[DOCKERFILE.index('RUN found="') + len("RUN ") :].split("\n\n")[0]
+def installation(package: str, installed: str, folder: Path) -> str:
+    """Arguments of the installation that the image makes of a package beside what is `installed`."""
+    step = next(each for each in DOCKERFILE.split("RUN ") if f"s/^{package}" in each).split("\n\n")[0]
     programs = {
         "pip": f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi',
         "python": "echo 12",
@@ -139,7 +143,9 @@ def te_step(installed: str, folder: Path) -> str:
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "TRANSFORMER_ENGINE": argument("TRANSFORMER_ENGINE")}
-    subprocess.run(["bash", "-o", "pipefail", "-c", step], env=environment, check=True, timeout=60)
+    (folder / "scripts").mkdir()
+    shutil.copytree(LOCKS, folder / "scripts" / "locks")
+    subprocess.run(["bash", "-o", "pipefail", "-c", step], env=environment, cwd=folder, check=True, timeout=60)
     found = folder / "installed"
     return found.read_text() if found.exists() else ""
 
@@ -156,10 +162,40 @@ def te_step(installed: str, folder: Path) -> str:
     ],
 )
 def test_the_image_keeps_any_transformer_engine_from_the_minimum_up(tmp_path, installed, builds):
-    done = te_step(installed, tmp_path)
+    done = installation("transformer", installed, tmp_path)
     assert bool(done) == builds, done
     if builds:
         assert "transformer-engine-cu12==" in done, "the extension for the CUDA of the image's torch"
+
+
+@pytest.mark.parametrize(
+    ("installed", "replaced"),
+    [
+        ("", True),
+        ("pydantic==1.10.27\\n", True),
+        ("pydantic==2.6.4\\n", True),
+        ("pydantic==2.7.0\\npydantic_core==2.18.1\\n", False),
+        ("pydantic==2.13.5\\n", False),
+        ("pydantic==2.14.0\\n", True),
+        ("pydantic==3.0\\n", True),
+        ("pydantic_core==2.46.5\\npydantic-settings==2.9.0\\n", True),
+    ],
+)
+def test_the_image_keeps_a_pydantic_that_serves_us_and_megatron(tmp_path, installed, replaced):
+    """Megatron 0.19's own pyproject.toml: below 2.14, for what Transformer Engine imports."""
+    requirements = pytest.importorskip("packaging.requirements")
+    done = installation("pydantic", installed, tmp_path)
+    ours = next(r for r in map(requirements.Requirement, project()["dependencies"]) if r.name == "pydantic")
+    version = dict(line.split("==") for line in installed.split("\\n") if line).get("pydantic")
+    megatrons = requirements.Requirement("pydantic<2.14").specifier
+    serves = version is not None and ours.specifier.contains(version) and megatrons.contains(version)
+    assert (bool(done), serves) == (replaced, not replaced)
+    assert "-r scripts/locks/pydantic.txt" in done or not replaced
+    inside = {p.name: p.version for p in packages((tmp_path / "scripts" / "locks" / "image.txt").read_text())}
+    assert ("pydantic" in inside) == replaced, "the bill has what was installed"
+    if replaced:
+        assert ours.specifier.contains(inside["pydantic"])
+        assert inside["pydantic"].startswith("2.13.")
 
 
 def test_the_image_keeps_nvidias_entrypoint_and_does_not_ask_for_apex():
@@ -275,14 +311,9 @@ def words(path: Path) -> list[str]:
 @pytest.mark.megatron
 @pytest.mark.parametrize("model", MODELS)
 def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
-    pytest.importorskip("megatron.training")
-    import argparse
+    parser = megatrons_parser()
+    from megatron_balance.megatron.arguments import check_arguments
 
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megatron_balance.megatron.arguments import add_balance_arguments, check_arguments
-
-    parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     flags = [*words(SLURM / "training.args"), *words(SLURM / "models" / f"{model}.args")]
     args = parser.parse_args(
         [*flags, "--balance-config", "x.yaml", "--seq-length", "4096", "--max-position-embeddings", "4096"]
@@ -398,7 +429,128 @@ def test_one_variable_chooses_any_planner(cluster, technique):
     config = load_config(after(command, "--balance-config"), planner=after(command, "--balance-planner"))
     assert config.planner is not None
     assert config.planner.name == technique
-    assert (after(command, "--tensor-model-parallel-size"), after(command, "--context-parallel-size")) == ("2", "16")
+    replicas = technique in ("hydraulis", "megatron")
+    context = "4" if replicas else "16"
+    assert (after(command, "--tensor-model-parallel-size"), after(command, "--context-parallel-size")) == ("2", context)
+    assert after(command, "--seq-length") == ("32768" if replicas else "131072")
+    assert ("--overlap-param-gather" in command) == (technique != "hydraulis"), "its strategies are refused with it"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in command
+
+
+def test_one_connection_only_where_megatron_asks_for_it(cluster):
+    """With it kernels start in the order of their launches, and what a strategy pulls cannot hide."""
+    command = cluster.printed("single_node.sbatch", TECHNIQUE="hydraulis", CONTEXT="1")
+    assert command[:2] == ["OMP_NUM_THREADS=1", "srun"]
+    assert (after(command, "--context-parallel-size"), after(command, "--global-batch-size")) == ("1", "32")
+    given = cluster.printed("single_node.sbatch", "--context-parallel-size", "2", TECHNIQUE="hydraulis", CONTEXT="1")
+    assert given[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1", "the last word counts"
+
+
+@pytest.mark.parametrize(
+    "section", ["planner: wlb_llm", "planner: {name: wlb_llm, thresholds: [9]}", "planner:\n  name: wlb_llm  # mine"]
+)
+def test_the_planner_of_ones_own_configuration_gets_its_layout(cluster, section):
+    own = cluster.folder / "balance.yaml"
+    own.write_text(f"data: documents\n{section}\nmodel: llama-7b\n")
+    command = cluster.printed("single_node.sbatch", BALANCE_CONFIG=str(own))
+    assert (after(command, "--global-batch-size"), after(command, "--context-parallel-size")) == ("4", "8")
+
+
+@functools.cache
+def megatrons_parser():
+    pytest.importorskip("megatron.training")
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_balance.megatron.arguments import add_balance_arguments
+
+    return add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def job_of(command: list[str], num_ranks: int) -> Any:
+    """The job that a launcher's command makes, as far as planning reads it; on H100s."""
+    from megatron_balance.megatron import ping_pong, ways
+    from megatron_balance.runtime.groups import single
+    from megatron_balance.training.pool import Pool
+
+    args = megatrons_parser().parse_args(command[command.index("--balance-config") :])
+    args.rank, args.world_size, args.mtp_num_layers, args.virtual_pipeline_model_parallel_size = (
+        0,
+        num_ranks,
+        None,
+        None,
+    )
+    args.data_parallel_size = num_ranks // (args.tensor_model_parallel_size * args.context_parallel_size)
+    config = load_config(args.balance_config, planner=args.balance_planner)
+    assert config.planner is not None
+    alone = args.context_parallel_size if config.planner.planner.pipelines else num_ranks
+    layout = ways.layout_of(args)
+    return SimpleNamespace(
+        args=args,
+        config=config,
+        joint=False,
+        row_multiple=1,
+        ping_pong=ping_pong.wanted(args, config),
+        layout=layout,
+        candidates=ways.candidates_of(args, config, layout),
+        pool=Pool(single(), 1, (0,), (0,)),
+        cluster=lambda: load_cluster("h100").build(num_ranks=alone, ranks_per_node=min(alone, 8)),
+        model=lambda _=1: load_model("llama-7b"),
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("technique", PLANNERS)
+def test_the_plan_of_a_dry_run_is_what_the_technique_is_for(cluster, technique):
+    """And the product says nothing against the layout, but against one microbatch of one replica."""
+    pytest.importorskip("megatron.training")
+    from megatron_balance.megatron import planning, ways
+    from megatron_balance.planning.step_planner import StepPlanner
+
+    command = cluster.printed("single_node.sbatch", TECHNIQUE=technique, TOKENS="2048")
+    job = job_of(command, num_ranks=8)
+    assert ways.way_reasons(job.args, job.config) == []
+    assert ways.idle_reason(job.args, job.config, job.cluster()) is None
+    count = job.args.global_batch_size // job.args.data_parallel_size
+    documents = [700, 40, 200, 90, 1000, 18] if job.args.data_parallel_size == 1 else [900, 124, 500, 300, 200, 24]
+    dealt = [[length - at for length in documents] for at in range(count)]
+    step, _ = StepPlanner(planning.plan_spec(job, joint=False)).plan(dealt)
+    trained = sorted(length for plan in step.plans for length in plan.lengths)
+    assert trained == sorted(length for lengths in dealt for length in lengths)
+    if technique in ("hydraulis", "megatron"):
+        assert step.strategy is not None
+        assert [str(each) for each in step.strategy.pipelines] == 2 * ["tp1-pp1-cp4"]
+        assert min(step.num_microbatches) > 1
+        loads = [sorted(length for m in range_ for length in step.plans[m].lengths) for range_ in step.pipelines]
+        assert loads[0] != loads[1], "each replica has sequences of its own"
+    elif technique == "wlb_llm":
+        assert len(step.members) == 4
+        assert sorted(sorted(plan.lengths) for plan in step.plans) != sorted(map(sorted, dealt)), "documents moved"
+    else:
+        assert len(step.members) == 1
+        assert {plan.num_ranks for plan in step.plans} == {8}
+    one = cluster.printed("single_node.sbatch", TECHNIQUE=technique, CONTEXT="8", MICROBATCHES="1", TOKENS="2048")
+    before = job_of(one, num_ranks=8)
+    said = ways.idle_reason(before.args, before.config, before.cluster())
+    assert (said is not None) == (technique in ("hydraulis", "megatron", "wlb_llm"))
+    assert said is None or said.startswith(f"planner {technique} ")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("technique", PLANNERS)
+def test_a_planner_without_anything_to_place_or_deal_says_so(cluster, technique):
+    """On one GPU; and a topology of one group."""
+    pytest.importorskip("megatron.training")
+    from megatron_balance.megatron import ways
+
+    command = cluster.printed("single_node.sbatch", TECHNIQUE=technique, MICROBATCHES="1", SLURM_GPUS_ON_NODE="1")
+    job = job_of(command, num_ranks=1)
+    assert f"planner {technique} " in str(ways.idle_reason(job.args, job.config, job.cluster()))
+    if technique == "knapformer":
+        for topology, idle in (("node", True), ("g8n1", True), ("g4n2", False), ("auto", False)):
+            planner = choose_planner("knapformer", {"topology": topology})
+            config = job.config.model_copy(update={"planner": planner})
+            said = ways.idle_reason(job.args, config, load_cluster("h100").build(num_ranks=8, ranks_per_node=8))
+            assert (said is not None) == idle, topology
 
 
 def test_one_variable_names_the_machine_and_without_it_the_machine_says(cluster):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,11 @@ def finished(
     strategy: Strategy | None = None,
     change: Mapping[str, float] | None = None,
     numbers: Sequence[int] = (7,),
+    loss: float | None = None,
 ) -> None:
-    """Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy."""
+    """Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy. `loss`: also
+    the norm; None: 1.5 and 0.25.
+    """
     steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
     steps.finish(1, None, None)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
@@ -68,7 +72,7 @@ def finished(
         steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
         if change is not None:
             steps.changed(lambda: change)
-        steps.finish(number, torch.tensor(1.5), 0.25)
+        steps.finish(number, torch.tensor(1.5) if loss is None else loss, 0.25 if loss is None else loss)
     steps.close()
 
 
@@ -117,6 +121,15 @@ def test_writers_the_log_and_the_file_have_the_same_names(tmp_path: Path, caplog
         for key in name.split("/")[1:]:
             of = of[key]
         assert of == value
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_does_not_have_is_null(tmp_path: Path, loss: float) -> None:
+    """The loss of a step without targets, as Megatron has it, and the norm of one that overflows."""
+    finished(StepLog(LogTarget(folder=tmp_path)), loss=loss)
+    text = (tmp_path / "steps.jsonl").read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (record["step"], record["loss"], record["grad_norm"]) == (7, None, None)
 
 
 def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None:
