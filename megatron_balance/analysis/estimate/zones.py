@@ -27,6 +27,7 @@ from megatron_balance.analysis.estimate.times import (
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Message
+from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
@@ -220,16 +221,13 @@ def _ring_launches(
         return number, number
     chunk = np.maximum(1, lengths // (2 * groups))
     last = np.maximum(chunk, lengths - chunk)
-    own = [
-        pairs_of((zero, chunk), (zero, chunk), heads),
-        pairs_of((last, lengths), (zero, chunk), heads),
-        pairs_of((last, lengths), (last, lengths), heads),
-    ]
-    # Another group's block: its early chunk for both of ours, or both of its chunks for our late one.
-    others = [
-        pairs_of((chunk, 2 * chunk), (zero, chunk), heads),
-        pairs_of((last, lengths), (zero, chunk), heads),
-    ]
+    early, late = (zero, chunk), (last, lengths)
+    if machine.model.mask == FULL:
+        own = others = [pairs_of(queries, keys, heads) for queries in (early, late) for keys in (early, late)]
+    else:
+        own = [pairs_of(queries, keys, heads) for queries, keys in ((early, early), (late, early), (late, late))]
+        # Another group's block: its early chunk for both of ours, or both of its chunks for our late one.
+        others = [pairs_of(queries, early, heads) for queries in ((chunk, 2 * chunk), late)]
     merged = num_tokens * heads[0] / machine.model.num_heads
     return (
         prices.add(np.concatenate(own), 0.0, around(num_tokens)),
