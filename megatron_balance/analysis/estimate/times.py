@@ -110,7 +110,7 @@ class ZoneTimes:
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
     replay brings them; `hop`: of keys, `back`: of their gradients. `kept`, `largest`, `served`,
-    `sent`: of a rank, key-value and query bytes received, key-value tokens of the largest exchange,
+    `sent`: of a rank, key-value and query bytes received, key-value token-heads of the largest exchange,
     token-heads of queries received and sent.
     """
 
@@ -226,7 +226,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     trading = min(size, model.num_heads)
     copies = trading * heads[1]  # key-value heads that all ranks of the group receive
     queries, keys = others * heads[0], others * heads[1]
-    made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
+    made.query_heads, made.kv_heads, made.largest = queries, keys, keys
     made.sent = num_tokens / size * (model.num_heads - heads[0])
     away = num_tokens / size
     together = isinstance(num_tokens, np.ndarray)

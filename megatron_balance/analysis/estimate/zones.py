@@ -203,7 +203,7 @@ def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> 
             _hop(block * row_bytes[kind], machine, lanes, between=between) for kind in (Kind.KV, Kind.KV_GRAD)
         )
         made.kv_heads += (groups - 1) * block
-        made.largest = max(made.largest, block / model.num_kv_heads)
+        made.largest = max(made.largest, block)
     return made, first, other
 
 
@@ -303,7 +303,7 @@ def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
 
     made.inputs, made.input_grads = bulk(Kind.KV, back=False), bulk(Kind.KV_GRAD, back=True)
     made.again = made.inputs
-    made.kv_heads, made.largest = (size - 1) * block, size * block / model.num_kv_heads
+    made.kv_heads = made.largest = (size - 1) * block
 
 
 def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) -> None:
@@ -333,14 +333,15 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
     made.outputs = bulk(back, turned=False, placed=True, adds=False)
     made.output_grads = bulk(back, turned=True, placed=True, adds=False)
     made.input_grads = bulk(there, turned=True, placed=True, adds=True)
-    ranks = machine.cluster.num_ranks
-    heads = (there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]) * there[:, Message.TOKENS]
-    for kind, name in ((Kind.Q, "query_heads"), (Kind.KV, "kv_heads")):
-        own = there[:, Message.KIND] == kind
-        most = by_rank(there[own, Message.DST], heads[own], ranks).max(initial=0.0)
-        setattr(made, name, float(most))
-    made.largest = made.kv_heads / machine.model.num_kv_heads
-    made.sent = made.query_heads
+
+    def token_heads(rows: Ints, kind: Kind) -> Floats:
+        """Received by each rank of the zone."""
+        rows = rows[rows[:, Message.KIND] == kind]
+        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+        return by_rank(rows[:, Message.DST], heads * rows[:, Message.TOKENS], machine.cluster.num_ranks)[made.ranks]
+
+    made.query_heads, made.kv_heads = token_heads(there, Kind.Q), token_heads(there, Kind.KV)
+    made.largest, made.sent = made.kv_heads, token_heads(back, Kind.OUT)
 
 
 def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> tuple[Floats, Floats, Floats]:

@@ -63,7 +63,7 @@ def most_bytes(found: Placed, machine: Machine) -> MicrobatchBytes:
     own = tokens_per_rank(plan).max(keepdims=True)
     of_group, none = own * size * (size > 1), np.zeros_like(own)
     queries, keys = (each * ceil(of / size) for each, of in zip((of_group, of_group + max(shared)), heads, strict=True))
-    loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), -(-keys // plan.num_kv_heads), none, none)
+    loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), keys, none, none)
     return MicrobatchBytes(own, loads.bytes(heads, machine.row_bytes))
 
 
