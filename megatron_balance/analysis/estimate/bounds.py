@@ -58,8 +58,8 @@ class Bounds:
 
     @property
     def _halos(self) -> bool:
-        """Whether plans move no more than the keys in a window before a rank's tokens (`compile.halo`):
-        bounds by what a comm pattern moves, and by the heads of a rank, do not hold then.
+        """Whether plans move no more than the keys in a window before a rank's tokens
+        (`compile.halo`): bounds by what a comm pattern moves, and by a rank's heads, do not hold then.
         """
         mask = self.machine.model.mask
         return isinstance(mask, SlidingWindow) and max(self.lengths, default=0) > mask.size

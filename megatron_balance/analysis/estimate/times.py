@@ -109,9 +109,8 @@ class ZoneTimes:
     `rounds` groups that have nothing to do with each other, zones of the plan.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
-    replay brings them; `hop`: of keys, `back`: of their gradients. `kept`, `largest`, `served`,
-    `sent`: of a rank, key-value and query bytes received, key-value token-heads of the largest exchange,
-    token-heads of queries received and sent.
+    replay brings them; `hop`: of keys, `back`: of their gradients. `query_heads`, `kv_heads`: of a
+    rank, token-heads received; `largest`: of keys in one exchange; `sent`: of outputs that come home.
     """
 
     ranks: Ints

@@ -226,7 +226,7 @@ def _ring_launches(
         own = others = [pairs_of(queries, keys, heads) for queries in (early, late) for keys in (early, late)]
     else:
         own = [pairs_of(queries, keys, heads) for queries, keys in ((early, early), (late, early), (late, late))]
-        # Another group's block: its early chunk for both of ours, or both of its chunks for our late one.
+        # Another group's block: its early chunk for both of ours, or both of its for our late one.
         others = [pairs_of(queries, early, heads) for queries in ((chunk, 2 * chunk), late)]
     merged = num_tokens * heads[0] / machine.model.num_heads
     return (
@@ -288,7 +288,7 @@ def _launch_seconds(launches: Launches, machine: Machine) -> tuple[Floats, Float
 
 def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
     """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
-    size, model = len(made.ranks), machine.model
+    size = len(made.ranks)
     nodes = np.bincount(machine.nics.node(made.ranks))
     nics = min(machine.nics.per_node, -(-int(nodes[nodes > 0].min()) // machine.cluster.ranks_per_nic))
     crosses = (nodes > 0).sum() > 1

@@ -89,13 +89,13 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
 
 
 def largest_exchange_from_ops(plan: MicrobatchPlan) -> list[int]:
-    """Token-heads of keys that the largest exchange of attention brings each rank; a remap brings some of
-    them itself, so without one.
+    """Token-heads of keys that the largest exchange of attention brings each rank; without a remap,
+    which brings some of them itself.
     """
-    ops = expand(replace(plan, moves=NO_MOVES, routing=None) if plan.moves else plan).forward
+    program = expand(replace(plan, moves=NO_MOVES, routing=None) if plan.moves else plan)
     brought = [Counter[int]() for _ in range(plan.num_ranks)]
-    for op in ops:
-        for kind, _, start, stop, head_start, head_stop, _, dst in op.transfers if isinstance(op, Exchange) else ():
+    for op in (op for op in program.forward if isinstance(op, Exchange)):
+        for kind, _, start, stop, head_start, head_stop, _, dst in op.transfers:
             brought[dst][op.id] += (stop - start) * (head_stop - head_start) * (kind == Kind.KV)
     return [max(each.values(), default=0) for each in brought]
 

@@ -23,7 +23,6 @@ from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Kind, Op
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import CommPattern, Context, ZoneProgram, exchange, prefix_pairs
 from megatron_balance.patterns.rows import attend, transfers_of
 from megatron_balance.planning.layers import Layers, with_layers
