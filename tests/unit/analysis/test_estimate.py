@@ -9,7 +9,8 @@ import pytest
 
 import megatron_balance.analysis.estimate as module
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
-from megatron_balance.analysis.estimate import Bounds, Estimate, estimate, zones
+from megatron_balance.analysis.backward import GB, Decision
+from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, estimate, zones
 from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -118,7 +119,7 @@ def test_an_estimate_is_near_what_the_simulator_says(
         cost = AnalyticCost(cluster, model)
         bounds, mean = Bounds.of(LENGTHS, cluster, model, cost), sum(LENGTHS) / cluster.num_ranks
         head_s = sum(cost.head_s(mean, backward=backward) for backward in (False, True))
-        assert model.num_layers * found.layer_s + head_s >= bound_s([LENGTHS], Machine(cluster, model, cost))
+        assert model.num_layers * found.layer_s + head_s >= bound_s((tuple(LENGTHS),), Machine(cluster, model, cost))
         for each in PLANNERS[name].tries if not options else ():
             made = make_planner(name, cluster, model, **each.options)(LENGTHS) if each.options else plan
             assert each.least(bounds) <= 1.001 * layer_s(simulated(made, cluster, model), model)
@@ -170,6 +171,16 @@ def test_what_the_bound_of_sequences_whole_on_groups_counts() -> None:
     assert over_even([262144]) > 6
     assert over_even([2048] * 256) == pytest.approx(1.0, abs=0.01)
     assert 1.02 < over_even([65536, *[2048] * 480]) < over_even([131072, *[2048] * 448])
+
+
+def test_of_plans_that_do_not_fit_the_fastest_of_those_that_need_about_the_least_comes_first() -> None:
+    def needs(seconds: float, gigabytes: float) -> Estimate:
+        return Estimate(seconds, 0.0, Decision(0, 1, gigabytes * GB, 0.0, 0.0, 0, 0, 80 * GB))
+
+    least, alike, more, fits = needs(0.1, 100.0), needs(0.065, 101.6), needs(0.05, 101.7), needs(0.2, 80.0)
+    assert best_first([least, alike, more]) == [1, 0, 2]
+    assert best_first([least, alike, more, fits]) == [3, 0, 1, 2]
+    assert best_first([]) == []
 
 
 def test_a_plan_is_estimated_once_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
