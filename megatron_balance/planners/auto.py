@@ -5,9 +5,9 @@ implement: planners of the registry are asked in the order of a bound that is kn
 (`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
 Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
 fastest one that fits is taken; where none fits, the fastest of those that need about the least memory
-(`analysis.estimate.best_first`), and the note says so. Planners say in their entry with which options they are asked, or
-why they are left out unless named: they
-plan for longer than a step hides, or another one's search has their plans too.
+(`analysis.estimate.best_first`), and the note says so. Planners say in their entry with which options
+they are asked, or why they are left out unless named: they plan for longer than a step hides, or
+another one's search has their plans too.
 
 What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
 decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
