@@ -97,7 +97,9 @@ class Bounds:
         machine, num_ranks = self.machine, self.machine.cluster.num_ranks
         cost, rounds = machine.cost, num_ranks - 1
         shared = max(self.lengths, default=0) >= 2 * num_ranks  # shorter ones are on fewer ranks
-        if not shared or not rounds or self._halos:
+        if self._halos:
+            return self._zigzag_halos()
+        if not shared or not rounds:
             return self.even()
         block = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks * machine.model.num_kv_heads
         link, spread = (machine.inter, machine.nics.per_node) if machine.cluster.num_nodes > 1 else (machine.intra, 1)
@@ -127,6 +129,25 @@ class Bounds:
         moved = tokens * machine.model.num_kv_heads * (row_bytes[Kind.KV] + row_bytes[Kind.KV_GRAD])
         shared = max(self.lengths, default=0) >= 2 * cluster.num_ranks  # shorter ones are on fewer ranks
         return self.even() + (moved / rate if shared and not self._halos else 0.0)
+
+    def pool_zigzag_gather(self) -> float:
+        """As `pool_gather`, of plans that cut each sequence zigzag."""
+        return self._zigzag_halos() if self._halos else self.pool_gather()
+
+    def _zigzag_halos(self) -> float:
+        """Under a window, of plans that cut each sequence zigzag over all ranks: before it attends, a
+        rank in the middle of both halves receives the keys before its two chunks.
+        """
+        machine, ranks = self.machine, self.machine.cluster.num_ranks
+        mask, place = machine.model.mask, ranks // 2
+        assert isinstance(mask, SlidingWindow)
+        cut = [n for n in self.lengths if n >= 2 * ranks]
+        between = 2 * (ranks - 1 - place)  # chunks from its first to its second
+        keys = sum(min(mask.size - 1, n * each // (2 * ranks)) for n in cut for each in (place, between))
+        row_bytes = machine.row_bytes[Kind.KV] + machine.row_bytes[Kind.KV_GRAD]
+        moved = keys * machine.model.num_kv_heads * row_bytes
+        rate = max(machine.intra.bytes_per_s, machine.inter.bytes_per_s)
+        return max(self.even(), self.even() * sum(cut) / max(1, sum(self.lengths)) + moved / rate)
 
     def pool_heads(self) -> float:
         """Of plans in which all ranks exchange heads: the rank with most heads attends to all
