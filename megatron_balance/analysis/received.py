@@ -65,16 +65,16 @@ def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
     given = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
     taken = sums(moves[:, Move.DST], moves[:, Move.TOKENS], plan.num_ranks)
     queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
-    own, largest = tokens_per_rank(plan) - given + taken, _largest_exchange(plan)
+    own, largest = tokens_per_rank(plan) - given + taken, largest_exchange(plan)
     loads = Loads(own, queries, keys, outputs, largest, given, taken)
     return loads.bytes((plan.num_heads, plan.num_kv_heads), Payload.of(model).whole().tolist())
 
 
 class Loads(NamedTuple):
     """Counts of one attention call, arrays [num_ranks]: tokens that each rank owns; token-heads of
-    queries and of keys that it receives, and of outputs that it sends home; the most tokens of keys
-    that one exchange brings; tokens that a remap has it attend for others (`given`), and others for
-    it (`taken`).
+    queries and of keys that it receives, and of outputs that it sends home; the most token-heads of
+    keys that one exchange brings (`CommPattern.largest_exchange`); tokens that a remap has it attend
+    for others (`given`), and others for it (`taken`).
     """
 
     own: Counts
@@ -93,10 +93,10 @@ class Loads(NamedTuple):
         num_heads, num_kv = heads
         handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
         kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
-        of_rounds = IN_USE_AND_ARRIVING * largest * num_kv * row_bytes[Kind.KV]
+        of_rounds = IN_USE_AND_ARRIVING * largest * row_bytes[Kind.KV]
         replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
         served, sent = queries + given * num_heads, outputs + taken * num_heads
-        arriving = np.minimum(GRADIENT_ROUNDS * (largest + given) * num_kv, GRADIENT_COPIES * (keys + given * num_kv))
+        arriving = np.minimum(GRADIENT_ROUNDS * (largest + given * num_kv), GRADIENT_COPIES * (keys + given * num_kv))
         working = (
             own * (num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
             + (1.5 * served + 2 * sent + own * num_heads * (sent > 0))
@@ -106,16 +106,10 @@ class Loads(NamedTuple):
         return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
 
 
-def most_in_a_round(plan: MicrobatchPlan) -> Ints:
-    """For each rank the most key-value tokens that one exchange of attention brings it; a ring's
-    largest block [num_ranks].
+def largest_exchange(plan: MicrobatchPlan) -> Ints:
+    """For each rank the most token-heads of keys that one exchange of attention's forward brings it,
+    the remap's apart (`CommPattern.largest_exchange`): int64 [num_ranks].
     """
-    moves = as_array(plan.moves)
-    handed = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)  # the remap's are held throughout
-    return _largest_exchange(plan) + handed
-
-
-def _largest_exchange(plan: MicrobatchPlan) -> Ints:
     context = Context.of(plan)
     most = np.zeros(plan.num_ranks, dtype=np.int64)
     for zone in plan.zones:

@@ -28,7 +28,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     A key-value token counts once on a rank that receives it, whatever part of its heads; a query
     token likewise. A partial output counts once for each rank that sends one of that token. Bytes
     count the heads that really travel. A token passed on round a ring is received by all that pass
-    it on. Pairs are causal, in units of all heads.
+    it on. Pairs are those that the plan's mask shows, in units of all heads.
 
     A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a
     rank is handed to attend with; their outputs go back. In bytes both ways are included. A proxy

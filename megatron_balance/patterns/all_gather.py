@@ -67,9 +67,9 @@ class AllGather(ZigzagPattern):
         return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All that several ranks hold, on every rank of the zone."""
-        placed = of_zone(zone, context.lengths)
-        return np.full(placed.size, shared_tokens(placed).sum())
+        """All that others hold of what several ranks hold."""
+        shared = shared_tokens(of_zone(zone, context.lengths))
+        return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
 

@@ -375,15 +375,17 @@ class CommPattern(ABC, Generic[Z]):
         return [ZoneMessages(np.concatenate(tables[step]), *kinds[step]) for step in sorted(tables)]
 
     def largest_exchange(self, zone: Z, context: Context) -> Ints:
-        """The most key-value tokens, all heads, that one exchange brings each rank of the zone:
-        int64 [G].
+        """The most keys and values, in tokens times heads, that one exchange of the forward brings
+        each rank of the zone: int64 [G]. What a rank holds itself is not brought.
         """
-        most = np.zeros(context.num_ranks, dtype=np.int64)
-        for each in self.messages(zone, context):
-            rows = each.each_pair()
-            rows = rows[rows[:, Message.KIND] == Kind.KV]
-            most = np.maximum(most, sums(rows[:, Message.DST], rows[:, Message.TOKENS], context.num_ranks))
-        return most[np.array(self.ranks(zone, context.num_ranks))]
+        tables = [np.empty((0, Message.WIDTH), dtype=np.int64), *(e.each_pair() for e in self.messages(zone, context))]
+        rows = np.concatenate(tables)
+        rows = rows[rows[:, Message.KIND] == Kind.KV]
+        heads, shape = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START], (-1, context.num_ranks)
+        steps = 1 + int(rows[:, Message.EXCHANGE].max(initial=0))
+        place = rows[:, Message.EXCHANGE] * context.num_ranks + rows[:, Message.DST]
+        brought = sums(place, heads * rows[:, Message.TOKENS], steps * context.num_ranks).reshape(shape)
+        return brought.max(axis=0)[np.array(self.ranks(zone, context.num_ranks))]
 
     # The remap
 

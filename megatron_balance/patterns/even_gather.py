@@ -125,9 +125,9 @@ class EvenGather(CommPattern[Zone]):
         return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All that several ranks hold, on every rank of the zone."""
+        """All that others hold of what several ranks hold."""
         shared = self.chunks(zone, context.lengths).shared_tokens()
-        return np.full(len(shared), shared.sum())
+        return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
 

@@ -264,9 +264,9 @@ class HeadExchange(CommPattern[Zone]):
         return trade_messages(zone.ranks, runs, slices, context, (0, 1), across=across)
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All keys and values with the heads of a rank."""
+        """All keys and values of others with the heads of a rank."""
         runs, _, keys = self._shares(zone, context)
-        return runs.sum() * keys // context.num_kv_heads * (len(runs) > 1)
+        return (runs.sum() - runs) * keys
 
     # Starting early
 

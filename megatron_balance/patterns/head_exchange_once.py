@@ -25,6 +25,7 @@ from megatron_balance.ir.columns import Message, Transfer
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.patterns.base import (
+    CommPattern,
     Context,
     Floats,
     GroupTraffic,
@@ -228,6 +229,10 @@ class HeadExchangeOnce(HeadExchange):
         queries = there.rows[there.rows[:, Message.KIND] == Kind.Q]
         inputs = ZoneMessages(np.concatenate([queries, keys[_IN]]), "all_to_all", zone.ranks)
         return [inputs, ZoneMessages(keys[_ON]), back]
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """In the first all-to-all or behind it, whichever is more."""
+        return CommPattern.largest_exchange(self, zone, context)
 
     def _key_messages(self, zone: Zone, context: Context, tokens: Ints) -> tuple[Ints, Ints]:
         """Keys and values of the first exchange, and of the second; `tokens`: of each group index."""

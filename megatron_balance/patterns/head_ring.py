@@ -58,9 +58,9 @@ from megatron_balance.patterns.head_exchange import (
     runs_of,
     trade_messages,
 )
-from megatron_balance.patterns.ring import Blocks, attention, forward_hops, ring_launches, walks
+from megatron_balance.patterns.ring import Blocks, attention, forward_hops, most_in_a_hop, ring_launches, walks
 from megatron_balance.patterns.rows import attend, merge, messages_from
-from megatron_balance.patterns.zigzag import Zigzag, fragments, pairs_per_rank, shared_tokens, tokens, zigzag
+from megatron_balance.patterns.zigzag import Zigzag, fragments, pairs_per_rank, tokens, zigzag
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +275,12 @@ class HeadRing(CommPattern[Zone]):
         return [ZoneMessages(np.concatenate(rows))]
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """The group's keys and values, or the largest block that goes round, with the heads of a
-        rank.
+        """Keys and values of the others of the group, or the largest block that comes round, with the
+        heads of a rank.
         """
         shape = Shape.of(zone, context)
-        blocks = shared_tokens(shape.placed).max(initial=0) * (shape.num_groups > 1)
-        inside = shape.group_tokens() * (shape.size > 1)
-        return (np.maximum(inside, blocks)[:, None] * shape.heads()[1] // context.num_kv_heads).ravel()
+        others = shape.group_tokens()[:, None] - shape.run_tokens()
+        return (np.maximum(others, most_in_a_hop(shape.placed)[:, None]) * shape.heads()[1]).ravel()
 
     # Starting early
 

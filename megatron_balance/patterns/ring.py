@@ -122,9 +122,8 @@ class Ring(ZigzagPattern):
         return [ZoneMessages(rows)]
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """The largest block, on every rank of the zone."""
-        placed = of_zone(zone, context.lengths)
-        return np.full(placed.size, shared_tokens(placed).max(initial=0))
+        """The largest block that comes to each rank."""
+        return most_in_a_hop(of_zone(zone, context.lengths, context.mask)) * context.num_kv_heads
 
     # The remap
 
@@ -338,6 +337,12 @@ def forward_hops(placed: Zigzag) -> Ints:
     tokens = (shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
     tokens[:, 0] = 0
     return tokens
+
+
+def most_in_a_hop(placed: Zigzag) -> Ints:
+    """Tokens of the largest block that a hop brings each group index, turning forward: int64 [G]."""
+    hops = np.arange(placed.size)
+    return forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops].max(axis=1)
 
 
 def walks(placed: Zigzag) -> tuple[Ints, Ints]:

@@ -447,15 +447,16 @@ class Waves(CommPattern[SharedZone]):
         return [*first, *(ZoneMessages(rows) for rows in _wave_messages(made, slices)), *last]
 
     def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
-        """A group's keys and values, or those of the largest wave, with the heads of a rank."""
+        """Keys and values of the others of a group, in the larger part, or those of the largest wave,
+        with the heads of a rank.
+        """
         made = schedule(zone)
-        inside = made.run_tokens().sum(axis=1) * (made.size > 1)
-        needs, most = made.needs, inside  # of both parts: a replay exchanges them as one
+        most: Ints = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         for wave in range(made.num_waves):
-            rows = needs[needs[:, Need.WAVE] == wave]
+            rows = made.needs[made.needs[:, Need.WAVE] == wave]
             come = sums(rows[:, Need.TO], rows[:, Need.STOP] - rows[:, Need.START], len(made.groups))
-            most = np.maximum(most, come)
-        return (most[:, None] * head_counts(_slices(made, context))[1] // context.num_kv_heads).ravel()
+            most = np.maximum(most, come[:, None])
+        return (most * head_counts(_slices(made, context))[1]).ravel()
 
     # Starting early
 

@@ -36,7 +36,6 @@ _ONCE_PER_NODE = Layers(once_per_node=True)
 _ONCE_PER_NODE_OVER_ALL_NICS = Layers(routing="pays", once_per_node=True)
 _RINGS = (Try(least=Bounds.rings),)
 _IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
-_POOL_GATHER = (Try(least=Bounds.pool_gather),)
 
 
 def _always(_: Any) -> bool:
@@ -56,8 +55,12 @@ def parts_heads(name: str, given: Mapping[str, Any]) -> bool:
 
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
-    "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
-    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
+    "llama_all_gather": Planner(
+        llama_all_gather.plan,
+        llama_all_gather.LlamaAllGatherOptions,
+        tries=(Try(least=Bounds.pool_zigzag_gather),),
+    ),
+    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=(Try(least=Bounds.pool_gather),)),
     "ulysses": Planner(
         ulysses.plan,
         ulysses.UlyssesOptions,

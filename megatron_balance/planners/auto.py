@@ -4,9 +4,10 @@ No paper: every system here is the fastest somewhere, by lengths, model and link
 implement: planners of the registry are asked in the order of a bound that is known before they plan
 (`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
 Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
-fastest one that fits is taken. Planners say in their entry with which options they are asked, or
-why they are left out unless named: they
-plan for longer than a step hides, or another one's search has their plans too.
+fastest one that fits is taken; where none fits, the fastest of those that need about the least memory
+(`analysis.estimate.best_first`), and the note says so. Planners say in their entry with which options
+they are asked, or why they are left out unless named: they plan for longer than a step hides, or
+another one's search has their plans too.
 
 What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
 decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
@@ -21,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
+from megatron_balance.analysis.backward import GB
+from megatron_balance.analysis.estimate import ALIKE, Bounds, Estimate, best_first, estimate
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -59,12 +61,6 @@ class _Priced:
     plan: MicrobatchPlan
     estimate: Estimate
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The order of plans, best first: those that fit, by time; then the others, by memory."""
-        decision = self.estimate.backward
-        return not decision.fits, self.estimate.layer_s if decision.fits else decision.peak_bytes
-
 
 def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The best plan of one microbatch, with its layers; `note` says whose it is and why.
@@ -82,8 +78,8 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     refused: list[InfeasibleError] = []
     for bound_s, at in ordered:
         candidate = candidates[at]
-        best = min(priced, key=lambda each: each.rank, default=None)
-        if best is not None and not best.rank[0] and bound_s > best.rank[1] * (1 - options.margin):
+        fitting = [each.estimate.layer_s for each in priced if each.estimate.backward.fits]
+        if fitting and bound_s > min(fitting) * (1 - options.margin):
             passed_over.append(candidate.label)
             continue
         try:
@@ -98,7 +94,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
         priced.append(_Priced(candidate.label, made, found))
     if not priced:
         raise refused[0] if refused else ConfigError(_nothing(candidates, options))
-    priced.sort(key=lambda each: each.rank)
+    priced = [priced[number] for number in best_first([each.estimate for each in priced])]
     return replace(priced[0].plan, note=_note(priced, bounds.even(), passed_over))
 
 
@@ -147,7 +143,9 @@ def _note(priced: Sequence[_Priced], least_s: float, passed_over: Sequence[str])
     decision = best.estimate.backward
     text = f"{best.label}: {1e3 * best.estimate.layer_s:.2f} ms a layer by estimate"
     text += f", {best.estimate.layer_s / least_s:.3f} of even computation" if least_s else ""
-    text += "" if decision.fits else f", and {decision.peak_bytes / 1e9:.0f} GB a rank, which no plan fits better"
+    if not decision.fits and decision.memory_bytes is not None:
+        needs = f"{decision.peak_bytes / GB:.1f} GB of {decision.memory_bytes / GB:.1f} on rank {decision.rank}"
+        text += f"; nothing fits: it needs {needs}, within {ALIKE:.0%} of a rank's memory of the least"
     named = [f"{each.label} {1e3 * each.estimate.layer_s:.2f}{_unfit(each)}" for each in others[:_MOST_NAMED]]
     text += f"; then {', '.join(named)}" if named else ""
     more = len(others) - len(named)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
-from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
@@ -125,9 +125,9 @@ def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
     machine = Machine.of(cluster, context.model, cost, context.memory)
     moved, still = (estimate(each, machine) for each in (made, stays))
-    if moved is None or still is None or not still.backward.fits:
+    if moved is None or still is None:
         return made
-    return stays if still.layer_s < moved.layer_s or not moved.backward.fits else made
+    return (made, stays)[best_first([moved, still])[0]]
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:

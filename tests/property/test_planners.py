@@ -5,6 +5,7 @@ is tested elsewhere.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.mask import kind_of
 from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.placed import Placement
 from tests.support.examples import examples
+
+pytestmark = pytest.mark.filterwarnings("error")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {
@@ -34,6 +38,7 @@ VARIANTS |= {"distca pairs": ("distca", {"shards": "head_tail", "block": 16, "to
 lengths_of = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90), st.integers(1, 2000)), max_size=10)
 clusters = st.builds(lambda nodes, per_node: Cluster(nodes * per_node, per_node), st.integers(1, 3), st.integers(1, 3))
 models = st.sampled_from([Model(8, 8, 16), Model(8, 2, 16), Model(3, 1, 16)])
+masks = st.sampled_from(["causal", "full", "window_64"])
 slacks = st.sampled_from([1.0, 1.05, 1.3, 2.0, 10.0])
 
 
@@ -66,6 +71,18 @@ def test_every_token_has_one_owner_and_every_pair_one_rank(
     report = plan_statistics(plan, model)
     assert sum(report["tokens_per_rank"]) == sum(lengths)
     assert sum(report["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@examples(25)
+@given(lengths=lengths_of, cluster=clusters, nic=st.integers(1, 4), model=models, mask=masks)
+def test_no_planner_refuses_a_cluster_or_a_mask_that_others_plan(
+    variant: str, lengths: list[int], cluster: Cluster, nic: int, model: Model, mask: str
+) -> None:
+    name, options = VARIANTS[variant]
+    cluster, model = replace(cluster, ranks_per_nic=nic), replace(model, attention=mask)
+    if kind_of(model.mask) in PLANNERS[name].masks:
+        assert make_planner(name, cluster, model, **options)(lengths).num_tokens == sum(lengths)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

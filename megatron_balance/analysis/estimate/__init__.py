@@ -27,7 +27,12 @@ from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan
 
-__all__ = ["Bounds", "Estimate", "estimate"]
+__all__ = ["ALIKE", "Bounds", "Estimate", "best_first", "estimate"]
+
+ALIKE = 0.02
+"""Share of a rank's memory by which plans that do not fit may need more than another and count as no
+worse: a prediction is no nearer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,22 @@ class Estimate:
     @property
     def layer_s(self) -> float:
         return self.forward_s + self.backward_s
+
+
+def best_first(estimates: Sequence[Estimate]) -> list[int]:
+    """Numbers of the estimates in order: those that fit, by time; where none does, those that need
+    about as much memory as the one that needs least (`ALIKE`), by time; then the others, by memory.
+    """
+    least = min((each.backward.peak_bytes for each in estimates), default=0.0)
+
+    def order(number: int) -> tuple[int, float]:
+        found, decision = estimates[number], estimates[number].backward
+        if decision.fits:
+            return 0, found.layer_s
+        alike = decision.peak_bytes <= least + ALIKE * (decision.memory_bytes or 0.0)
+        return (1, found.layer_s) if alike else (2, decision.peak_bytes)
+
+    return sorted(range(len(estimates)), key=order)
 
 
 class _Recent:

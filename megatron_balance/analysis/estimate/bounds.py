@@ -13,7 +13,7 @@ from megatron_balance.analysis.estimate.times import ADD, Machine, ZoneTimes, ex
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 
@@ -56,6 +56,19 @@ class Bounds:
         tokens = sum(lengths) / cluster.num_ranks
         return cls(lengths, machine, (forward, backward), sum(cost.layer_s(tokens, backward=b) for b in (False, True)))
 
+    @property
+    def _halos(self) -> bool:
+        """Whether plans move no more than the keys in a window before a rank's tokens
+        (`compile.halo`): bounds by what a comm pattern moves, and by a rank's heads, do not hold then.
+        """
+        mask = self.machine.model.mask
+        return isinstance(mask, SlidingWindow) and max(self.lengths, default=0) > mask.size
+
+    def _pairs_s(self, num_pairs: float) -> tuple[float, float]:
+        """Least seconds of pairs, forward and backward, in runs as long as can be."""
+        forward = self.machine.cost.attention_s(num_pairs)
+        return forward, forward * self.attention_s[1] / max(self.attention_s[0], 1e-12)
+
     def even(self) -> float:
         """Of any plan: all computation even, nothing moves (as `simulator.bound`)."""
         return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
@@ -65,9 +78,10 @@ class Bounds:
         receives the keys of all the others, on however many ranks it is.
         """
         machine, longest = self.machine, max(self.lengths, default=0)
-        cluster, cost, kv_heads = machine.cluster, machine.cost, machine.model.num_kv_heads
-        forward = cost.attention_s(CAUSAL.num_pairs(longest))
-        parts = forward, forward * self.attention_s[1] / max(self.attention_s[0], 1e-12)
+        cluster, kv_heads = machine.cluster, machine.model.num_kv_heads
+        if self._halos:
+            return self.even()
+        parts = self._pairs_s(machine.model.mask.num_pairs(longest))
         ranks = np.arange(1, cluster.num_ranks + 1)
         crossing = max(1 / machine.intra.bytes_per_s, 1 / (machine.nics.per_node * machine.inter.bytes_per_s))
         byte_s = np.where(ranks > cluster.node_size, crossing, 1 / machine.intra.bytes_per_s)
@@ -83,6 +97,8 @@ class Bounds:
         machine, num_ranks = self.machine, self.machine.cluster.num_ranks
         cost, rounds = machine.cost, num_ranks - 1
         shared = max(self.lengths, default=0) >= 2 * num_ranks  # shorter ones are on fewer ranks
+        if self._halos:
+            return self._zigzag_halos()
         if not shared or not rounds:
             return self.even()
         block = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks * machine.model.num_kv_heads
@@ -95,13 +111,13 @@ class Bounds:
 
     def even_tokens(self) -> float:
         """Of plans whose ranks hold even tokens in a row and attend to them: the end of the longest
-        sequence sees all of it.
+        sequence sees most keys.
         """
-        longest, share = max(self.lengths, default=0), sum(self.lengths) / self.machine.cluster.num_ranks
-        last = min(longest, share / 2)  # at least so much of its end lies on one rank
-        pairs = last * longest - last**2 / 2
-        whole = sum(map(CAUSAL.num_pairs, self.lengths))
-        return max(self.even(), sum(self.attention_s) * pairs / max(whole, 1) + self.linear_s)
+        longest, mask = max(self.lengths, default=0), self.machine.model.mask
+        # At least so much of its end lies on one rank.
+        last = min(longest, sum(self.lengths) // (2 * self.machine.cluster.num_ranks))
+        pairs = last * longest if mask == FULL else mask.num_pairs(longest) - mask.num_pairs(longest - last)
+        return max(self.even(), sum(self._pairs_s(pairs)) + self.linear_s)
 
     def pool_gather(self) -> float:
         """Of plans in which all ranks gather all keys and values before they attend."""
@@ -112,14 +128,33 @@ class Bounds:
         rate = min(rate, machine.nics.per_node * machine.inter.bytes_per_s) if cluster.num_nodes > 1 else rate
         moved = tokens * machine.model.num_kv_heads * (row_bytes[Kind.KV] + row_bytes[Kind.KV_GRAD])
         shared = max(self.lengths, default=0) >= 2 * cluster.num_ranks  # shorter ones are on fewer ranks
-        return self.even() + (moved / rate if shared else 0.0)
+        return self.even() + (moved / rate if shared and not self._halos else 0.0)
+
+    def pool_zigzag_gather(self) -> float:
+        """As `pool_gather`, of plans that cut each sequence zigzag."""
+        return self._zigzag_halos() if self._halos else self.pool_gather()
+
+    def _zigzag_halos(self) -> float:
+        """Under a window, of plans that cut each sequence zigzag over all ranks: before it attends, a
+        rank in the middle of both halves receives the keys before its two chunks.
+        """
+        machine, ranks = self.machine, self.machine.cluster.num_ranks
+        mask, place = machine.model.mask, ranks // 2
+        assert isinstance(mask, SlidingWindow)
+        cut = [n for n in self.lengths if n >= 2 * ranks]
+        between = 2 * (ranks - 1 - place)  # chunks from its first to its second
+        keys = sum(min(mask.size - 1, n * each // (2 * ranks)) for n in cut for each in (place, between))
+        row_bytes = machine.row_bytes[Kind.KV] + machine.row_bytes[Kind.KV_GRAD]
+        moved = keys * machine.model.num_kv_heads * row_bytes
+        rate = max(machine.intra.bytes_per_s, machine.inter.bytes_per_s)
+        return max(self.even(), self.even() * sum(cut) / max(1, sum(self.lengths)) + moved / rate)
 
     def pool_heads(self) -> float:
         """Of plans in which all ranks exchange heads: the rank with most heads attends to all
         sequences.
         """
         model, num_ranks = self.machine.model, self.machine.cluster.num_ranks
-        share = most_heads(model, num_ranks)[0] / model.num_heads
+        share = 1 / num_ranks if self._halos else most_heads(model, num_ranks)[0] / model.num_heads
         return max(self.even(), share * sum(self.attention_s) + self.linear_s)
 
     def whole_on_groups(self) -> float:
@@ -130,7 +165,7 @@ class Bounds:
         """
         machine, own = self.machine, np.array(self.lengths, dtype=np.float64)
         model, cluster, cost = machine.model, machine.cluster, machine.cost
-        if not len(own):
+        if not len(own) or self._halos:
             return self.even()
         node, most = cluster.node_size, min(cluster.num_ranks, model.num_heads)
         fitting = [size for size in range(1, most + 1) if node % size == 0 or size % node == 0]

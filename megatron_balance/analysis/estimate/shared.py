@@ -45,7 +45,8 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
         _exchanges(times, times.waves, made, heads, machine)
     needs = made.needs
     come = [by_rank(own[:, Need.TO], own[:, Need.STOP] - own[:, Need.START], groups) for own in _by_wave(made)]
-    largest = np.max([runs.sum(axis=1) * (size > 1), *come], axis=0) * heads[1] / context.num_kv_heads
+    others = (made.tokens.sum(axis=2) * (1 - 1 / size)).max(axis=0)
+    largest = np.max([others, *come], axis=0) * heads[1]
     received = by_rank(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], groups) * heads[1]
     times.query_heads, times.kv_heads, times.sent = (
         np.broadcast_to(np.repeat(each, size) if isinstance(each, np.ndarray) else each, len(ranks))

@@ -109,9 +109,8 @@ class ZoneTimes:
     `rounds` groups that have nothing to do with each other, zones of the plan.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
-    replay brings them; `hop`: of keys, `back`: of their gradients. `kept`, `largest`, `served`,
-    `sent`: of a rank, key-value and query bytes received, key-value tokens of the largest exchange,
-    token-heads of queries received and sent.
+    replay brings them; `hop`: of keys, `back`: of their gradients. `query_heads`, `kv_heads`: of a
+    rank, token-heads received; `largest`: of keys in one exchange; `sent`: of outputs that come home.
     """
 
     ranks: Ints
@@ -226,7 +225,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     trading = min(size, model.num_heads)
     copies = trading * heads[1]  # key-value heads that all ranks of the group receive
     queries, keys = others * heads[0], others * heads[1]
-    made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
+    made.query_heads, made.kv_heads, made.largest = queries, keys, keys
     made.sent = num_tokens / size * (model.num_heads - heads[0])
     away = num_tokens / size
     together = isinstance(num_tokens, np.ndarray)

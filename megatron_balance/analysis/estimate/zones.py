@@ -27,6 +27,7 @@ from megatron_balance.analysis.estimate.times import (
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Message
+from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
@@ -202,7 +203,7 @@ def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> 
             _hop(block * row_bytes[kind], machine, lanes, between=between) for kind in (Kind.KV, Kind.KV_GRAD)
         )
         made.kv_heads += (groups - 1) * block
-        made.largest = max(made.largest, block / model.num_kv_heads)
+        made.largest = max(made.largest, block)
     return made, first, other
 
 
@@ -220,16 +221,13 @@ def _ring_launches(
         return number, number
     chunk = np.maximum(1, lengths // (2 * groups))
     last = np.maximum(chunk, lengths - chunk)
-    own = [
-        pairs_of((zero, chunk), (zero, chunk), heads),
-        pairs_of((last, lengths), (zero, chunk), heads),
-        pairs_of((last, lengths), (last, lengths), heads),
-    ]
-    # Another group's block: its early chunk for both of ours, or both of its chunks for our late one.
-    others = [
-        pairs_of((chunk, 2 * chunk), (zero, chunk), heads),
-        pairs_of((last, lengths), (zero, chunk), heads),
-    ]
+    early, late = (zero, chunk), (last, lengths)
+    if machine.model.mask == FULL:
+        own = others = [pairs_of(queries, keys, heads) for queries in (early, late) for keys in (early, late)]
+    else:
+        own = [pairs_of(queries, keys, heads) for queries, keys in ((early, early), (late, early), (late, late))]
+        # Another group's block: its early chunk for both of ours, or both of its for our late one.
+        others = [pairs_of(queries, early, heads) for queries in ((chunk, 2 * chunk), late)]
     merged = num_tokens * heads[0] / machine.model.num_heads
     return (
         prices.add(np.concatenate(own), 0.0, around(num_tokens)),
@@ -290,7 +288,7 @@ def _launch_seconds(launches: Launches, machine: Machine) -> tuple[Floats, Float
 
 def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
     """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
-    size, model = len(made.ranks), machine.model
+    size = len(made.ranks)
     nodes = np.bincount(machine.nics.node(made.ranks))
     nics = min(machine.nics.per_node, -(-int(nodes[nodes > 0].min()) // machine.cluster.ranks_per_nic))
     crosses = (nodes > 0).sum() > 1
@@ -305,7 +303,7 @@ def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
 
     made.inputs, made.input_grads = bulk(Kind.KV, back=False), bulk(Kind.KV_GRAD, back=True)
     made.again = made.inputs
-    made.kv_heads, made.largest = (size - 1) * block, size * block / model.num_kv_heads
+    made.kv_heads = made.largest = (size - 1) * block
 
 
 def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) -> None:
@@ -335,14 +333,15 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
     made.outputs = bulk(back, turned=False, placed=True, adds=False)
     made.output_grads = bulk(back, turned=True, placed=True, adds=False)
     made.input_grads = bulk(there, turned=True, placed=True, adds=True)
-    ranks = machine.cluster.num_ranks
-    heads = (there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]) * there[:, Message.TOKENS]
-    for kind, name in ((Kind.Q, "query_heads"), (Kind.KV, "kv_heads")):
-        own = there[:, Message.KIND] == kind
-        most = by_rank(there[own, Message.DST], heads[own], ranks).max(initial=0.0)
-        setattr(made, name, float(most))
-    made.largest = made.kv_heads / machine.model.num_kv_heads
-    made.sent = made.query_heads
+
+    def token_heads(rows: Ints, kind: Kind) -> Floats:
+        """Received by each rank of the zone."""
+        rows = rows[rows[:, Message.KIND] == kind]
+        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+        return by_rank(rows[:, Message.DST], heads * rows[:, Message.TOKENS], machine.cluster.num_ranks)[made.ranks]
+
+    made.query_heads, made.kv_heads = token_heads(there, Kind.Q), token_heads(there, Kind.KV)
+    made.largest, made.sent = made.kv_heads, token_heads(back, Kind.OUT)
 
 
 def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> tuple[Floats, Floats, Floats]:

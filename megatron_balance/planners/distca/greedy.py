@@ -229,7 +229,8 @@ class Drain:
             queries, keys = columns.items.cheapest(seconds)
         queries *= self._query_size
         queries += keys
-        seconds /= queries
+        # A part too light for a query of its own, whose keys are all there: no bytes, by rounding.
+        seconds /= np.maximum(queries, _ROUNDING, out=queries)
         seconds *= np.less_equal(columns.block, headroom, out=columns.fits)
         if self.servers.counted:
             beyond = columns.least_keys > self.servers.keys_allowed(target)

@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, NamedTuple
 
-from megatron_balance.analysis.estimate import Bounds
+from megatron_balance.analysis.estimate import Bounds, best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.analysis.statistics import tokens_per_rank
@@ -191,8 +191,8 @@ class _Rings(NamedTuple):
     made: dict[int, Placement]
 
     def over(self, size: int) -> Placement | None:
-        """The rings over groups of `size` ranks; None: these do not tile a node."""
-        if self.cluster.node_size % size:
+        """The rings over groups of `size` ranks; None: these do not tile a node and its NICs."""
+        if not wide.tiles(self.cluster, size):
             return None
         if size not in self.made:
             priced = self.model, self.cost
@@ -226,7 +226,7 @@ def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> Mic
         return found
     apart = replace(found, zones=wide.group_zones(placement, wide_ranks(cluster, size), size))
     other = plan_estimate(apart, bounds.machine)
-    if other is None or other.backward.fits < own.backward.fits or other.layer_s >= own.layer_s:
+    if other is None or not best_first([own, other])[0]:
         return found
     return apart if tokens_per_rank(apart).max() <= capacity else found
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.analysis.backward import Decision, MicrobatchBytes
-from megatron_balance.analysis.estimate import Estimate, estimate
+from megatron_balance.analysis.estimate import Estimate, best_first, estimate
 from megatron_balance.analysis.estimate.times import Machine
 from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.statistics import tokens_per_rank
@@ -63,15 +63,16 @@ def most_bytes(found: Placed, machine: Machine) -> MicrobatchBytes:
     own = tokens_per_rank(plan).max(keepdims=True)
     of_group, none = own * size * (size > 1), np.zeros_like(own)
     queries, keys = (each * ceil(of / size) for each, of in zip((of_group, of_group + max(shared)), heads, strict=True))
-    loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), -(-keys // plan.num_kv_heads), none, none)
+    loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), keys, none, none)
     return MicrobatchBytes(own, loads.bytes(heads, machine.row_bytes))
 
 
 def with_room(
     found: Placed, search_again: Callable[[], Placed | None], numbers: Sequence[int], machine: Machine
 ) -> Placed:
-    """`found`, or where most of its layers would receive keys again, the fastest of it, itself in the
-    fewest of `numbers` of waves that leave them room, and what `search_again` finds for such layers.
+    """`found`, or where most of its layers would receive keys again, the best of it (`best_first`),
+    itself in the fewest of `numbers` of waves that leave them room, and what `search_again` finds for
+    such layers.
     """
     plan, chosen = found
     priced = [_Priced(found, own)] if (own := estimate(plan, machine)) is not None else []
@@ -89,7 +90,7 @@ def with_room(
     other = search_again()
     if other is not None and (known := estimate(other.plan, machine)) is not None:
         priced.append(_Priced(other, known))
-    return min(priced, key=lambda each: each.rank).placed
+    return priced[best_first([each.estimate for each in priced])[0]].placed
 
 
 class _Priced(NamedTuple):
@@ -99,11 +100,6 @@ class _Priced(NamedTuple):
     @property
     def replays(self) -> bool:
         return _mostly_replays(self.estimate.backward)
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The order of plans, best first: those that fit, by time."""
-        return not self.estimate.backward.fits, self.estimate.layer_s
 
 
 def _mostly_replays(decision: Decision) -> bool:

@@ -28,10 +28,11 @@ def group_size(cluster: Cluster, model: Model, wanted: int | None) -> int:
         wide_ranks(cluster, wanted)
         return wanted
     sizes = (size for size in range(cluster.node_size, 0, -1) if model.num_heads % size == 0)
-    return next(size for size in sizes if _divides(cluster, size))
+    return next(size for size in sizes if tiles(cluster, size))
 
 
-def _divides(cluster: Cluster, size: int) -> bool:
+def tiles(cluster: Cluster, size: int) -> bool:
+    """Whether groups of `size` ranks divide a node and share NICs evenly."""
     try:
         wide_ranks(cluster, size)
     except ConfigError:

@@ -19,6 +19,7 @@ from megatron_balance.patterns.waves import ALIGN, Need, schedule
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
+from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
 UNEVEN = ((0, 0, 0, 100), (0, 0, 1100, 1200), (1, 0, 100, 300), (1, 0, 900, 1100), (2, 0, 300, 900), (2, 1, 0, 50))
 """Sequence 0 in shares of 1, 2 and 3 sixths, zigzag; sequence 1 whole."""
@@ -117,6 +118,12 @@ def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size
         # Replayed keys and gradients take no NIC from one another in the round engine.
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.03 if policy == "keep" else 0.1)
         assert b.compute_s == pytest.approx(a.compute_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("size", "lead"), [(1, 0), (2, 0), (2, 128), (4, 256)])
+def test_figures_of_waves_are_those_of_the_ops(size: int, lead: int) -> None:
+    own = zone(*spread(2048, 8, size), size=size, waves=2, lead=lead)
+    assert_figures_are_those_of_the_ops(plan(own, (2048,), 8), ranks_per_nic=1)
 
 
 def test_waves_under_a_full_mask_are_refused() -> None:

@@ -27,6 +27,7 @@ MODEL = load_model("llama-7b")
 CLUSTER = load_cluster("h200").build(num_ranks=16, ranks_per_node=8)
 LONG = [40000, 9000, 7000, 5000, 3000, 1500]
 SHORT = [4096] * 16
+REMAPPED = [1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494]
 MIXED = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
 
 
@@ -57,13 +58,12 @@ def test_the_note_says_which_and_why() -> None:
 
 def test_a_remap_that_gains_less_than_it_moves_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with more tokens have less attention here."""
-    lengths = [1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494]
     cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=8)
     planner = make_planner("knapformer", cluster, MODEL, Layers(routing="pays", remap=True, remap_when="pays"))
-    plan = planner(lengths)
+    plan = planner(REMAPPED)
     assert not plan.moves
     monkeypatch.setattr("megatron_balance.planning.place.estimate", lambda *_: None)
-    before = planner(lengths)
+    before = planner(REMAPPED)
     assert before.moves
     assert step_s(plan, cluster) < step_s(before, cluster)
 
@@ -91,7 +91,27 @@ def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
 
 def test_where_nothing_fits_it_says_so() -> None:
     chosen = auto(MIXED, replace(CLUSTER, memory_bytes=1e9), planners=("te_ring", "ulysses"))
-    assert "which no plan fits better" in chosen.note
+    assert "nothing fits: it needs " in chosen.note
+
+
+def test_where_nothing_fits_a_little_memory_is_not_worth_seconds() -> None:
+    """ulysses needs least by some MB, and takes two fifths longer than zeppelin."""
+    tight, names = replace(CLUSTER, memory_bytes=1e10), ("ulysses", "zeppelin")
+    machine = Prices.of(tight, MODEL, AnalyticCost(tight, MODEL))
+    least, fast = (estimate(make_planner(name, tight, MODEL)(MIXED), machine) for name in names)
+    assert least is not None
+    assert fast is not None
+    assert not fast.backward.fits
+    assert 0 < fast.backward.peak_bytes - least.backward.peak_bytes < 0.02 * tight.memory_bytes
+    assert fast.layer_s < 0.75 * least.layer_s
+    assert auto(MIXED, tight, planners=names).planner == "zeppelin"
+
+
+def test_where_nothing_fits_a_remap_is_left_out_all_the_same_if_it_gains_less_than_it_moves() -> None:
+    cluster = replace(load_cluster("a800").build(num_ranks=16, ranks_per_node=8), memory_bytes=5e10)
+    planner = make_planner("knapformer", cluster, MODEL, Layers(routing="pays", remap=True, remap_when="pays"))
+    plan = planner(REMAPPED)
+    assert not plan.moves
 
 
 def test_refusals_of_some_do_not_matter_and_that_of_all_is_the_first_ones() -> None:

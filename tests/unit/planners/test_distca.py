@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array
@@ -385,3 +386,11 @@ def test_no_task_is_empty_where_a_surplus_is_lost_in_rounding(
     cluster: Cluster, model: Model, lengths: list[int], block: int
 ) -> None:
     verify(make_planner("distca", cluster, model, block=block, tolerance=0)(lengths))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_part_that_moves_for_no_bytes_is_no_division_by_zero() -> None:
+    """So light that it rounds to no query, where all its keys are at hand."""
+    cluster, model = load_cluster("h200").build(num_ranks=32, ranks_per_node=8), load_model("llama3-8b")
+    plan = make_planner("distca", cluster, model, tolerance=0.01, least_score=10.0)([22, 48, 45, 12, 5])
+    assert plan.num_tokens == 132

@@ -141,6 +141,13 @@ def test_sizes_of_groups_share_nics_evenly_and_go_beyond_a_node() -> None:
     assert group_sizes(Cluster(24, 6, ranks_per_nic=2)) == [1, 2, 6, 12, 24]
 
 
+@pytest.mark.parametrize("name", ["zeppelin", "auto"])
+def test_a_size_of_groups_that_does_not_fit_the_nics_is_left_out_of_the_search(name: str) -> None:
+    """Nodes of three ranks, of which two share a NIC: rings over groups of a node cannot be priced."""
+    cluster = load_cluster("a800").build(num_ranks=6, ranks_per_node=3)
+    assert make_planner(name, cluster, load_model("llama-7b"))([9000, 700, 300]).num_tokens == 10000
+
+
 @pytest.mark.parametrize("room", [1.0, 1.02, 1.5])
 def test_no_rank_holds_more_than_the_capacity(room: float) -> None:
     capacity = int(room * 4096)
