@@ -115,7 +115,6 @@ LATE: dict[str, tuple[Flags, ...]] = {
         {**SAVED, "log-progress": True},
         {**ON, "save": "FOLDER", "save-interval": 2, "log-progress": True},
     ),
-    "disable-save-tokenizer-assets": ({**SAVED, "disable-save-tokenizer-assets": True}, ON),
     "use-checkpoint-args": (SAVED, {**ON, "use-checkpoint-args": True}),
     "use-checkpoint-opt-param-scheduler": (SAVED, {**ON, "use-checkpoint-opt-param-scheduler": True}),
     "override-opt-param-scheduler": (SAVED, {**ON, "override-opt-param-scheduler": True}),
@@ -178,7 +177,7 @@ LATE: dict[str, tuple[Flags, ...]] = {
         | {"train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12},
     ),
     "step-batch-size-schedule": (
-        {"step-batch-size-schedule": "0:2 4:4", "global-batch-size": None}
+        {"step-batch-size-schedule": "0:2 2048:4", "global-batch-size": None}
         | {"train-iters": None, "train-samples": 12, "lr-decay-iters": None, "lr-decay-samples": 12},
     ),
     "decrease-batch-size-if-needed": ({"decrease-batch-size-if-needed": True, "global-batch-size": 2},),
