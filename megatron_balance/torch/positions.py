@@ -60,7 +60,7 @@ def watch(attention: str) -> None:
 
         return of_model
 
-    # a constructor ends with the first, set_attn_implementation calls the second
+    # a constructor ends with one; set_attn_implementation calls the other, though looked up before
     for name in ("post_init", "_check_and_adjust_attn_implementation"):
         setattr(PreTrainedModel, name, then_treat(getattr(PreTrainedModel, name)))
 

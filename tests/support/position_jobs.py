@@ -289,7 +289,7 @@ def stay_as_they_were(world: World, model: str) -> list[float]:
 
 
 def on_one_batch(world: World, model: str) -> list[str]:
-    """What two models on one batch say: one that was made for it, and one that was not."""
+    """Errors of two models on one batch, the second untreated; "": none."""
     case = Case(model)
     with balancer_of(case) as balancer:
         batch = balancer.evaluate(documents(case)[world.rank :: world.size])
