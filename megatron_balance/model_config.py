@@ -19,7 +19,7 @@ from megatron_balance.ir.model import Model
 log = logging.getLogger(__name__)
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "attention_heads"),
+    "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
     "head_dim": ("head_dim", "kv_channels"),
     "num_layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
@@ -70,7 +70,6 @@ UNLIKE: dict[str, str] = {
             "state_size",
             "ssm_state_size",
             "mamba_d_state",
-            "conv_L_cache",
             "linear_attn_config",
             "lru_width",
         ],

@@ -84,6 +84,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(mamba_)?(d_state|ssm_state_size|state_size)", 8),
     (r"hidden_size_per_layer_input|laurel_rank|ple_embed_dim", 16),
     (r"num_mel_bins|image_size|patch_size", 8),
+    (r"depth", 2),
 )
 """Names of sizes, as expressions, and what they shrink to where they are larger."""
 TWEAKS: dict[str, dict[str, Any]] = {
@@ -95,6 +96,7 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "nemotron_h": {"n_groups": 1},
+    "qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     **{key: {"mamba_d_head": 32, "mamba_d_ssm": 128} for key in ("bamba", "granitemoehybrid", "falcon_h1")},
     "mamba2": {"num_heads": 8},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
@@ -121,7 +123,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case. `status`: equal, refused or WRONG without the guard, or untried.
+    """The outcome of a case. `status`: equal, refused or WRONG without the guard, or untried.
 
     `levels`: of the configuration and of its text's: type, names of sizes, and keys that may matter.
     """
@@ -239,6 +241,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
             "original_max_position_embeddings": 32,
         },
     ),
+    *((each, {"per_layer_config": {}}) for each in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")),
+    ("lfm2", {"layer_types": ["full_attention"] * LAYERS}),
     ("mistral", {"sliding_window": None}),
     ("mixtral", {"sliding_window": WINDOW}),
     ("phi3", {"sliding_window": WINDOW}),
@@ -346,7 +350,7 @@ def _level(keys: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
 
     matter = {key: got for key, got in keys.items() if not is_neutral(key) and key not in UNLIKE}
     matter = {key: got for key, got in matter.items() if isinstance(got, bool) or got not in UNSET}
-    return str(keys.get("model_type")), sizes(keys), {k: v for k, v in matter.items() if not isinstance(v, dict)}
+    return str(keys.get("model_type")), sizes(keys), {k: 0 if isinstance(v, dict) else v for k, v in matter.items()}
 
 
 def _apart(got: Sequence[Any], right: Sequence[Any]) -> float:
@@ -359,7 +363,7 @@ def _apart(got: Sequence[Any], right: Sequence[Any]) -> float:
 
 
 def _why(model: Any, calls: Sequence[int]) -> str:
-    """What is known of a model whose logits are others."""
+    """Say what is known of a model whose logits are others."""
     names = {type(module).__name__ for module in model.modules()}
     mixers = sorted(name for name in names if MIXERS.search(name))
     if any("Indexer" in name for name in names):
@@ -449,7 +453,7 @@ def _said(error: BaseException) -> str:
 
 
 def run(chosen: Sequence[Case], limit_s: float) -> Iterator[Found]:
-    """What comes of each case, each in processes of its own, which may crash or hang."""
+    """Run each case in processes of its own, which may crash or hang, and give its outcome."""
     import torch  # noqa: F401  once, before forks
     import transformers.modeling_layers
     import transformers.models.auto.modeling_auto  # noqa: F401
@@ -611,12 +615,12 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         "python -m tools.zoo --write docs/measurements/transformers-models.md",
         "```",
         "",
-        f"runs every architecture of Transformers {version} that has a head for language and can be built tiny",
-        "from its defaults (4 layers, 4 heads, windows of 8 tokens) on 2 ranks, in fp32, under `te_ring`, on documents",
-        "of 1 to 44 tokens. Logits of all tokens are compared with the same weights under",
-        '`attn_implementation="eager"`, each document alone in one process; the difference is the largest one over',
-        f"the largest logit, and equal means at most {MOST:g}. Beside the defaults stand variants of keys that change",
-        "attention, and every switch that may turned over.",
+        f"runs every architecture of Transformers {version} that has a head for language and can be built",
+        "tiny from its defaults (4 layers, 4 heads, windows of 8 tokens) on 2 ranks, in fp32, under",
+        "`te_ring`, on documents of 1 to 44 tokens. Logits of all tokens are compared with the same weights",
+        'under `attn_implementation="eager"`, each document alone in one process; the difference is the',
+        f"largest one over the largest logit, and equal means at most {MOST:g}. Beside the defaults stand",
+        "variants of keys that change attention, and switches turned over.",
         "",
         ", ".join(f"{number} {status}" for status, number in counted.items()) + ".",
         "",

@@ -246,7 +246,8 @@ def test_what_is_accepted_by_name_is_planned_for_and_logged(
     with pytest.raises(ConfigError, match=r"index_topk: .*accept=\['index_topk'\], on the command line --accept"):
         load_model(path, ["memory_slots"])
     assert load_model(path, ["memory_slots", "index_topk"]) == EXPECTED
-    assert "accepted, though losses and plans may be wrong: index_topk: sparse" in caplog.text
+    assert "accepted, though losses and plans may be wrong: memory_slots: set to 4" in caplog.text
+    assert "index_topk: sparse attention" in caplog.text
     (tmp_path / "mine.yaml").write_text("{base: ./config.json, accept: [memory_slots, index_topk]}")
     assert load_model(str(tmp_path / "mine.yaml")) == EXPECTED
     (tmp_path / "mine.yaml").write_text("{base: ./config.json, accept: index_topk}")

@@ -312,10 +312,10 @@ def test_an_encoder_of_transformers_attends_fully() -> None:
     model = transformers.BertModel(config, add_pooling_layer=False).eval()
     wanted = [model(torch.as_tensor(each)[None]).last_hidden_state[0] for each in DOCUMENTS]
     model.set_attn_implementation(hf.register())
-    batch = SequenceBalancer.for_model(config, settings=Settings(mask="full"))(DOCUMENTS)
+    batch = SequenceBalancer.for_model(config)(DOCUMENTS)
     torch.testing.assert_close(model(**hf.inputs(batch)).last_hidden_state[0], torch.cat(wanted))
     with pytest.raises(ConfigError, match="BertSelfAttention asks for attention that is not causal"):
-        model(**hf.inputs(SequenceBalancer.for_model(config)(DOCUMENTS)))
+        model(**hf.inputs(SequenceBalancer.for_model(config, settings=Settings(mask="causal"))(DOCUMENTS)))
     with pytest.raises(ConfigError, match=r"causal attention, and the batch is planned for another mask; .* is full"):
         call(batch, is_causal=True)
 

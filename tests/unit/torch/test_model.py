@@ -40,7 +40,7 @@ def test_names_of_torchtitan_and_mappings_are_read() -> None:
     [
         (
             {"hidden_size": 64},
-            r"the configuration does not say num_heads \(num_attention_heads, n_heads, num_heads, n_head, attention",
+            r"the configuration does not say num_heads \(num_attention_heads, n_heads, num_heads, n_head\); give",
         ),
         ({"n_heads": 4}, r"does not say hidden_size \(hidden_size, dim"),
         ({"num_heads": 4, "num_kv_heads": 3, "head_dim": 8}, "num_kv_heads 3 does not divide num_heads 4"),
