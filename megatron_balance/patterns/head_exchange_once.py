@@ -25,7 +25,6 @@ from megatron_balance.ir.columns import Message, Transfer
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.patterns.base import (
-    CommPattern,
     Context,
     Floats,
     GroupTraffic,
@@ -232,7 +231,7 @@ class HeadExchangeOnce(HeadExchange):
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """In the first all-to-all or behind it, whichever is more."""
-        return CommPattern.largest_exchange(self, zone, context)
+        return super(HeadExchange, self).largest_exchange(zone, context)  # counted by its messages
 
     def _key_messages(self, zone: Zone, context: Context, tokens: Ints) -> tuple[Ints, Ints]:
         """Keys and values of the first exchange, and of the second; `tokens`: of each group index."""
