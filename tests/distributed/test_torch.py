@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,8 @@ def test_the_router_loss_is_that_of_one_process_with_all_documents(world: Pool) 
 
     model = torch_jobs.mixtral("eager")
     alone = [model(each[None], output_router_logits=True).router_logits for each in torch_jobs.documents(0, 0)]
-    wanted = load_balancing_loss_func(tuple(torch.cat(layer) for layer in zip(*alone, strict=True)), 4, 2)
+    joined: Any = tuple(torch.cat(layer) for layer in zip(*alone, strict=True))
+    wanted = load_balancing_loss_func(joined, 4, 2)
     assert isinstance(wanted, torch.Tensor)
     (gradient,) = torch.autograd.grad(wanted, [model.model.layers[0].mlp.gate.weight])
     for loss, averaged, of_ranks in world.run(torch_jobs.router_loss, RANKS):

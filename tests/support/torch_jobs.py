@@ -501,9 +501,15 @@ def router_loss(world: World) -> tuple[float, Tensor, float]:
 def mixtral(attention: str) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_local_experts": 4}
-    config = MixtralConfig(**sizes, **heads)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        num_local_experts=4,
+    )
     config._attn_implementation = attention
     torch.manual_seed(0)
     return MixtralForCausalLM(config)

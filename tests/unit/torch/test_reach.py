@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the extra 'torch' brings it")
-pytest.importorskip("transformers")
-
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import masking_utils
 
 from megatron_balance import Model
 from megatron_balance.errors import ConfigError
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf
 from tests.support.torch_jobs import compiling
 
+transformers: Any = pytest.importorskip("transformers")
 LAYERS = 4
 DOCUMENTS = [torch.arange(9) % 10, torch.arange(5) % 7, torch.tensor([3])]
 PAST = "expected attention under the batch's plan in every layer of the forward that made these values, got "
@@ -183,7 +180,7 @@ def asked(create: str, **given: Any) -> Any:
     config = transformers.LlamaConfig(**SIZES, **HEADS, sliding_window=3, attention_chunk_size=4)
     config._attn_implementation = hf.register()
     given = {"attention_mask": None, "past_key_values": None, "position_ids": None, **given}
-    return getattr(masking_utils, create)(config, torch.zeros(1, 15, 32), **given)
+    return getattr(transformers.masking_utils, create)(config, torch.zeros(1, 15, 32), **given)
 
 
 def attend(batch: BalancedBatch, mask: Any, **given: Any) -> Any:
@@ -325,11 +322,10 @@ def test_the_division_of_accelerate_is_refused_in_the_backward(monkeypatch: pyte
 
 
 def test_the_router_loss_is_that_of_transformers_and_padding_does_not_count() -> None:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
+    exact: Any = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
     batch = SequenceBalancer("te_ring", Model(4, 2, 8), settings=Settings(row_multiple=16))(DOCUMENTS)
     logits = [torch.randn(16, 5, requires_grad=True) for _ in range(3)]
-    wanted: Any = load_balancing_loss_func(tuple(x[:15] for x in logits), 5, 2)
+    wanted = exact(tuple(x[:15] for x in logits), 5, 2)
     gradients = torch.autograd.grad(wanted, logits)
     loss = batch.router_loss(logits, 2, attended=0)
     torch.testing.assert_close(loss, wanted)
