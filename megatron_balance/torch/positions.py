@@ -47,7 +47,11 @@ def announce(batch: BalancedBatch) -> None:
 
 @cache
 def watch(attention: str) -> None:
-    """Treat every model that is made with this attention from now on, or is set to it."""
+    """Treat every model that is made with this attention from now on, or is set to it.
+
+    Raises:
+        ConfigError: Transformers makes its models otherwise.
+    """
     from transformers import PreTrainedModel
 
     def then_treat(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +66,8 @@ def watch(attention: str) -> None:
 
     # a constructor ends with one; set_attn_implementation calls the other, though looked up before
     for name in ("post_init", "_check_and_adjust_attn_implementation"):
+        if not hasattr(PreTrainedModel, name):
+            raise ConfigError(f"expected transformers 5.23, whose PreTrainedModel has {name}; this one's has it not")
         setattr(PreTrainedModel, name, then_treat(getattr(PreTrainedModel, name)))
 
 
