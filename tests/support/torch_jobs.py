@@ -142,7 +142,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one document on one rank."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).contiguous()
 
 
 def make_model(way: Way, *, balanced: bool) -> nn.Module:
