@@ -231,8 +231,9 @@ def _train_compiled(way: Way, world: World) -> Trained:
     gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
     config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
     averaged_over = mesh if way.pools > 1 else None
+    options: dict[str, Any] = dict(way.options)
     balancer = SequenceBalancer.for_model(
-        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **dict(way.options)
+        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **options
     )
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
