@@ -143,7 +143,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one document on one rank."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).contiguous()
 
 
 def make_model(way: Way, *, balanced: bool) -> nn.Module:
@@ -231,8 +231,9 @@ def _train_compiled(way: Way, world: World) -> Trained:
     gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
     config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
     averaged_over = mesh if way.pools > 1 else None
+    options: dict[str, Any] = dict(way.options)
     balancer = SequenceBalancer.for_model(
-        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **dict(way.options)
+        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **options
     )
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
