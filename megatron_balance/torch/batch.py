@@ -67,6 +67,11 @@ class Dealt:
         return TokenExchange(self.lengths, [self.plan], self.pool)
 
 
+def in_backward() -> bool:
+    """Whether a backward runs in this thread, which may compute a forward again (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
 class BalancedBatch:
     """One microbatch as this rank computes it.
 
@@ -146,7 +151,7 @@ class BalancedBatch:
 
         Inside a backward, checkpointing computes a forward again, which was counted.
         """
-        if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+        if not in_backward():
             self._calls[layers or self._dealt.layers or 1] += 1
 
     def on_any_rank(self, flag: Tensor) -> bool:

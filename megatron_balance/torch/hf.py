@@ -68,8 +68,8 @@ def register(model: torch.nn.Module | None = None) -> str:
         def checked(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
             if requested_attention == NAME:
                 _check_tables(type(self))
-                if _check_labels not in self._forward_pre_hooks.values():
-                    self.register_forward_pre_hook(_check_labels, with_kwargs=True)
+                if _begin_forward not in self._forward_pre_hooks.values():
+                    self.register_forward_pre_hook(_begin_forward, with_kwargs=True)
             return check(self, requested_attention, is_init_check)
 
         PreTrainedModel.get_correct_attn_implementation = checked
@@ -90,9 +90,10 @@ def _check_tables(model: type) -> None:
                 )
 
 
-def _check_labels(_: object, __: object, given: dict[str, Any]) -> None:
+def _begin_forward(model: torch.nn.Module, _: object, given: dict[str, Any]) -> None:
     if NAME in given and given.get("labels") is not None:
         raise ConfigError(_OwnLoss.why)
+    positions.begin_forward(model, given.get(NAME))
 
 
 class _Inputs(dict[str, Any]):
@@ -241,9 +242,11 @@ def attend(  # noqa: PLR0913  Transformers' signature
     """
     name = type(module).__name__
     if balanced is None:
+        balanced = positions.running(module)
+    if balanced is None:
         raise ConfigError(
-            f"{name} was called without a batch; call model(**hf.inputs(batch)), and use a model that hands keywords "
-            "through to its attention"
+            f"{name} was called without a batch; call model(**hf.inputs(batch)), and under checkpointing use a model "
+            "that hands keywords through to its attention"
         )
     check_layer(module, balanced.accept)
     window: int | None = given.get("sliding_window")

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Fragment
-from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.batch import BalancedBatch, in_backward
 
 _batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()
 """By the address of their `position_ids`."""
@@ -36,8 +36,34 @@ _batches: WeakValueDictionary[int, BalancedBatch] = WeakValueDictionary()
 _models: WeakKeyDictionary[BalancedBatch, set[object]] = WeakKeyDictionary()
 """Of each batch, the models that took its positions by document: their `MARK`s."""
 
-MARK = "balanced_positions"
-"""Attribute of all modules of a treated model: an object of its own."""
+MARK = "balanced_model"
+"""Attribute of all modules of a treated model: its `_Treated`."""
+
+
+class _Treated:
+    """A treated model. `batch`: of the forward that runs, or ran last, while somebody holds it."""
+
+    batch: Callable[[], BalancedBatch | None] | None = None
+
+    def __reduce__(self) -> tuple[type[_Treated], tuple[()]]:  # models are copied and saved; batches are not
+        return _Treated, ()
+
+
+def begin_forward(model: nn.Module, batch: BalancedBatch | None) -> None:
+    """Note the batch of a forward of a model; None: it has none."""
+    if mark := getattr(model, MARK, None):
+        mark.batch = None if batch is None else ref(batch)
+
+
+def running(module: nn.Module) -> BalancedBatch | None:
+    """The batch of the forward in which a module attends, for models that hand no keywords through to
+    it (StableLM, Nemotron). None: of none, or computed again in a backward: the model may have run on
+    another batch since.
+    """
+    mark = getattr(module, MARK, None)
+    if mark is None or mark.batch is None or in_backward():
+        return None
+    return mark.batch()
 
 
 def announce(batch: BalancedBatch) -> None:
@@ -73,7 +99,7 @@ def watch(attention: str) -> None:
 
 def treat(model: nn.Module) -> None:
     """Give modules that take positions from the row another `forward`. Safe to call twice."""
-    mark = object()
+    mark = _Treated()
     for module in model.modules():
         setattr(module, MARK, mark)
         if "forward" in vars(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Model
 from megatron_balance.errors import ConfigError
+from megatron_balance.model_config import unproved
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf
 from tests.support.torch_jobs import compiling
 
@@ -37,7 +39,25 @@ def made(name: str, attention: str | None = None, **more: Any) -> Any:
 
 
 def dealt(model: Any, **settings: Any) -> BalancedBatch:
-    return SequenceBalancer.for_model(model.config, settings=Settings(**settings))(DOCUMENTS)
+    """A batch for a model, also for one that the guard of configurations refuses."""
+    accept = unproved(model.config)
+    return SequenceBalancer.for_model(model.config, accept=accept, settings=Settings(**settings))(DOCUMENTS)
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_a_model_that_hands_no_keywords_through_attends_under_the_batch_of_its_forward(family: str) -> None:
+    model, eager = made(family), made(family, "eager")
+    for one in (model, copy.deepcopy(model)):
+        batch = dealt(one)
+        got = torch.cat(batch.gather(one(**hf.inputs(batch)).logits[0]))
+        torch.testing.assert_close(got, torch.cat([eager(each[None]).logits[0] for each in DOCUMENTS]))
+    with pytest.raises(ConfigError, match="was called without a batch"):
+        model(batch.tokens[None])
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    other = dealt(model)
+    loss, _ = (summed(model(**hf.inputs(each)).logits[0], each) for each in (batch, other))
+    with pytest.raises(ConfigError, match="under checkpointing use a model that hands keywords through"):
+        batch.mean_loss(loss).backward()
 
 
 def summed(logits: Tensor, batch: BalancedBatch) -> Tensor:
