@@ -4,7 +4,8 @@
     python -m tools.goldens zeppelin fig8 --write  # run one table, show what differs, keep it
 
 A file of a paper has entries: a table, or `table@batches` with fewer batches than the table's own.
-Entries with `suite: true`, set by hand, are quick and run with the suite; `pytest -m paper` runs all. Kinds of a row:
+Entries with `suite: true`, set by hand, are quick and run with the suite; `pytest -m paper` runs all.
+Kinds of a row:
 
 - exact: closed forms and plans, equal to `tolerance` as a share (rounding alone);
 - within: simulated, equal to `tolerance` as a share;
@@ -62,8 +63,13 @@ def read(paper: str) -> dict[str, Entry]:
     """The entries of a paper."""
     path = FOLDER / f"{paper}.yaml"
     found: dict[str, Any] = yaml.safe_load(path.read_text()) if path.exists() else {}
+
+    def golden(ours: str, kind: str, tolerance: str, published: str | None) -> Golden:
+        # YAML reads 1e-06 as text.
+        return Golden(float(ours), kind, float(tolerance), None if published is None else float(published))
+
     return {
-        name: Entry({row: Golden(**each) for row, each in entry["rows"].items()}, entry["suite"])
+        name: Entry({row: golden(**each) for row, each in entry["rows"].items()}, entry["suite"])
         for name, entry in found.items()
     }
 
@@ -124,12 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             old = known.get(name, Entry({}))
             if args.suite and not old.suite:
                 continue
-            known[name], lines = compared(rows_of(paper, name), old)
-            print(f"{paper} {name}: {len(lines)} of {len(known[name].rows)} rows differ", flush=True)
+            entry, lines = compared(rows_of(paper, name), old)
+            print(f"{paper} {name}: {len(lines)} of {len(entry.rows)} rows differ", flush=True)
             print(*(f"  {line}" for line in lines), sep="\n", end="\n" if lines else "", flush=True)
             differs += len(lines)
             if args.write:
-                write(paper, known)
+                write(paper, {**read(paper), name: entry})  # another run may have written meanwhile
     return 0 if args.write or not differs else 1
 
 

@@ -13,7 +13,15 @@ import numpy as np
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
 from megatron_balance.papers.wlb_llm.cases import B7_128K, FITTED, SKEW, TABLE_1, Case
 from megatron_balance.papers.wlb_llm.fig12 import OURS_NOTE
-from megatron_balance.papers.wlb_llm.systems import ADAPTIVE, BLOCKS, PER_DOCUMENT, PLAIN, System, speedups, with_error
+from megatron_balance.papers.wlb_llm.systems import (
+    ADAPTIVE,
+    PER_DOCUMENT,
+    PLAIN,
+    System,
+    in_blocks,
+    speedups,
+    with_error,
+)
 from megatron_balance.simulator.attention import attention_call, linear_tokens
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
@@ -72,7 +80,7 @@ def _row(name: str, printed: Published | None, each: Sequence[float], note: str 
 
 def _speedups(seconds: Mapping[str, Sequence[float]], system: str, over: str) -> list[float]:
     """Of all microbatches together, then of each block of them."""
-    of, by = ([(1, sum(seconds[name][at::BLOCKS])) for at in range(BLOCKS)] for name in (system, over))
+    of, by = (in_blocks([(1, each) for each in seconds[name]]) for name in (system, over))
     return speedups(of, by)
 
 

@@ -80,10 +80,7 @@ class System:
     def blocks(self, case: Case, dataset: str, num_batches: int) -> list[Block]:
         """The steps of the run in order, in `BLOCKS` blocks (of fewer steps: one each)."""
         steps = self.steps(case, dataset, case.batches(dataset, num_batches))
-        each = [(sum(map(sum, step)), self.step_s(case, step)) for step in steps]
-        borders = [len(each) * at // BLOCKS for at in range(BLOCKS + 1)]
-        parts = [each[begin:end] for begin, end in pairwise(borders) if begin < end]
-        return [(sum(tokens for tokens, _ in part), sum(seconds for _, seconds in part)) for part in parts]
+        return in_blocks([(sum(map(sum, step)), self.step_s(case, step)) for step in steps])
 
     def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
         """Simulated seconds of a step: of its slowest replica."""
@@ -113,6 +110,13 @@ def fixed_blocks(case: Case, dataset: str, num_batches: int) -> list[Block]:
     """Fixed-4D's run: the better of its two shardings."""
     each = (system.blocks(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
     return min(each, key=lambda found: sum(seconds for _, seconds in found))
+
+
+def in_blocks(each: Sequence[Block]) -> list[Block]:
+    """Steps, summed in their order to `BLOCKS` blocks, or fewer."""
+    borders = [len(each) * at // BLOCKS for at in range(BLOCKS + 1)]
+    parts = [each[begin:end] for begin, end in pairwise(borders) if begin < end]
+    return [(sum(tokens for tokens, _ in part), sum(seconds for _, seconds in part)) for part in parts]
 
 
 def speedups(of: Sequence[Block], over: Sequence[Block]) -> list[float]:
