@@ -76,7 +76,7 @@ def costs(source: str, size: str) -> SchemeCosts:
 
 @lru_cache(maxsize=8)
 def cluster_and_model(size: str, num_ranks: int = 64) -> tuple[Cluster, Model]:
-    """So many A800s and the model of that size, for our costs."""
+    """A cluster of so many A800s and the model of that size, for our costs."""
     model = load_model(MODELS[size])
     if size == "32b":
         model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)

@@ -108,7 +108,8 @@ def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_non
     switches_s = fig13.exchanged_s(job, fig13.HOTSPA["32b", 64, fig13.LONG])
     assert 1 < switches_s < 2.21  # published, which bytes over links alone do not reach
     own = Strategy.parse("4*tp8-pp2-cp1")
-    assert fig13.exchanged_s(job, [str(own)]) == sum(base_sync_s(own, *reversed(cluster_and_model("32b"))))
+    cluster, model = cluster_and_model("32b")
+    assert fig13.exchanged_s(job, [str(own)]) == sum(base_sync_s(own, model, cluster))
     alone, whole = (
         fig13.step_s(AUTHORS, job, "4*tp8-pp1-cp2", [batch], whole=each) for each in (False, True)
     )  # HotSPa alone: the authors have no coefficients for CP
