@@ -1,7 +1,7 @@
 """`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
 
 Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it
-is exact, simulated or measured.
+is exact, simulated or measured, and what of the paper's numbers goes into it.
 """
 
 from __future__ import annotations
@@ -71,15 +71,17 @@ def run(args: argparse.Namespace) -> int:
 def _show(console: Console, title: str, rows: list[Row]) -> None:
     from rich.table import Table
 
+    from megatron_balance.papers.base import ITSELF
+
     table = Table(title=title, title_justify="left")
     for column in ("", "published", "ours", "unit", "ratio", "kind"):
         table.add_column(column, justify="right" if column in ("published", "ours", "ratio") else "left")
-    notes = list(dict.fromkeys(row.note for row in rows if row.note))
+    notes = list(dict.fromkeys(row.remark for row in rows if row.remark))
     for row in rows:
         sign = "" if row.sign == "=" else f"{row.sign} "
         published = "-" if row.published is None else f"{sign}{_figure(row.published)}"
-        mark = f" [{notes.index(row.note) + 1}]" if row.note else ""
-        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        mark = f" [{notes.index(row.remark) + 1}]" if row.remark else ""
+        ratio = "input" if ITSELF in row.inputs else "-" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(f"{row.name}{mark}", published, _figure(row.ours), row.unit, ratio, row.kind)
     console.print(table)
     for number, note in enumerate(notes, start=1):

@@ -19,6 +19,26 @@ simulator's clocks; measured: on a machine.
 Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
+class Published(float):
+    """A number that a paper prints; a constant of a module, so that tests can change all of them and
+    see which of ours move.
+    """
+
+    __slots__ = ()
+
+
+def published(*numbers: float) -> tuple[Published, ...]:
+    """Numbers that a paper prints, in one row of a table."""
+    return tuple(map(Published, numbers))
+
+
+STATED = Published(1.0)
+"""A ratio that a text states without a number: alike, ahead or behind."""
+
+ITSELF = "this number"
+"""Input of a row whose own published number was used to make ours: there is nothing to compare."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One number.
@@ -26,21 +46,30 @@ class Row:
     `published` is what the paper prints, None where it only draws; `sign`: printed as this, at
     most, or at least this.
 
-    `note`: context that a reader needs to compare the two.
+    `inputs`: what of the paper's numbers ours is made from, beside the case itself (model, GPUs,
+    lengths, tolerances); empty: all of ours is computed. `note`: context that a reader needs to
+    compare the two.
     """
 
     name: str
-    published: float | None
+    published: Published | None
     ours: float
     unit: str
     kind: Kind
     sign: Sign = "="
     note: str = ""
+    inputs: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float | None:
-        """Ours over published."""
-        return self.ours / self.published if self.published else None
+        """Ours over published; None where one was made from the other."""
+        return self.ours / self.published if self.published and ITSELF not in self.inputs else None
+
+    @property
+    def remark(self) -> str:
+        """The note, and what was taken from the paper."""
+        taken = f"taken from the paper: {', '.join(self.inputs)}" if self.inputs else ""
+        return "; ".join(filter(None, (self.note, taken)))
 
 
 class Progress(Protocol):

@@ -5,13 +5,15 @@ layers outside attention.
 from __future__ import annotations
 
 from megatron_balance.ir.model import Model
-from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.base import Effort, PaperTable, Row, published
 from megatron_balance.papers.distca.cases import Case
 from megatron_balance.workloads.distributions import K
 
 BYTES_PER_S = 50e9
 MFU = 0.5
 FLOPS_PER_S = 990e12
+FORMULA = ("bandwidth, MFU and FLOP/s",)
+FLOPS, TOKEN_S, SHARDS = published(1320 * 2.0**20, 2.796e-6, 31)
 
 
 def bound(token_s: float, model: Model, kv_tensors: int) -> float:
@@ -41,21 +43,24 @@ def rows(_: Effort) -> list[Row]:
     return [
         Row(
             "FLOPs of a token outside attention",
-            1320 * 2.0**20,
+            FLOPS,
             flops,
             "",
             "exact",
             note="key or value projection counted once",
         ),
-        Row("seconds of a token", 2.796e-6, token_s, "s", "exact"),
-        Row("shards, by the printed formula", 31, bound(token_s, case.model, 1), "", "exact", note=formula),
+        Row("seconds of a token", TOKEN_S, token_s, "s", "exact", inputs=FORMULA),
+        Row(
+            "shards, by the printed formula", SHARDS, bound(token_s, case.model, 1), "", "exact", "=", formula, FORMULA
+        ),
         Row(
             "shards, keys and values both counted",
-            31,
+            SHARDS,
             bound(both, case.model, 2),
             "",
             "exact",
             note="4 KB are the keys alone",
+            inputs=FORMULA,
         ),
     ]
 

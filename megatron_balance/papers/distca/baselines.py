@@ -5,10 +5,10 @@ Megatron: samples of MaxDocLen tokens, each cut over its group as one sequence (
 sharding": rank i has the i-th and the i-th but last of 2 c parts); samples are dealt to replicas so
 that their FLOPs are as even as that allows. WLB-ideal: documents dealt to replicas by their time,
 as many tokens as memory allows; each document cut over the group in the same way; no document
-waits. FlexSP+: groups of different sizes by our planner `flexsp`, the documents of each cut like
-WLB-ideal's. Of Megatron and WLB-ideal the best configuration counts, as in the paper: pipeline
-stages where there are any, degree of context parallelism, and recomputation of activations where
-they do not fit the memory without.
+waits. FlexSP's groups, greedy: of different sizes by our planner `flexsp` without its integer program,
+the documents of each cut like WLB-ideal's. Of Megatron and WLB-ideal the best configuration counts, as
+in the paper: pipeline stages where there are any, degree of context parallelism, and recomputation of
+activations where they do not fit the memory without.
 
 A layer of a group takes its slowest rank's modules and kernels, and the gathering of keys and
 values (backward: the scattering of their gradients, bf16 as the keys are), which nothing hides.

@@ -5,15 +5,19 @@ from __future__ import annotations
 from itertools import count, islice
 
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, Job, K, full, megatron
+from megatron_balance.papers.base import ITSELF, Effort, PaperTable, Published, Row, published
+from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, SPREAD, Job, K, full, megatron, row
 
 LARGE = Job("32b", 1024, 1_600_000)
 TOKENS = "1.6M tokens a step, as printed here; section 8.3 says 16M of the same, Appendix F 3.2M"
+CUT = f"{TOKENS}; pages are cut at 32K, the context length"
+LEAST, MOST = published(15 * K, 32 * K)
+SET = (ITSELF, SPREAD)
 STEPS = 30
 MICROBATCHES = 4
 SMALL = Job("7b", 8, 100_000)
 SETTINGS = {"PP without DP, <4,2,1>": "tp4-pp2-cp1", "DP without PP, <4,1,1> x 2": "2*tp4-pp1-cp1"}
+FLUCTUATES = Published(0.20)
 FIGURE_18 = "schemes are not printed and assumed"
 
 
@@ -22,8 +26,8 @@ def longest(effort: Effort) -> list[Row]:
     del effort
     each = [max(batch) for batch in LARGE.batches(STEPS)]
     return [
-        Row("longest sequence of a step, least of 30", 15 * K, min(each), "tokens", "exact", note=TOKENS),
-        Row("longest sequence of a step, most of 30", 32 * K, max(each), "tokens", "exact", note=TOKENS),
+        Row("longest sequence of a step, least of 30", LEAST, min(each), "tokens", "exact", note=TOKENS, inputs=SET),
+        Row("longest sequence of a step, most of 30", MOST, max(each), "tokens", "exact", note=CUT, inputs=SET),
     ]
 
 
@@ -37,7 +41,7 @@ def fluctuation(effort: Effort) -> list[Row]:
         for name, text in SETTINGS.items():
             each = [max(megatron(source, SMALL, Strategy.parse(text), batch)) for batch in batches]
             spread = (max(each) - min(each)) / max(each)
-            found.append(Row(f"{name}, {source}", 0.20, spread, "of slowest", "exact", note=FIGURE_18))
+            found.append(row(source, name, FLUCTUATES, spread, "of slowest", FIGURE_18))
     return found
 
 

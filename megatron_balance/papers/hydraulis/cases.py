@@ -23,6 +23,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.papers.base import Published, Row
 from megatron_balance.planners.pipelines import Microbatches, Moving, fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
 from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
@@ -32,6 +33,8 @@ from megatron_balance.workloads.lengths import draw
 
 AUTHORS, OURS = "authors' coefficients", "our costs"
 SOURCES = (AUTHORS, OURS)
+SPREAD = "appendix A.1's longest pages, which set the spread of both data sets"
+INPUTS = {AUTHORS: (SPREAD, "the coefficients that the authors publish"), OURS: (SPREAD,)}
 SEED, SAMPLE_SEED, RANK_SEED = 0, 1, 2
 SAMPLE_BATCHES, RANK_BATCHES = 50, 6
 K = 1024
@@ -72,12 +75,12 @@ def costs(source: str, size: str) -> SchemeCosts:
 
 
 @lru_cache(maxsize=8)
-def cluster_and_model(size: str) -> tuple[Cluster, Model]:
-    """The A800s and the model of that size, for our costs."""
+def cluster_and_model(size: str, num_ranks: int = 64) -> tuple[Cluster, Model]:
+    """A cluster of so many A800s and the model of that size, for our costs."""
     model = load_model(MODELS[size])
     if size == "32b":
         model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
-    return load_cluster("a800-ib").build(), model
+    return load_cluster("a800-ib").build(num_ranks=num_ranks), model
 
 
 @lru_cache(maxsize=64)
@@ -96,6 +99,11 @@ def seconds(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[
     return pipelines_s(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))
 
 
+def row(source: str, name: str, printed: Published | None, ours: float, unit: str, note: str = "") -> Row:
+    """A row by one source of costs."""
+    return Row(f"{name}, {source}", printed, ours, unit, "exact", note=note, inputs=INPUTS[source])
+
+
 def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
     """The candidate that Hydraulis takes for a step, and its seconds."""
     strategy, _, found_s = chosen_step(source, job, batch)
@@ -103,18 +111,20 @@ def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
 
 
 def chosen_step(
-    source: str, job: Job, batch: Lengths, *, counted: bool = False
+    source: str, job: Job, batch: Lengths, base: Strategy | None = None
 ) -> tuple[Strategy, Microbatches, float]:
     """The candidate that Hydraulis takes for a step, its microbatches, and its seconds.
 
-    `counted`: the choice counts what pull and push leave uncovered, as planner hydraulis does.
+    `base`: the layout that owns weights; the choice then counts what pull and push leave uncovered, as
+    planner hydraulis does, and so do the seconds. None: propagation alone.
     """
     known = costs(source, job.size)
     pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
     held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
-    moving = [_moving(job, each, overlap=True) for each in held] if counted else ()
-    best, made, found = fastest(batch, [pipelines[each] for each in held], moving=moving)
-    return held[best], made, max(found)
+    ways = [moving(job, base, each, overlap=True) for each in held] if base is not None else []
+    best, made, found = fastest(batch, [pipelines[each] for each in held], moving=ways)
+    added_s = ways[best].added_s(batch, made, pipelines[held[best]]) if ways else 0.0
+    return held[best], made, max(found) + added_s
 
 
 def exchange_s(source: str, job: Job, batch: Lengths) -> tuple[float, float]:
@@ -123,23 +133,16 @@ def exchange_s(source: str, job: Job, batch: Lengths) -> tuple[float, float]:
     """
     strategy, made, _ = chosen_step(source, job, batch)
     own = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    without, overlapped = (_moving(job, strategy, overlap=each).added_s(batch, made, own) for each in (False, True))
+    ways = (moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
+    without, overlapped = (each.added_s(batch, made, own) for each in ways)
     return without, overlapped
 
 
-def counted_s(source: str, job: Job, batch: Lengths) -> float:
-    """Seconds of propagation, and of what pull and push leave uncovered with overlap, under the
-    candidate that takes least of both.
-    """
-    strategy, made, own_s = chosen_step(source, job, batch, counted=True)
-    own = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    return own_s + _moving(job, strategy, overlap=True).added_s(batch, made, own)
-
-
-def _moving(job: Job, strategy: Strategy, *, overlap: bool) -> Moving:
-    cluster, model = cluster_and_model(job.size)
-    moved = None if strategy == HOMOGENEOUS else change(HOMOGENEOUS, strategy, model, cluster)
-    return Moving(moved, sum(base_sync_s(HOMOGENEOUS, model, cluster)), model.num_layers, overlap)
+def moving(job: Job, base: Strategy, strategy: Strategy, *, overlap: bool) -> Moving:
+    """The way of weights that `base` owns to a strategy, and of gradients back, by links alone."""
+    cluster, model = cluster_and_model(job.size, job.num_ranks)
+    moved = None if strategy == base else change(base, strategy, model, cluster)
+    return Moving(moved, sum(base_sync_s(base, model, cluster)), model.num_layers, overlap)
 
 
 def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:

@@ -1,6 +1,10 @@
-"""Figure 13: Hydraulis over the best of Megatron-LM, DeepSpeed and HotSPa as Table 3 configures them.
+"""Figure 13: Hydraulis over the best of Megatron-LM, DeepSpeed and HotSPa as Table 3 configures them;
+Table 4's switches of HotSPa.
 
-DeepSpeed by our costs alone: the authors publish no coefficients of Ulysses or sharded weights.
+DeepSpeed by our costs alone: the authors publish no coefficients of Ulysses or sharded weights. What
+moves weights and gradients is by links alone for all: Megatron-LM's all-gather and reduce-scatter,
+DeepSpeed's of every layer, HotSPa's to each of its strategies from weights that the first one owns,
+and what Hydraulis' pull and push leave uncovered. The optimizer is left out, alike for all.
 """
 
 from __future__ import annotations
@@ -9,9 +13,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from megatron_balance.analysis.change import base_for
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.hydraulis.cases import AUTHORS, OURS, Job, K, Lengths, chosen, megatron
+from megatron_balance.papers.base import Effort, PaperTable, Row, published
+from megatron_balance.papers.hydraulis.cases import (
+    OURS,
+    SOURCES,
+    Job,
+    K,
+    Lengths,
+    candidates,
+    chosen_step,
+    megatron,
+    moving,
+    row,
+)
 from megatron_balance.papers.hydraulis.deepspeed import deepspeed
 
 SHORT, LONG = 16 * K, 32 * K
@@ -50,20 +66,23 @@ ULYSSES = {SHORT: 4, LONG: 8}
 """Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B."""
 RANGES = (4 * K, 16 * K, 32 * K)
 """Longest sequences of its strategies, from the last one on."""
-SWITCH_S = {"7b": 1.54, "13b": 1.86, "32b": 2.19}
-"""Seconds of its switches in a step, Table 4; those of 13B assumed in the middle."""
 TOKENS = 100_000
-LEAST, MOST = 1.32, 2.66
+LEAST, MOST = published(1.32, 2.66)
+SWITCHES = {32: published(2.17), 64: published(2.21)}
+"""Seconds of HotSPa's switches in a step of 32B, by GPUs (Table 4)."""
+SWITCH_NOTE = "bytes over links and NICs alone; with the three strategies of Table 3 (assumed)"
 RANGE = (
-    "published: least and most of all cells, over the best of Megatron-LM, DeepSpeed and HotSPa, whole steps; ours: "
-    "HotSPa with Table 4's switches, DeepSpeed by our costs alone, propagation alone, 100K tokens a step "
-    "(assumed: tokens by F are only drawn), both data sets"
+    "published: least and most of all cells, whole steps; ours: propagation and what moves weights and gradients, "
+    "by links alone for all systems, 100K tokens a step (assumed: tokens by F are only drawn), both data sets"
 )
+PROPAGATION = "not the paper's quantity: nobody's exchanges and switches are counted, but DeepSpeed's"
 
 
 def hotspa(source: str, job: Job, strategies: Sequence[str], batch: Lengths) -> float:
-    """Seconds of a step in which each strategy trains its range of lengths, one after the other."""
-    total_s, below = SWITCH_S[job.size], 0
+    """Seconds of propagation of a step in which each strategy trains its range of lengths, one after
+    the other.
+    """
+    total_s, below = 0.0, 0
     for text, longest in zip(reversed(strategies), RANGES, strict=False):
         own = [length for length in batch if below < length <= longest]
         below = longest
@@ -71,37 +90,57 @@ def hotspa(source: str, job: Job, strategies: Sequence[str], batch: Lengths) -> 
     return total_s
 
 
-def rows(effort: Effort) -> list[Row]:
-    """Speed-up of each cell, and least and most of all.
+def exchanged_s(job: Job, strategies: Sequence[str]) -> float:
+    """Seconds of weights to each strategy from what the first one owns, and of gradients back."""
+    base, *_ = each = [Strategy.parse(text) for text in strategies]
+    return sum(moving(job, base, strategy, overlap=False).least_s for strategy in each)
+
+
+def step_s(source: str, job: Job, text: str, batches: Sequence[Lengths], *, whole: bool) -> tuple[float, float]:
+    """Mean seconds of the best of the others, and of Hydraulis. `whole`: exchanges count.
 
     The authors have no coefficients for CP (Megatron-LM, 32B with 32K) and for 7B on one GPU (HotSPa).
     """
+    others_s: list[float] = []
+    if source == OURS or job.size != "7b":
+        strategies = HOTSPA[job.size, job.num_ranks, job.longest]
+        propagation_s = fmean(hotspa(source, job, strategies, batch) for batch in batches)
+        others_s.append(propagation_s + (exchanged_s(job, strategies) if whole else 0.0))
+    if source == OURS or "cp2" not in text:
+        propagation_s = fmean(max(megatron(source, job, Strategy.parse(text), batch)) for batch in batches)
+        others_s.append(propagation_s + (exchanged_s(job, [text]) if whole else 0.0))
+    if source == OURS:
+        degree, recompute = ULYSSES[job.longest], job.size == "32b"
+        others_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
+    base = base_for(candidates(source, job), job.num_ranks) if whole else None
+    return min(others_s), fmean(chosen_step(source, job, batch, base)[2] for batch in batches)
+
+
+def rows(effort: Effort) -> list[Row]:
+    """Speed-up of each cell, least and most, and of propagation alone; HotSPa's switches."""
     found: list[Row] = []
-    for source in (AUTHORS, OURS):
-        gains: dict[str, float] = {}
-        for cell in effort.progress(CELLS, f"fig13, {source}"):
-            size, ranks, longest, text = cell
+    for source in SOURCES:
+        gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
+        for size, ranks, longest, text in effort.progress(CELLS, f"fig13, {source}"):
             for dataset in ("commoncrawl", "github-code"):
                 job = Job(size, ranks, TOKENS, longest, dataset)
                 batches = job.batches(effort.batches)
-                before_s: list[float] = []
-                if source == OURS or size != "7b":
-                    before_s.append(
-                        fmean(hotspa(source, job, HOTSPA[size, ranks, longest], batch) for batch in batches)
-                    )
-                if source == OURS or "cp2" not in text:
-                    strategy = Strategy.parse(text)
-                    before_s.append(fmean(max(megatron(source, job, strategy, batch)) for batch in batches))
-                if source == OURS:
-                    degree, recompute = ULYSSES[longest], size == "32b"
-                    before_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
-                after_s = fmean(chosen(source, job, batch)[1] for batch in batches)
-                gains[f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}, {source}"] = min(before_s) / after_s
-        found += [Row(name, None, gain, "x", "exact") for name, gain in gains.items()]
+                for whole, by_cell in gains.items():
+                    before_s, after_s = step_s(source, job, text, batches, whole=whole)
+                    name = f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}"
+                    by_cell[name] = before_s / after_s
+        each, alone = gains[True].values(), gains[False].values()
+        found += [row(source, name, None, gain, "x") for name, gain in gains[True].items()]
         found += [
-            Row(f"least of all, {source}", LEAST, min(gains.values()), "x", "exact", note=RANGE),
-            Row(f"most of all, {source}", MOST, max(gains.values()), "x", "exact", note=RANGE),
+            row(source, "least of all", LEAST, min(each), "x", RANGE),
+            row(source, "most of all", MOST, max(each), "x", RANGE),
+            row(source, "least of all, propagation alone", None, min(alone), "x", PROPAGATION),
+            row(source, "most of all, propagation alone", None, max(alone), "x", PROPAGATION),
         ]
+    for ranks, (printed,) in SWITCHES.items():
+        switch_s = exchanged_s(Job("32b", ranks), HOTSPA["32b", ranks, LONG])
+        name = f"HotSPa's switches in a step, 32B, {ranks} GPUs"
+        found.append(Row(name, printed, switch_s, "s", "exact", note=SWITCH_NOTE))
     return found
 
 

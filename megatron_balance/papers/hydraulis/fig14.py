@@ -7,7 +7,7 @@ from statistics import fmean
 
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.hydraulis.cases import SOURCES, Job, K, chosen
+from megatron_balance.papers.hydraulis.cases import SOURCES, Job, K, chosen, row
 
 BASE = Job("7b", 16)
 JOBS = {
@@ -31,7 +31,7 @@ def rows(effort: Effort) -> list[Row]:
                 mean_s = fmean(chosen(source, job, batch)[1] for batch in job.batches(effort.batches))
             except InfeasibleError:
                 continue
-            found.append(Row(f"{name}, {source}", None, mean_s, "s", "exact", note=DRAWN))
+            found.append(row(source, name, None, mean_s, "s", DRAWN))
     return found
 
 

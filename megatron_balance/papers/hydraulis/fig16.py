@@ -13,6 +13,7 @@ from megatron_balance.papers.hydraulis.cases import (
     chosen,
     megatron,
     packed_to_the_most,
+    row,
     seconds,
 )
 from megatron_balance.solvers.dispatch import dispatch
@@ -32,10 +33,7 @@ def rows(effort: Effort) -> list[Row]:
             "(c) and a heterogeneous strategy": [max(seconds(source, B32, widest, batch)) for batch in batches],
             "(d) and one chosen every step": [chosen(source, B32, batch)[1] for batch in batches],
         }
-        found += [
-            Row(f"{name}, {source}", None, base_s / fmean(each), "x", "exact", note=DRAWN)
-            for name, each in steps.items()
-        ]
+        found += [row(source, name, None, base_s / fmean(each), "x", DRAWN) for name, each in steps.items()]
     return found
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
+from statistics import stdev
 from typing import Any
 
 from megatron_balance.ir.batch import Batch
@@ -28,6 +30,12 @@ from megatron_balance.planners.wlb_sharding import plan as shard
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.lengths import Lengths
+
+BLOCKS = 4
+"""Parts of a run, by which its standard error is estimated."""
+
+Block = tuple[int, float]
+"""Tokens that some steps of a run train, and their seconds."""
 
 QUEUES = 2
 """Of WLB-LLM's own choice (section 7.4: with a third the imbalance stays the same)."""
@@ -69,13 +77,10 @@ class System:
         options = WlbShardingOptions(sharding=self.sharding)  # pyright: ignore[reportArgumentType]  one of SHARDINGS
         return shard(Batch(lengths), case.cluster, case.model, case.cost, options)
 
-    def tokens_per_s(self, case: Case, dataset: str, num_batches: int) -> float:
-        """Tokens trained per second over all batches."""
-        tokens, seconds = 0, 0.0
-        for step in self.steps(case, dataset, case.batches(dataset, num_batches)):
-            tokens += sum(map(sum, step))
-            seconds += self.step_s(case, step)
-        return tokens / seconds
+    def blocks(self, case: Case, dataset: str, num_batches: int) -> list[Block]:
+        """The steps of the run in order, in `BLOCKS` blocks (of fewer steps: one each)."""
+        steps = self.steps(case, dataset, case.batches(dataset, num_batches))
+        return in_blocks([(sum(map(sum, step)), self.step_s(case, step)) for step in steps])
 
     def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
         """Simulated seconds of a step: of its slowest replica."""
@@ -101,6 +106,31 @@ def _step_s(case: Case, plans: tuple[MicrobatchPlan, ...]) -> float:
     return simulate_step(plans, case.machine, case.setup).step_s
 
 
-def fixed_tokens_per_s(case: Case, dataset: str, num_batches: int) -> float:
-    """Fixed-4D's tokens per second: the better of its two shardings over the run."""
-    return max(system.tokens_per_s(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
+def fixed_blocks(case: Case, dataset: str, num_batches: int) -> list[Block]:
+    """Fixed-4D's run: the better of its two shardings."""
+    each = (system.blocks(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
+    return min(each, key=lambda found: sum(seconds for _, seconds in found))
+
+
+def in_blocks(each: Sequence[Block]) -> list[Block]:
+    """Steps, summed in their order to `BLOCKS` blocks, or fewer."""
+    borders = [len(each) * at // BLOCKS for at in range(BLOCKS + 1)]
+    parts = [each[begin:end] for begin, end in pairwise(borders) if begin < end]
+    return [(sum(tokens for tokens, _ in part), sum(seconds for _, seconds in part)) for part in parts]
+
+
+def speedups(of: Sequence[Block], over: Sequence[Block]) -> list[float]:
+    """Speedup in tokens per second: of all blocks together, then of each."""
+    pairs = [(of, over), *(([one], [other]) for one, other in zip(of, over, strict=False))]
+    return [tokens_per_s(one) / tokens_per_s(other) for one, other in pairs]
+
+
+def tokens_per_s(blocks: Sequence[Block]) -> float:
+    """Tokens trained per second."""
+    return sum(tokens for tokens, _ in blocks) / sum(seconds for _, seconds in blocks)
+
+
+def with_error(note: str, each: Sequence[float]) -> str:
+    """A note, with the standard error of the first number by the blocks behind it."""
+    error = f"standard error {stdev(each[1:]) / (len(each) - 1) ** 0.5:.3f}" if len(each) > 2 else ""
+    return "; ".join(filter(None, (note, error)))

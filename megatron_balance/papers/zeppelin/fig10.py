@@ -4,7 +4,7 @@ assumed, which is not printed.
 
 from __future__ import annotations
 
-from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.base import STATED, Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DEFAULT_NOTE, DRAWN
 from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, TE, ZEPPELIN, Case, tokens_per_s
 
@@ -42,7 +42,7 @@ def rows(effort: Effort) -> list[Row]:
         table_rows += [
             Row(
                 f"{label}: speedup on A over that on B",
-                1.0,
+                STATED,
                 speedup["A"] / speedup["B"],
                 "x",
                 "simulated",
@@ -51,7 +51,7 @@ def rows(effort: Effort) -> list[Row]:
             ),
             Row(
                 f"{label}: throughput on B over that on A",
-                1.0,
+                STATED,
                 rate["B", ZEPPELIN.name] / rate["A", ZEPPELIN.name],
                 "x",
                 "simulated",

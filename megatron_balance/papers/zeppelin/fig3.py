@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.ir.mask import CAUSAL
-from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.base import Effort, PaperTable, Published, Row
 from megatron_balance.papers.zeppelin.systems import DATASETS, TE, Case
 from megatron_balance.planners.packing import redundant_pairs
 from megatron_balance.simulator.attention import attention_call
@@ -24,6 +24,7 @@ from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 
 RANGES = {"< 1k": (0, K), "1k - 4k": (K, 4 * K), "4k - 16k": (4 * K, 16 * K), "16k - 64k": (16 * K, 64 * K)}
+IN_VAIN = Published(0.6)
 STAND_IN = "commoncrawl"
 STAND_IN_NOTE = (
     "published for StackExchange, whose lengths are not printed; ours for CommonCrawl, 620 tokens a document on average"
@@ -62,7 +63,7 @@ def rows(effort: Effort) -> list[Row]:
     table_rows = [
         Row(
             "a) packing, < 1k, many short sequences: in vain or waiting",
-            0.6,
+            IN_VAIN,
             worst.redundant + worst.waiting,
             "of attention",
             "simulated",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import cast
 
-from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.base import ITSELF, Effort, PaperTable, Published, Row
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, K
 
 TITLE = "shares of documents by length"
@@ -25,17 +25,21 @@ def rows(_: Effort) -> list[Row]:
         table_rows.append(
             Row(
                 f"{name}: sum of the row",
-                round(total, 6),
-                1.0,
+                Published(round(total, 6)),
+                sum(share / total for share in bins.shares),
                 "",
                 "exact",
                 note="" if abs(total - 1) < 1e-9 else SUM_NOTE,
+                inputs=(ITSELF,),
             )
         )
         for (low, high), share in zip(pairwise(bins.edges), bins.shares, strict=True):
             if share:
                 span = "< 1k" if high == K else f"{low // K}k - {high // K}k"
-                table_rows.append(Row(f"{name}: {span}", share, share / total, "of documents", "exact"))
+                printed = Published(share)
+                table_rows.append(
+                    Row(f"{name}: {span}", printed, share / total, "of documents", "exact", inputs=(ITSELF,))
+                )
     return table_rows
 
 

@@ -21,7 +21,7 @@ from megatron_balance.cost.collectives import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
-from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.base import Effort, PaperTable, Row, published
 from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_round_s
 from megatron_balance.papers.zeppelin.systems import ZEPPELIN, Case
 from megatron_balance.simulator.attention import attention_call, linear_tokens
@@ -30,13 +30,14 @@ from megatron_balance.workloads.distributions import K
 BALANCED = (64 * K, 32 * K, 16 * K, 8 * K, 4 * K, 2 * K, K, K)
 SKEWED = (112 * K, *(4 * K,) * 4)
 PUBLISHED = {
-    "forward": ((316, 817), (1000, 1002)),
-    "forward, attention": ((161, 670), (801, 854)),
-    "forward, linear modules": ((93, 97), (91, 105)),
-    "forward, remapping": ((14, 16), (14, 45)),
-    "forward, sequence partition": ((3, 10), (3, 12)),
-    "backward": ((422, 1108), (1605, 1608)),
+    "forward": (published(316, 817), published(1000, 1002)),
+    "forward, attention": (published(161, 670), published(801, 854)),
+    "forward, linear modules": (published(93, 97), published(91, 105)),
+    "forward, remapping": (published(14, 16), published(14, 45)),
+    "forward, sequence partition": (published(3, 10), published(3, 12)),
+    "backward": (published(422, 1108), published(1605, 1608)),
 }
+REMAPS_MS, SKEWED_MS = published(14, 801)
 LENGTHS_NOTE = "lengths are not printed; balanced: 64k, 32k, 16k, 8k, 4k, 2k, 1k, 1k; skewed: 112k and four of 4k"
 PLAN_NOTE = "planning a batch once, on this machine's CPU"
 ALL_TO_ALL_NOTE = "the latencies of a pairwise all-to-all alone, there and back, without a byte"
@@ -80,7 +81,7 @@ def _closed_forms(case: Case) -> list[Row]:
     return [
         Row(
             "balanced: forward, remapping, as an all-to-all of all ranks",
-            14,
+            REMAPS_MS,
             1e3 * everywhere_s,
             "ms",
             "exact",
@@ -88,7 +89,7 @@ def _closed_forms(case: Case) -> list[Row]:
         ),
         Row(
             "skewed: forward, attention, rounds in series",
-            801,
+            SKEWED_MS,
             1e3 * layers * size * round_s,
             "ms",
             "exact",

@@ -11,16 +11,17 @@ import pytest
 import megatron_balance.papers as package
 from megatron_balance.errors import ConfigError
 from megatron_balance.papers import PAPERS, paper_of
-from megatron_balance.papers.base import Effort, Paper, PaperTable, Row
+from megatron_balance.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 
-KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note"}
+KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note", "inputs"}
 
 
 def two_rows(effort: Effort) -> list[Row]:
     drawn = [float(number) for number in effort.progress(list(range(effort.batches)), "draws")]
     return [
-        Row("the sum", 2.0, sum(drawn), "x", "exact"),
+        Row("the sum", Published(2.0), sum(drawn), "x", "exact"),
         Row("only drawn", None, 1234.5, "tokens/s", "simulated", "<=", "a figure without numbers"),
+        Row("set by it", Published(2.0), 2.0, "s", "simulated", inputs=(ITSELF, "a rate")),
     ]
 
 
@@ -40,7 +41,7 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
     rows = json.loads(out)["rows"]
     assert (code, err) == (0, "")
     assert [(row["table"], row["name"]) for row in rows] == [
-        (t, n) for t in ("table1", "fig2") for n in ("the sum", "only drawn")
+        (t, n) for t in ("table1", "fig2") for n in ("the sum", "only drawn", "set by it")
     ]
     assert all(set(row) == KEYS and row["paper"] == "sketch" for row in rows)
     assert [row["ours"] for row in rows if row["name"] == "the sum"] == [3.0, 0.0]  # 0 + 1 + 2, and one batch
@@ -54,7 +55,9 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
         "kind": "simulated",
         "sign": "<=",
         "note": "a figure without numbers",
+        "inputs": [],
     }
+    assert rows[2]["inputs"] == [ITSELF, "a rate"]
 
 
 def test_one_table_and_a_number_of_batches_are_taken(run, sketch):
@@ -79,13 +82,24 @@ def test_people_see_the_ratio_and_the_note(run, sketch):
         "simulated",
     ]
     assert "[1] a figure without numbers" in out
+    given = next(line for line in out.splitlines() if "set by it" in line)
+    assert [cell.strip() for cell in given.strip("│").split("│")] == [
+        "set by it [2]",
+        "2",
+        "2",
+        "s",
+        "input",
+        "simulated",
+    ]
+    assert "[2] taken from the paper: this number, a rate" in out
     assert "fig2" not in out
 
 
 def test_a_ratio_needs_something_published():
-    assert Row("a", 2.0, 3.0, "", "exact").ratio == 1.5
+    assert Row("a", Published(2.0), 3.0, "", "exact").ratio == 1.5
     assert Row("a", None, 3.0, "", "exact").ratio is None
-    assert Row("a", 0.0, 3.0, "", "exact").ratio is None
+    assert Row("a", Published(0.0), 3.0, "", "exact").ratio is None
+    assert Row("a", Published(2.0), 3.0, "", "exact", inputs=(ITSELF,)).ratio is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.cost.gamma import GAMMA_H100_FLUX, gamma_of
-from megatron_balance.papers.base import Effort
+from megatron_balance.papers.base import ITSELF, Effort
 from megatron_balance.papers.knapformer import PAPER, cases, fig3, table1
 from megatron_balance.papers.knapformer.cases import MODEL, WITHOUT, batches, flops, machine, plan
 from megatron_balance.workloads.datacodes import MIXED_RESOLUTION
@@ -29,7 +29,12 @@ def test_table_1_is_close_to_the_paper() -> None:
     """
     rows = [row for row in table1.rows(Effort(3)) if row.published is not None]
     assert len(rows) == 3 * 5 * 4
+    fitted = [row.name.removeprefix("low-resolution images, g1n32: ") for row in rows if ITSELF in row.inputs]
+    assert fitted == ["FBL", "TPS", "HFU"]
+    assert all(table1.RATE in row.inputs for row in rows if row.kind == "simulated")
     for row in rows:
+        if ITSELF in row.inputs:
+            continue
         assert row.ratio is not None
         if row.unit == "x":
             assert abs(row.ratio - 1) < 0.08, row

@@ -10,8 +10,8 @@ from itertools import chain
 
 import pytest
 
-from megatron_balance.papers.base import Effort
-from megatron_balance.papers.wlb_llm import PAPER, fig12, fig13, fig14, fig15
+from megatron_balance.papers.base import ITSELF, Effort
+from megatron_balance.papers.wlb_llm import PAPER, fig12, fig13, fig14, fig15, table2
 from megatron_balance.papers.wlb_llm.cases import SKEW, TABLE_1, Case, samples
 from megatron_balance.papers.wlb_llm.systems import (
     ADAPTIVE,
@@ -22,7 +22,10 @@ from megatron_balance.papers.wlb_llm.systems import (
     PLAIN,
     WLB,
     System,
-    fixed_tokens_per_s,
+    fixed_blocks,
+    speedups,
+    tokens_per_s,
+    with_error,
 )
 from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS
 from megatron_balance.workloads.distributions import K
@@ -72,8 +75,36 @@ def test_outliers_wait_for_one_another_and_nothing_else_does() -> None:
 
 
 def test_fixed_4d_is_the_better_of_its_shardings() -> None:
-    both = [system.tokens_per_s(SMALL, SKEW, 2) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT)]
-    assert fixed_tokens_per_s(SMALL, SKEW, 2) == max(both)
+    both = [tokens_per_s(system.blocks(SMALL, SKEW, 2)) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT)]
+    assert tokens_per_s(fixed_blocks(SMALL, SKEW, 2)) == max(both)
+
+
+def test_a_standard_error_is_that_of_the_blocks() -> None:
+    blocks = PLAIN.blocks(SMALL, SKEW, 6)
+    assert len(blocks) == 4
+    assert sum(tokens for tokens, _ in blocks) == sum(chain.from_iterable(chain.from_iterable(SMALL.batches(SKEW, 6))))
+    each = speedups([(10, 1.0), (10, 2.0)], [(10, 2.0), (10, 2.0)])
+    assert each == pytest.approx([4 / 3, 2.0, 1.0])
+    assert with_error("drawn", each) == "drawn; standard error 0.500"
+
+
+def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None:
+    """The solver's stood on a thirtieth of them."""
+    seen = []
+    method = table2.Method(1.2, 0.01, 8, 1.0, 0.1, 0.1)
+    monkeypatch.setattr(table2, "measure", lambda batches, _: seen.append(batches) or method)
+    rows = table2.rows(Effort(8))
+    assert len(seen) == 2 * 11
+    assert all(
+        batches == table2.global_batches(dataset, 8)
+        for at, dataset in enumerate(("wlb-skew", "wlb"))
+        for batches in seen[11 * at : 11 * at + 11]
+    )
+    imbalance = [row for row in rows if row.name.endswith("imbalance")]
+    assert all("8 global batches, standard error 0.010" in row.note for row in imbalance)
+    fitted = [row.name for row in imbalance if ITSELF in row.inputs]
+    assert len(fitted) == 5
+    assert all(name.startswith(("wlb-skew: original", "wlb-skew: fixed-length greedy")) for name in fitted)
 
 
 def test_replicas_of_a_step_run_side_by_side() -> None:
@@ -86,18 +117,18 @@ class TestTables:
     @pytest.fixture(autouse=True)
     def small_cases(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fig12, "TABLE_1", (SMALL,))
-        monkeypatch.setattr(fig12, "BY_WINDOW", {SMALL.window: 1.15})
+        monkeypatch.setattr(fig12, "BY_WINDOW", {SMALL.window: fig12.BY_WINDOW[64 * K]})
         monkeypatch.setattr(fig13, "B7_128K", SMALL)
         monkeypatch.setattr(fig14, "B7_128K", SMALL)
         monkeypatch.setattr(fig14, "WINDOWS", (8 * K, 16 * K))
         monkeypatch.setattr(fig15, "CASES", (replace(SMALL, context=4),))
-        monkeypatch.setattr(fig15, "PER_DOCUMENT_PUBLISHED", {SMALL.window: 1.01})
+        monkeypatch.setattr(fig15, "PER_DOCUMENT_PUBLISHED", fig15.PER_DOCUMENT_PUBLISHED[:1])
 
     def test_figure_12_has_the_means_of_the_text_for_both_data_sets_and_every_configuration(self) -> None:
         rows = {row.name: row for row in fig12.rows(ONE)}
         ours = rows["WLB-LLM over Plain-4D, mean"]
         assert ours.published == 1.23
-        assert ours.ours == WLB.tokens_per_s(SMALL, SKEW, 1) / PLAIN.tokens_per_s(SMALL, SKEW, 1)
+        assert ours.ours == speedups(WLB.blocks(SMALL, SKEW, 1), PLAIN.blocks(SMALL, SKEW, 1))[0]
         assert ours.ours == pytest.approx(
             rows["WLB-LLM over Fixed-4D, mean"].ours * rows["Fixed-4D over Plain-4D, mean"].ours
         )

@@ -1,0 +1,124 @@
+"""Every row of every paper: as golden as it was, and made of no number that it is compared with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_balance.papers import PAPERS
+from megatron_balance.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
+from tools import goldens
+from tools.goldens import Entry, Golden, compared, read, rows_of
+
+ENTRIES = [
+    pytest.param(paper, name, marks=[pytest.mark.paper, *([] if entry.suite else [pytest.mark.product])])
+    for paper in PAPERS
+    for name, entry in read(paper).items()
+]
+once = cache(rows_of)
+
+
+def changed(value: Any) -> Any:
+    """A constant with other published numbers; one factor for all would leave their ratios."""
+    if isinstance(value, Published):
+        return Published(1.3 * value + 0.7)
+    if isinstance(value, tuple):
+        return tuple(map(changed, value))
+    if isinstance(value, Mapping):
+        return {key: changed(each) for key, each in value.items()}
+    return value
+
+
+@pytest.fixture
+def change_published(monkeypatch: pytest.MonkeyPatch):
+    def change(modules: list[ModuleType]) -> None:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__") and isinstance(value, Published | tuple | dict):
+                    monkeypatch.setattr(module, name, changed(value))
+
+    return change
+
+
+def compared_with_themselves(before: list[Row], after: list[Row]) -> Iterator[str]:
+    """Rows made of published numbers that they do not name, or whose own is no constant."""
+    for one, other in zip(before, after, strict=True):
+        if one.kind != "measured" and not one.inputs and one.ours != other.ours:
+            yield f"{one.name}: ours is made of what is published"
+        if one.published is not None and ITSELF not in one.inputs and other.published != changed(one.published):
+            yield f"{one.name}: {one.published} is no Published constant of a module"
+
+
+@pytest.mark.parametrize(("paper", "name"), ENTRIES)
+def test_rows_are_golden(paper: str, name: str) -> None:
+    lines = compared(once(paper, name), read(paper)[name])[1]
+    assert not lines, "say in the commit which law or price moved them; python -m tools.goldens --write"
+
+
+@pytest.mark.parametrize(("paper", "name"), ENTRIES)
+def test_no_number_is_compared_with_itself(paper: str, name: str, change_published) -> None:
+    before = once(paper, name)
+    change_published([each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.papers.{paper}.")])
+    assert not list(compared_with_themselves(before, rows_of(paper, name)))
+
+
+def test_every_table_is_golden() -> None:
+    assert {paper: [name for name in of.tables if name not in read(paper)] for paper, of in PAPERS.items()} == {
+        paper: [] for paper in PAPERS
+    }
+
+
+def test_a_ratio_of_published_numbers_given_as_ours_is_found(change_published) -> None:
+    """Hydraulis' Table 1 had 0.649, which is 1.11 / 1.71, beside the printed 0.69."""
+    table = ModuleType("table")
+    constants = vars(table)
+    constants |= {"FIRST": Published(1.11), "SECOND": Published(1.71), "RATIO": Published(0.69)}
+
+    def rows() -> list[Row]:
+        own, fair = constants["FIRST"] / constants["SECOND"], 0.37 / 1.13
+        return [
+            Row("its own", constants["RATIO"], own, "x", "exact"),
+            Row("said", constants["RATIO"], own, "x", "exact", inputs=("both columns",)),
+            Row("computed", constants["RATIO"], fair, "x", "exact"),
+            Row("literal", Published(0.69), fair, "x", "exact"),
+        ]
+
+    before = rows()
+    change_published([table])
+    assert [each.split(":")[0] for each in compared_with_themselves(before, rows())] == ["its own", "literal"]
+
+
+def test_goldens_say_what_moved_and_keep_how_closely_a_row_is_held(monkeypatch, tmp_path, capsys) -> None:
+    value = [2.0]
+
+    def rows(effort: Effort) -> list[Row]:
+        return [Row("sum", Published(3.0), value[0] + effort.batches, "s", "simulated")]
+
+    monkeypatch.setattr(
+        goldens, "PAPERS", {"sketch": Paper("A sketch", MappingProxyType({"t": PaperTable("one", rows)}))}
+    )
+    monkeypatch.setattr(goldens, "FOLDER", tmp_path)
+    assert goldens.main(["sketch", "t", "t@2", "--write"]) == 0
+    assert read("sketch") == {
+        "t": Entry({"sum": Golden(3.0, "within", 0.005, 3.0)}),
+        "t@2": Entry({"sum": Golden(4.0, "within", 0.005, 3.0)}),
+    }
+    value[0] = 2.01
+    assert goldens.main([]) == 0
+    value[0] = 2.3
+    capsys.readouterr()
+    assert goldens.main(["sketch", "t"]) == 1
+    assert "sum: 3.0 -> 3.3 s (+10.0%), published 3.0" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_held_within_a_factor() -> None:
+    golden = Golden(2.0, "trend", 10.0)
+    assert golden.holds(0.3)
+    assert golden.holds(19)
+    assert not golden.holds(21)
+    assert not golden.holds(0)
