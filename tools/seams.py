@@ -165,7 +165,7 @@ PARTS = ("plans", "joined", "programs", "landscape", "reproduce")
 
 
 def said(make: Callable[[], str]) -> str:
-    """What `make` gives, or the kind of error that refuses it."""
+    """Call `make`; where a planner refuses, the kind of its error."""
     try:
         return make()
     except BalanceError as error:

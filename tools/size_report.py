@@ -47,7 +47,7 @@ Sources = Mapping[PurePosixPath, str]
 
 @dataclass
 class Shape:
-    """What one Python file holds."""
+    """Counts of one Python file."""
 
     lines: int = 0
     comments: int = 0

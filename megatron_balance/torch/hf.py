@@ -96,7 +96,7 @@ def _begin_forward(model: torch.nn.Module, _: object, given: dict[str, Any]) -> 
     positions.begin_forward(model, given.get(NAME))
 
 
-class _Inputs(dict[str, Any]):
+class _ForwardInputs(dict[str, Any]):
     """Arguments of a forward: each time they are unpacked, the batch expects its attention."""
 
     def keys(self) -> KeysView[str]:
@@ -161,7 +161,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}")
     positions.announce(batch)
-    return _Inputs(
+    return _ForwardInputs(
         {
             "input_ids": batch.tokens[None],
             "position_ids": batch.position_ids[None],

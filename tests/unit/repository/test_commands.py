@@ -58,6 +58,7 @@ ELSEWHERE = {
     "python -m tools.faults": "searches for hours",
     "python -m tools.megatron_": "needs checkouts of other Megatrons",
     "python -m tools.torch_parity": "hours; tests/distributed/test_torch.py has one of each kind",
+    "python -m tools.zoo": "half an hour; tests/distributed/test_torch.py has one of each kind",
     "python3.12 -m venv": "makes a fresh environment",
     "source .venv": "of the reader's shell",
     "torchrun --nnodes 2": "needs two nodes with GPUs",
