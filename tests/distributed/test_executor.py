@@ -159,6 +159,7 @@ def test_a_second_backward_adds_its_gradients_though_another_batch_ran_between(
     for index in range(len(per_rank[0])):
         truth, owned = truth_of(planned, 8, "keep" if index != 1 else "replay")
         for number, values in enumerate((truth.q_grad, truth.k_grad, truth.v_grad)):
+            assert values is not None
             theirs = [3 * reference.owned_rows(rows, values) for rows in owned]
             assert dense.worst([results[index].grads[number] for results in per_rank], theirs) < 1e-10
         for results in per_rank:

@@ -183,7 +183,8 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
     owned, theirs = (Rows.of(3, layout(each, world.rank).tolist()) for each in (plan, other))
     groups = replace(world.groups, buffers=BufferPool(cpu=True))
     results: list[Again] = []
-    for policy, hooked in (("keep", False), ("replay", False), ("keep", True))[: 2 if segments else 3]:
+    ways: tuple[tuple[Policy, bool], ...] = (("keep", False), ("replay", False), ("keep", True))
+    for policy, hooked in ways[: 2 if segments else 3]:
         run = Run(policy, "float64")
         bound, between = (
             bind(each, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy) for each in (plan, other)
@@ -202,7 +203,7 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
         first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         held = _used(groups.buffers)
         *leaves, grad = _tensors(inputs(other, 8, seed=1), theirs, shape, run)
-        torch.autograd.grad(forward(between, *leaves), leaves, grad)
+        torch.autograd.grad(forward(between, leaves[0], leaves[1], leaves[2]), leaves, grad)
         second = torch.autograd.grad(out, (q, k, v), 2 * dout)
         grads = [(a + b).numpy() for a, b in zip(first, second, strict=True)]
         told = ""

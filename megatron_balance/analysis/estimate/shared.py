@@ -52,7 +52,7 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
         np.broadcast_to(np.repeat(each, size) if isinstance(each, np.ndarray) else each, len(ranks))
         for each in (times.query_heads, times.kv_heads + received, times.sent)
     )
-    times.largest = np.repeat(largest, size)
+    times.largest = np.repeat(largest, size).astype(np.float64)
     return times
 
 

@@ -300,7 +300,8 @@ def test_waiting_documents_stay_on_as_many_ranks() -> None:
 
 def call(batch: Any, **given: Any) -> Any:
     x = torch.zeros(1, 4, 6, 8)
-    return hf.attend(torch.nn.Linear(1, 1), x, x[:, :2], x[:, :2], None, balanced=batch, **given)
+    layer = torch.nn.Linear(1, 1)
+    return hf.attend(layer, x, x[:, :2], x[:, :2], None, balanced=batch, **given)  # pyright: ignore[reportCallIssue]
 
 
 def test_an_encoder_of_transformers_attends_fully() -> None:

@@ -205,7 +205,8 @@ def asked(create: str, **given: Any) -> Any:
 
 def attend(batch: BalancedBatch, mask: Any, **given: Any) -> Any:
     x = torch.randn(1, 4, 15, 8)
-    return hf.attend(nn.Linear(1, 1), x, x[:, :2], x[:, :2], mask, balanced=batch, **given)
+    layer = nn.Linear(1, 1)
+    return hf.attend(layer, x, x[:, :2], x[:, :2], mask, balanced=batch, **given)  # pyright: ignore[reportCallIssue]
 
 
 def later(*place: Any) -> Any:
