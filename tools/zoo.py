@@ -334,7 +334,8 @@ def run_case(case: Case, rank: int, join: Callable[[], None] = lambda: None) -> 
     try:
         got = balanced(case, config, eager, documents, calls)
     except errors.BalanceError as error:
-        return Found(case.name, "refused", _said(error), levels=read)
+        past = "expected attention under" in str(error) or "computes with its attention mask" in str(error)
+        return Found(case.name, "refused", _why(eager, calls) if past else _said(error), levels=read)
     except Exception as error:
         said = f"{_why(eager, calls)} (ends in {type(error).__name__}: {_said(error)})"
         return Found(case.name, "refused", said, levels=read)
