@@ -45,27 +45,27 @@ def largest(world: Pool, cases: list[Case]) -> dict[Case, tuple[float, float] | 
 )
 def test_logits_and_gradients_are_those_of_each_document_alone(world: Pool, model: str) -> None:
     for case, found in largest(world, [Case(model), Case(model, planner="packing")]).items():
-        assert found == pytest.approx((0, 0), abs=2e-5), case
+        assert found == pytest.approx((0, 0), abs=5e-5), case
 
 
 def test_a_documents_length_counts_whatever_it_is_packed_with(world: Pool) -> None:
     cases = [Case("phi3, longrope", planner=planner) for planner in PLANNERS]
     cases += [Case("llama, dynamic", lengths) for lengths in ((3, 40), (40,), (9, 16), (30, 31, 32, 33))]
     for case, found in largest(world, cases).items():
-        assert found == pytest.approx((0, 0), abs=2e-5), case
+        assert found == pytest.approx((0, 0), abs=5e-5), case
 
 
 def test_recomputed_and_sharded_models_rotate_alike(world: Pool) -> None:
     cases = [Case(name, checkpointed=how) for name in ("phi3, longrope", "roberta") for how in (True, "reentrant")]
     cases += [Case("llama, dynamic", sharded=True, checkpointed=True)]
     for case, found in largest(world, cases).items():
-        assert found == pytest.approx((0, 0), abs=2e-5), case
+        assert found == pytest.approx((0, 0), abs=5e-5), case
 
 
 @pytest.mark.product
 def test_a_compiled_model_rotates_alike(world: Pool) -> None:
     (found,) = largest(world, [Case("phi3, longrope", compiled=True)]).values()
-    assert found == pytest.approx((0, 0), abs=2e-5)
+    assert found == pytest.approx((0, 0), abs=5e-5)
 
 
 def test_an_untreated_model_runs_until_a_document_is_too_long_and_is_then_refused(world: Pool) -> None:
@@ -73,8 +73,8 @@ def test_an_untreated_model_runs_until_a_document_is_too_long_and_is_then_refuse
         later, above = Case(name, set_later=True), Case(name, untreated=True)
         below = Case(name, (ORIGINAL, 7, 9), untreated=True)
         found = largest(world, [later, below, above])
-        assert found[later] == pytest.approx((0, 0), abs=2e-5)
-        assert found[below] == pytest.approx((0, 0), abs=2e-5)
+        assert found[later] == pytest.approx((0, 0), abs=5e-5)
+        assert found[below] == pytest.approx((0, 0), abs=5e-5)
         assert "has another table for documents above 16 tokens, the longest here has 40" in found[above]
         assert "call hf.register(model)" in found[above]
 
