@@ -153,11 +153,7 @@ def _carried(lengths: Lengths, carry: Carry, microbatches: Sequence[Any], queued
 def rows(effort: Effort) -> list[Row]:
     """Every method on both data sets, on the same global batches."""
     table: list[Row] = []
-<<<<<<< HEAD
-    for dataset in effort.progress(tuple(FITTED), "table2"):
-=======
     for dataset in effort.progress(list(FITTED), "table2"):
->>>>>>> f37-papers
         batches = global_batches(dataset, max(8, effort.batches))
         table += _rows(dataset, "original packing", ORIGINAL, measure(batches, context(packing="original")))
         for window, printed in GREEDY.items():
