@@ -6,7 +6,6 @@ logits = model(**hf.inputs(batch)).logits[0]
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, KeysView
@@ -52,7 +51,7 @@ def register(model: torch.nn.Module | None = None) -> str:
         ConfigError: Transformers is missing, or too old to have an interface for attention.
     """
     try:
-        from transformers import AttentionInterface, PreTrainedModel
+        from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ConfigError(
@@ -61,22 +60,18 @@ def register(model: torch.nn.Module | None = None) -> str:
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, asked_mask)
-    check = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(check, "__wrapped__"):
-
-        @functools.wraps(check)
-        def checked(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
-            if requested_attention == NAME:
-                _check_tables(type(self))
-                if _begin_forward not in self._forward_pre_hooks.values():
-                    self.register_forward_pre_hook(_begin_forward, with_kwargs=True)
-            return check(self, requested_attention, is_init_check)
-
-        PreTrainedModel.get_correct_attn_implementation = checked
-    positions.watch(NAME)
+    positions.watch(NAME, _prepare)
     if model is not None:
-        positions.treat(model)
+        _prepare(model)
     return NAME
+
+
+def _prepare(model: torch.nn.Module) -> None:
+    """Make a model that has balanced attention ready for it. Safe to call twice."""
+    _check_tables(type(model))
+    positions.treat(model)
+    if _begin_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
 
 
 def _check_tables(model: type) -> None:

@@ -72,20 +72,20 @@ def announce(batch: BalancedBatch) -> None:
 
 
 @cache
-def watch(attention: str) -> None:
-    """Treat every model that is made with this attention from now on, or is set to it.
+def watch(attention: str, prepare: Callable[[nn.Module], None]) -> None:
+    """Prepare every model that is made with this attention from now on, or is set to it.
 
     Raises:
         ConfigError: Transformers makes its models otherwise.
     """
     from transformers import PreTrainedModel
 
-    def then_treat(method: Callable[..., Any]) -> Callable[..., Any]:
+    def then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def of_model(model: Any, *args: Any, **named: Any) -> Any:
             found = method(model, *args, **named)
             if attention in (found, getattr(model.config, "_attn_implementation", None)):
-                treat(model)
+                prepare(model)
             return found
 
         return of_model
@@ -94,7 +94,7 @@ def watch(attention: str) -> None:
     for name in ("post_init", "_check_and_adjust_attn_implementation"):
         if not hasattr(PreTrainedModel, name):
             raise ConfigError(f"expected transformers 5.23, whose PreTrainedModel has {name}; this one's has it not")
-        setattr(PreTrainedModel, name, then_treat(getattr(PreTrainedModel, name)))
+        setattr(PreTrainedModel, name, then_prepare(getattr(PreTrainedModel, name)))
 
 
 def treat(model: nn.Module) -> None:
