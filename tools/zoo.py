@@ -30,6 +30,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -577,7 +578,7 @@ def reason_of(row: Found) -> str:
     if "the plan gives this rank" in row.reason:
         return "has heads, or widths of heads, other than its configuration's num_attention_heads and head_dim say"
     first = row.reason.split(". ")[0]
-    return first if len(first) < 160 else first[:157] + "..."
+    return textwrap.shorten(first, 160, placeholder=" ...")
 
 
 def text_of(known: Mapping[str, Any]) -> str:
