@@ -575,6 +575,8 @@ def reason_of(row: Found) -> str:
         return f"asks for {asked[1]}"
     if row.status == "untried":
         return "not tried: it cannot be built from its defaults" if "depend" not in row.reason else row.reason
+    if unsaid := re.search(r"does not say (.*?)(?: \(|;)", row.reason):
+        return f"its configuration does not say {unsaid[1]} under a known name"
     if "the plan gives this rank" in row.reason:
         return "has heads, or widths of heads, other than its configuration's num_attention_heads and head_dim say"
     first = row.reason.split(". ")[0]
