@@ -213,7 +213,9 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
             told = str(error)
         node = out.grad_fn
         del out, first, second  # the caller's, and of the pool too
-        left = _used(groups.buffers)
+        until = time.monotonic() + 5  # gloo's threads let a tensor go shortly after its wait has returned
+        while (left := _used(groups.buffers)) and time.monotonic() < until:
+            time.sleep(0.001)
         del node
         results.append(Again(grads, bound.counters.kv_tokens_received, held, left, told))
     return results
