@@ -78,7 +78,7 @@ def run(
     if not program.lengths:
         gradients = () if dout is not None else None
         return Result((), (), gradients, gradients, gradients)
-    machine = _Machine(program, (q[0].shape[2], v[0].shape[2]), scale)
+    machine = _ReferenceRanks(program, (q[0].shape[2], v[0].shape[2]), scale)
     machine.place(Kind.Q, _concat(q))
     machine.place(Kind.KV, np.concatenate([_concat(k), _concat(v)], axis=2))
     machine.execute("forward", program.forward)
@@ -121,7 +121,7 @@ class _Table:
         self.there[at] = True
 
 
-class _Machine:
+class _ReferenceRanks:
     """The ranks and what they hold. `copied[kind][rank]` is one table, `partials[kind][rank]` a
     list of them, oldest first.
     """
@@ -309,11 +309,11 @@ class _Machine:
 
     # What an attention op reads
 
-    def blocks(self, op: Attend | AttendGrad) -> list[_Block]:
+    def blocks(self, op: Attend | AttendGrad) -> list[_Tile]:
         """The op's pairs, one block per sequence: all its queries by all its keys, and the pairs
         that are asked for and visible.
         """
-        blocks: list[_Block] = []
+        blocks: list[_Tile] = []
         for seq in sorted({row[Pair.SEQ] for row in op.pairs}):
             rows = [row for row in op.pairs if row[Pair.SEQ] == seq]
             queries, heads, keys = (
@@ -329,7 +329,7 @@ class _Machine:
                 ] = True
             first, stop = self.program.mask.keys(np.full(len(queries), seq), queries)
             wanted &= (keys >= first[:, None]) & (keys < stop[:, None])
-            blocks.append(_Block(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
+            blocks.append(_Tile(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
         return blocks
 
     def gather(self, kind: Kind, rank: int, tokens: Ints, heads: Ints, needed: Bools) -> Floats:
@@ -341,16 +341,16 @@ class _Machine:
             raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} that it needs")
         return held.values[np.ix_(tokens, heads)].swapaxes(0, 1)
 
-    def queries(self, block: _Block, rank: int) -> Floats:
+    def queries(self, block: _Tile, rank: int) -> Floats:
         return self.gather(Kind.Q, rank, block.queries, block.heads, block.seeing)
 
-    def keys(self, block: _Block, rank: int) -> tuple[Floats, Floats]:
+    def keys(self, block: _Tile, rank: int) -> tuple[Floats, Floats]:
         """Keys and values [query heads, keys, D], each key-value head repeated for its query heads."""
         both = self.gather(Kind.KV, rank, block.keys, block.heads // self.ratio, block.seen)
         k, v = np.split(both, [self.head_dim], axis=2)
         return k, v
 
-    def scores(self, block: _Block, rank: int) -> Floats:
+    def scores(self, block: _Tile, rank: int) -> Floats:
         """Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the
         query may not see.
         """
@@ -362,7 +362,7 @@ class _Machine:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Tile:
     """`queries` and `keys`: token rows of the batch; `heads`: query heads; `wanted` [heads,
     queries, keys].
     """

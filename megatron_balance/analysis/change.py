@@ -27,10 +27,10 @@ from megatron_balance.analysis.link import (
     Base,
     Buffer,
     Parameter,
-    Parameters,
+    ParameterTable,
     Shard,
-    Traffic,
     Twins,
+    WeightTraffic,
     layer_slot,
     link_of,
     links_s,
@@ -61,7 +61,7 @@ class Layouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PipelineWork:
     """Work of one pipeline meanwhile, in seconds.
 
     `own_s`: from its first forward to its last backward, nothing waited for; `forward_s`: of a layer
@@ -86,9 +86,9 @@ class Change:
     pull_s: Floats
     push_s: Floats
     whole_s: tuple[float, float]
-    traffic: Traffic
+    traffic: WeightTraffic
 
-    def uncovered_s(self, pipelines: Sequence[Work], *, overlap: bool) -> tuple[float, float]:
+    def uncovered_s(self, pipelines: Sequence[PipelineWork], *, overlap: bool) -> tuple[float, float]:
         """Seconds that a pull and a push add to a step of these pipelines.
 
         Without `overlap` each is one exchange, before all work and behind it.
@@ -230,7 +230,7 @@ def _change(base: Strategy, strategy: Strategy, facts: _Facts) -> Change:
         *(Parameter(f"layer {layer}", rounded(facts.layer_elements), 1, layer, 0) for layer in alike),
         Parameter("last", rounded(facts.table_elements), 1, "last", 0),
     ]
-    parameters = Parameters.of(listed, num_layers)
+    parameters = ParameterTable.of(listed, num_layers)
     layout = _base(scheme, len(base.pipelines), parameters)
     owned = layout.owned(parameters)
     twins = Twins.of(strategy, num_ranks, facts.ranks_per_node)
@@ -268,7 +268,7 @@ def _timed(tables: Sequence[Ints], strategy: Strategy, facts: _Facts, *, handed_
         for way in (0, 1)
     )
     whole = links_s(table[0], cluster, handed_on=handed_on), links_s(table[1], cluster, handed_on=handed_on)
-    return Change(num_layers, pull_s, push_s, whole, Traffic(table, handed_on))
+    return Change(num_layers, pull_s, push_s, whole, WeightTraffic(table, handed_on))
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:
@@ -280,7 +280,7 @@ def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
-def _base(scheme: Scheme, replicas: int, parameters: Parameters) -> Base:
+def _base(scheme: Scheme, replicas: int, parameters: ParameterTable) -> Base:
     """A base layout with a bucket for each parameter, so that all ranks of a stage own parts of it."""
     numbers, stages, _ = parameters.stages(np.arange(len(parameters)), scheme.pipeline)
     sizes = parameters.shape.prod(axis=1) // scheme.tensor

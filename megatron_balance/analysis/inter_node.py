@@ -26,7 +26,7 @@ _REMAP_IN = 0  # the exchange of a remap's inputs
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _ExchangeBlock:
     """Messages of some exchanges: whether they are routed, or carried by a collective, which pads
     them.
     """
@@ -43,7 +43,7 @@ class InterNodeTraffic:
         self.plan, self.nics = plan, nics
         self._nothing = np.empty((0, Message.WIDTH), dtype=np.int64)
         self._attention, self._remap = [self._nothing], self._nothing
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ExchangeBlock] = []
         self._gathers: list[ZoneMessages] = []  # all-gathers that are one collective call each
         context, remote = Context.of(plan), layouts.remote_in(plan)
         hops: list[Ints] = []
@@ -76,7 +76,7 @@ class InterNodeTraffic:
         own = self._across(np.concatenate(rows))
         if len(own):
             own[:, Message.EXCHANGE] += base
-            self._blocks.append(_Block(own, routed, together))
+            self._blocks.append(_ExchangeBlock(own, routed, together))
             self._attention.append(own)
 
     def _add_remap(self, last: int, hops: Ints) -> None:
@@ -92,7 +92,7 @@ class InterNodeTraffic:
         ]
         self._remap, hops = self._across(np.concatenate(moves)), self._across(hops)
         self._attention.append(hops)
-        self._blocks.append(_Block(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
+        self._blocks.append(_ExchangeBlock(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
 
     def received(self, payload: Payload) -> tuple[Ints, Ints]:
         """Tokens of keys and values for attention that come from other nodes, and all bytes: int64
@@ -147,7 +147,7 @@ class InterNodeTraffic:
     def _num_pieces(self) -> int:
         return self.nics.per_node * (self.plan.routing.pieces if self.plan.routing is not None else 1)
 
-    def _goes_by_proxies(self, tokens: Ints, block: _Block) -> Bools:
+    def _goes_by_proxies(self, tokens: Ints, block: _ExchangeBlock) -> Bools:
         routing = self.plan.routing
         if not block.routed or routing is None or self.nics.per_node == 1:
             return np.zeros(len(tokens), dtype=bool)

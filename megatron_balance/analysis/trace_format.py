@@ -54,7 +54,7 @@ def named(what: str, exchange: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TrackSpan:
     """A stretch of time on a track of a rank.
 
     `phase`: forward, backward, or empty. `microbatch`, `call`, `exchange`: -1: of none. `sent`,
@@ -89,7 +89,7 @@ class Span:
 class Trace:
     """Spans of some ranks, the name of each of these, and facts that go into the file."""
 
-    spans: Sequence[Span]
+    spans: Sequence[TrackSpan]
     names: Mapping[int, str]
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -156,7 +156,7 @@ def read(document: Any, source: str) -> Trace:
     return Trace(spans, names, facts)
 
 
-def _check(spans: Sequence[Span], names: Mapping[int, str], facts: Mapping[str, Any]) -> None:
+def _check(spans: Sequence[TrackSpan], names: Mapping[int, str], facts: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError where a time is none, or a rank's facts are not what it wrote."""
     nameless = {span.rank for span in spans} - names.keys()
     if nameless:
@@ -193,7 +193,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
     for facts in (trace.facts for trace in traces):
         began = float(facts.get("began_unix_s", 0.0))
         first[facts.get("node")] = min(began, first.get(facts.get("node"), began))
-    spans: list[Span] = []
+    spans: list[TrackSpan] = []
     for trace in traces:
         late_s = float(trace.facts.get("began_unix_s", 0.0)) - first[trace.facts.get("node")]
         spans += [_later(span, late_s) for span in trace.spans]
@@ -207,7 +207,7 @@ _FASTEST_S = 1e-6
 """The least that a transfer between nodes takes."""
 
 
-def _clocks_moved(spans: Sequence[Span], nodes: Mapping[int, Any]) -> dict[Any, float]:
+def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[Any, float]:
     """How much later each node's clock is to show, for no transfer between nodes to end before it
     begins; 0 for all where they cannot be moved so. `nodes`: of each rank.
     """
@@ -228,14 +228,14 @@ def _clocks_moved(spans: Sequence[Span], nodes: Mapping[int, Any]) -> dict[Any, 
     return dict.fromkeys(moved, 0.0)
 
 
-def _later(span: Span, seconds: float) -> Span:
+def _later(span: TrackSpan, seconds: float) -> TrackSpan:
     return replace(span, start_s=span.start_s + seconds, stop_s=span.stop_s + seconds) if seconds else span
 
 
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")
 
 
-def skew_s(spans: Sequence[Span]) -> float:
+def skew_s(spans: Sequence[TrackSpan]) -> float:
     """Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks of
     ranks agree.
     """
@@ -245,10 +245,10 @@ def skew_s(spans: Sequence[Span]) -> float:
 # Reading and writing events
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _span(event: Mapping[str, Any]) -> TrackSpan:
     args = event["args"]
     sent, received = ({int(rank): int(n) for rank, n in args.get(way, {}).items()} for way in ("sent", "received"))
-    return Span(
+    return TrackSpan(
         rank=int(event["pid"]),
         track=str(args["track"]),
         what=str(args["what"]),
@@ -273,11 +273,11 @@ class _At:
     stop: int
 
 
-def _inner(span: Span) -> Span:
+def _inner(span: TrackSpan) -> TrackSpan:
     return replace(span, what=ARRIVING, sent={}, received={})
 
 
-def _event(span: Span, at: _At) -> dict[str, Any]:
+def _event(span: TrackSpan, at: _At) -> dict[str, Any]:
     args: dict[str, Any] = {
         "track": span.track,
         "what": span.what,
@@ -315,7 +315,7 @@ def _ns(seconds: float) -> int:
     return max(0, round(seconds * _NS))
 
 
-def _placed(spans: Sequence[Span], names: Iterable[int]) -> tuple[list[_At], list[tuple[int, int, str]]]:
+def _placed(spans: Sequence[TrackSpan], names: Iterable[int]) -> tuple[list[_At], list[tuple[int, int, str]]]:
     """Where each span is drawn, and (rank, number, name) of all tracks.
 
     The step is first, then what a rank computes, then its streams. Complete events of one thread lie
@@ -347,7 +347,7 @@ _Transfer: TypeAlias = tuple[int, int, int]
 """The numbers of the span that sends and of the one that receives, and the bytes."""
 
 
-def _transfers(spans: Sequence[Span]) -> list[_Transfer]:
+def _transfers(spans: Sequence[TrackSpan]) -> list[_Transfer]:
     """Every transfer both of whose ends are here."""
     receiving = {(span.rank, span.moves): index for index, span in enumerate(spans) if span.received}
     found: list[_Transfer] = []
@@ -368,7 +368,7 @@ def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int
 
 
 def _arrows(
-    spans: Sequence[Span], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
+    spans: Sequence[TrackSpan], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
 ) -> list[dict[str, Any]]:
     """An arrow for every transfer, between the beginnings of two spans; ends behind starts, for those
     of one time to be read in this order.
@@ -384,7 +384,7 @@ def _arrows(
     return [*starts, *ends]
 
 
-def _counters(spans: Sequence[Span], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
+def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
     """The bytes that each rank has under way, sent and received, whenever they change. `first`: a
     track of each rank.
     """

@@ -45,7 +45,7 @@ class TensorShape(NamedTuple):
     element: Element
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     """Width of a head's queries and keys in an attention call, and bytes of an element of each type
     (`TensorShape`). `value_dim`: width of its values and outputs; None: the same. `latent_dim`: of
     what travels in place of keys and values; None: they do.
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
                 return self.gradient_bytes
 
 
-def tensor_shapes(message: Carried, sizes: Sizes) -> tuple[TensorShape, ...]:
+def tensor_shapes(message: Carried, sizes: HeadSizes) -> tuple[TensorShape, ...]:
     """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with
     both. Keys and values of one width are one tensor, of two they are two.
     """
@@ -103,7 +103,7 @@ def _pair(rows: int, heads: int, widths: tuple[int, ...], element: Element) -> t
     return tuple(TensorShape((rows, heads, width), element) for width in widths)
 
 
-def tensor_bytes(messages: Iterable[Carried], sizes: Sizes) -> Iterator[int]:
+def tensor_bytes(messages: Iterable[Carried], sizes: HeadSizes) -> Iterator[int]:
     """Bytes of every tensor of the messages, in order."""
     for message in messages:
         for shape, element in tensor_shapes(message, sizes):
@@ -118,7 +118,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def parcel_bytes(messages: Sequence[Carried], sizes: Sizes) -> int:
+def parcel_bytes(messages: Sequence[Carried], sizes: HeadSizes) -> int:
     """Bytes of a parcel: every tensor begins at a multiple of `ALIGN`, the last one is not padded."""
     begin = end = 0
     for num_bytes in tensor_bytes(messages, sizes):
@@ -178,7 +178,7 @@ class Payload:
         """
         wide = max(4, model.bytes_per_element)
         gradient = 2 if model.gradient_wire == "bf16" else wide
-        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, gradient, model.value_dim, model.latent_dim)
+        sizes = HeadSizes(model.head_dim, model.bytes_per_element, wide, gradient, model.value_dim, model.latent_dim)
         each = [tuple(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind]
         return cls(tuple(first for first, *_ in each), tuple(sum(more) for _, *more in each))
 

@@ -29,7 +29,7 @@ only to count is slow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlanEntry:
     """One plan of a file, with the fingerprint and the program written beside it."""
 
     plan: MicrobatchPlan
@@ -65,7 +65,7 @@ def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:
     return lines if len(lines) < MAX_PROGRAM_LINES else None
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[PlanEntry]:
     """The plans of a file that `write` made.
 
     Raises:
@@ -95,7 +95,7 @@ def read(path: Path) -> list[Entry]:
     ]
 
 
-def _entry(entry: Any, where: str) -> Entry:
+def _entry(entry: Any, where: str) -> PlanEntry:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected an object with format {FORMAT!r}")
     body = cast("dict[str, Any]", entry)
@@ -111,7 +111,7 @@ def _entry(entry: Any, where: str) -> Entry:
         program = None if lines is None else parse("\n".join(cast("list[str]", lines)))
     except (ConfigError, InvalidProgramError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Entry(plan, fingerprint, program)
+    return PlanEntry(plan, fingerprint, program)
 
 
 def prove(plan: MicrobatchPlan, policy: Policy) -> int:
@@ -128,7 +128,7 @@ def prove(plan: MicrobatchPlan, policy: Policy) -> int:
     return len(program.forward) + len(program.backward)
 
 
-def prove_entry(entry: Entry, policy: Policy) -> int:
+def prove_entry(entry: PlanEntry, policy: Policy) -> int:
     """Number of ops of the plan's program, after proving the plan by `policy` and the program as it
     is written.
 

@@ -20,7 +20,7 @@ from megatron_balance.planners import PLANNERS
 if TYPE_CHECKING:
     from megatron_balance.ir.step import StepPlan
     from megatron_balance.planning.choice import PlannerChoice
-    from megatron_balance.report.cases import Asked, Case, Played
+    from megatron_balance.report.cases import Asked, Case, PlayedCase
     from megatron_balance.report.real_batches import RealBatches
 
 MOST_RUNS = 2
@@ -210,15 +210,17 @@ class _Desk:
     def plan(self, case: Case) -> tuple[StepPlan, ...]:
         return self._at(case).plan(case.choice).steps
 
-    def play(self, case: Case) -> Played:
+    def play(self, case: Case) -> PlayedCase:
         from megatron_balance.cli.compare import row
-        from megatron_balance.report.cases import Played
+        from megatron_balance.report.cases import PlayedCase
 
         bench = self._at(case)
         planned = bench.plan(case.choice)
         simulated = bench.simulate(planned)
         more = {name: simulated[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
-        return Played(case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more})
+        return PlayedCase(
+            case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more}
+        )
 
     def _at(self, case: Case) -> laboratory.Bench:
         given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)

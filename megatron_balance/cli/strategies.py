@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from megatron_balance.ir.cluster import Cluster
     from megatron_balance.planning.scheme_costs import SchemeCosts
-    from megatron_balance.planning.strategies import Candidate
+    from megatron_balance.planning.strategies import SampledStrategy
 
 BATCHES, SAMPLE_BATCHES = 20, 50
 MOST_RANKS = 1 << 16
@@ -139,13 +139,13 @@ def _costs(args: argparse.Namespace, cluster: Cluster) -> SchemeCosts:
     return PredictedCosts(planning_cost(cluster, model, args.plan_costs), cluster, model)
 
 
-def _file(found: Sequence[Candidate], args: argparse.Namespace) -> str:
+def _file(found: Sequence[SampledStrategy], args: argparse.Namespace) -> str:
     source = args.schemes or args.plan_costs or f"{args.model} on {args.cluster}"
     head = f"# For option `strategies` of hydraulis: {args.dataset}, {args.tokens} tokens a step, by {source}.\n"
     return head + "".join(f"{each.strategy}  # up to {each.max_tokens} tokens\n" for each in found)
 
 
-def _show(found: Sequence[Candidate], args: argparse.Namespace, cluster: Cluster) -> None:
+def _show(found: Sequence[SampledStrategy], args: argparse.Namespace, cluster: Cluster) -> None:
     from rich.table import Table
 
     console = laboratory.console()

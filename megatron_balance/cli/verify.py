@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _prove(entry: planfile.Entry, policy: Policy) -> dict[str, Any]:
+def _prove(entry: planfile.PlanEntry, policy: Policy) -> dict[str, Any]:
     result: dict[str, Any] = {
         "planner": entry.plan.planner,
         "fingerprint": entry.plan.fingerprint(),

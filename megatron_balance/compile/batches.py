@@ -38,7 +38,7 @@ _BITS = 20  # more than a rank takes
 _MASK = (1 << _BITS) - 1
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """Identity of a group call, the same on all of its ranks.
 
     `call`: of a phase, where several run one after the other or interleaved: (layer, nano-batch).
@@ -58,14 +58,14 @@ class Call(NamedTuple):
         )
 
 
-class Batch(NamedTuple):
+class IssuedCall(NamedTuple):
     """A group call as one of its ranks issues it.
 
     `op`: index of the exchange in the rank's ops. `group`: ranks of a collective. `pairs`: (from,
     to) of the transfers that the rank sends or receives.
     """
 
-    call: Call
+    call: GroupCall
     op: int
     group: tuple[int, ...]
     pairs: frozenset[tuple[int, int]]
@@ -89,7 +89,7 @@ def batches(
     rank: int,
     ranks_per_node: int,
     own_group: OwnGroup = lambda _: True,
-) -> Iterator[Batch]:
+) -> Iterator[IssuedCall]:
     """Group calls of `rank` that the starts among `steps` issue, in order."""
     for step in steps:
         op = ops[step.op]
@@ -97,10 +97,10 @@ def batches(
             continue
         if op.collective != "p2p" and own_group(op.group):
             stream = collective_stream(op.group, ranks_per_node)
-            yield Batch(Call((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
+            yield IssuedCall(GroupCall((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
             continue
         for leg, stream, pairs in parts(op, rank, ranks_per_node):
-            yield Batch(Call((0, 0), op.id, leg, stream), step.op, (), pairs)
+            yield IssuedCall(GroupCall((0, 0), op.id, leg, stream), step.op, (), pairs)
 
 
 def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
@@ -141,7 +141,7 @@ def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     return tuple(("direct", stream, frozenset(found[stream])) for stream in sorted(found))
 
 
-def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[Batch]]:
+def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[IssuedCall]]:
     """Group calls of every rank in one phase of a plan."""
     return [
         list(batches(ops, phase.steps, rank, ranks_per_node))
@@ -156,13 +156,13 @@ def interleaved(
     *,
     backward: bool,
     own_group: OwnGroup = lambda _: True,
-) -> list[list[Batch]]:
+) -> list[list[IssuedCall]]:
     """Group calls of every rank in a pass of several plans through some layers, segment by segment
     (`compile.ping_pong`).
     """
-    made: list[list[Batch]] = []
+    made: list[list[IssuedCall]] = []
     for rank in range(len(nano_batches[0])):
-        segment_calls: dict[tuple[int, str], list[Batch]] = {}
+        segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
         for nano_batch, ranks in enumerate(nano_batches):
             ops, (steps, (attend, end), _) = _phases(ranks[rank : rank + 1], backward=backward)[0]
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
@@ -184,7 +184,7 @@ def _phases(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequ
     ]
 
 
-def verify_issue_order(calls: Sequence[Sequence[Batch]]) -> None:
+def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
     """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
 
     So any two ranks that share two calls issue them in one order, and if every call held its ranks'
@@ -194,8 +194,8 @@ def verify_issue_order(calls: Sequence[Sequence[Batch]]) -> None:
         InvalidProgramError: naming the ranks that wait for one another, and the exchanges; or a
             transfer that only one of its ranks issues.
     """
-    members: defaultdict[Call, set[int]] = defaultdict(set)
-    needed: defaultdict[Call, set[int]] = defaultdict(set)
+    members: defaultdict[GroupCall, set[int]] = defaultdict(set)
+    needed: defaultdict[GroupCall, set[int]] = defaultdict(set)
     for rank, own in enumerate(calls):
         for batch in own:
             if rank in members[batch.call]:
@@ -210,7 +210,7 @@ def verify_issue_order(calls: Sequence[Sequence[Batch]]) -> None:
                 "the call on both"
             )
     at = [0] * len(calls)
-    arrived: defaultdict[Call, int] = defaultdict(int)
+    arrived: defaultdict[GroupCall, int] = defaultdict(int)
     for own in calls:
         if own:
             arrived[own[0].call] += 1
@@ -228,7 +228,7 @@ def verify_issue_order(calls: Sequence[Sequence[Batch]]) -> None:
         raise InvalidProgramError(_circle(calls, at, members))
 
 
-def _circle(calls: Sequence[Sequence[Batch]], at: Sequence[int], members: dict[Call, set[int]]) -> str:
+def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: dict[GroupCall, set[int]]) -> str:
     """Ranks that wait for one another: each stands in a call that another has not come to."""
     rank = next(rank for rank, own in enumerate(calls) if at[rank] < len(own))
     path: list[int] = []

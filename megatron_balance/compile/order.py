@@ -57,13 +57,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunLaunches:
     """The launches of attention op `op`."""
 
     op: int
 
 
-Step: TypeAlias = Start | Finish | Run
+Step: TypeAlias = Start | Finish | RunLaunches
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class _Steps:
 
     def run(self, op: int) -> None:
         self._finish(self.tables.needs[op])
-        self.steps.append(Run(op))
+        self.steps.append(RunLaunches(op))
 
     def exchange(self, op: int) -> None:
         at = len(self.steps)
@@ -137,7 +137,7 @@ class _Steps:
     def _holds(self, step: Step, exchange: int) -> bool:
         """Whether an exchange cannot start before `step`."""
         match step:
-            case Run(op):
+            case RunLaunches(op):
                 return self.tables.produced[exchange] and op < exchange
             case Start():
                 return True
@@ -173,7 +173,7 @@ class _Needs:
         self.moved = _marked(np.concatenate([op_of[moved], np.array(collectives, dtype=np.int64)]), len(ops))
         self.takes_part = _marked(op_of[sent | brought], len(ops))
         self.needs: list[tuple[int, ...]] = [()] * len(ops)
-        launches = _Launches(ops, mask)
+        launches = _PhaseLaunches(ops, mask)
         pairs: list[Ints] = []
         for kind in np.flatnonzero(np.bincount(kinds[brought], minlength=len(Kind))).tolist():
             there, away = brought & (kinds == kind), sent & (kinds == kind)
@@ -199,7 +199,7 @@ class _Needs:
             self.needs[op] = tuple(brought[begin:end])
 
 
-class _Launches:
+class _PhaseLaunches:
     """All pairs of the launches of a phase below one another, without what the mask hides."""
 
     def __init__(self, ops: Sequence[Op], mask: Mask) -> None:
@@ -290,7 +290,7 @@ def streams(
     issues: dict[str, list[Issue]] = {"compute": []}
     for step in order(ops, rank, issue=issue):
         match step:
-            case Run(op):
+            case RunLaunches(op):
                 issues["compute"].append(Issue(op, "run"))
             case Start(index):
                 op = ops[index]

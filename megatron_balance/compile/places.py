@@ -14,7 +14,7 @@ from megatron_balance.ir.columns import Fragment, Pair, Transfer, Value
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Merge, Program
 
 
-class Tables(NamedTuple):
+class ProgramTables(NamedTuple):
     """All rows of a program below one another, and the ranks of those that do not name theirs.
 
     `owned` with `owners`; `moved`: `Transfer` rows; `merged`: `Value` rows, with `merging`; `pairs`
@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     attending: Ints
 
     @classmethod
-    def of(cls, program: Program) -> Tables:
+    def of(cls, program: Program) -> ProgramTables:
         ops = (*program.forward, *program.backward)
         merges = [op for op in ops if isinstance(op, Merge)]
         # A backward launch has the very table of its forward launch; looking at it once will do.
@@ -67,7 +67,7 @@ class Places:
     first: Ints
 
     @classmethod
-    def of(cls, tables: Tables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> Places:
+    def of(cls, tables: ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> Places:
         """`first`, `last` [S]: token atoms of each sequence; ranks that are not there are left out."""
         met = [np.empty((0, 2), dtype=np.int64)]
         met += [tables.moved[:, [Transfer.SEQ, side]] for side in (Transfer.SRC, Transfer.DST)]

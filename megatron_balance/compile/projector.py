@@ -147,7 +147,7 @@ class Projector:
                     forward += [(at + remap_in, self._left(index, at, rows, remap_merge)) for at, rows in sent.forward]
                     replays += [(at + remap_in, rows) for at, rows in sent.replays]
         if remap_merge is not None and REMAP in routed:
-            ends = remap.Ends.of(
+            ends = remap.RemapEnds.of(
                 remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on
             )
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]

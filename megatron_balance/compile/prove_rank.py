@@ -30,7 +30,7 @@ import numpy as np
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
-from megatron_balance.compile.places import Tables
+from megatron_balance.compile.places import ProgramTables
 from megatron_balance.compile.prove import check_same, verify_routes
 from megatron_balance.compile.verify import State, kinds_in
 from megatron_balance.compile.verify_plan import verify_plan
@@ -143,7 +143,7 @@ class _OwnState(State):
         self.rank = rank
         super().__init__(program)
 
-    def computed(self, tables: Tables) -> Bools:
+    def computed(self, tables: ProgramTables) -> Bools:
         """As in `State`: the query atoms that this rank attends for."""
         marks = np.zeros(self.atoms.num_token_atoms, dtype=bool)
         queries = trim_pairs(tables.pairs, self.program.mask)[:, Pair.Q_SPAN]

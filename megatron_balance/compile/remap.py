@@ -105,7 +105,7 @@ class SentOn(NamedTuple):
 NOTHING_SENT_ON = SentOn(*np.empty((2, 0, Transfer.WIDTH), dtype=np.int64))
 
 
-class Ends(NamedTuple):
+class RemapEnds(NamedTuple):
     """Transfers of the remap's exchanges: `inputs` begin the forward, `again` a replayed backward,
     `outputs` end the forward.
     """
@@ -115,7 +115,7 @@ class Ends(NamedTuple):
     outputs: Ints
 
     @classmethod
-    def of(cls, regions: Ints, heads: tuple[int, int], sent_on: SentOn) -> Ends:
+    def of(cls, regions: Ints, heads: tuple[int, int], sent_on: SentOn) -> RemapEnds:
         """Build the transfers of `regions`, `Remote` rows; arguments as in `remap`.
 
         Inputs are sorted, so that every rank lists them in one order, however it came to know of
@@ -150,7 +150,7 @@ def remap(
     the holder. `heads`: of queries and of keys. `sent_on`: transfers of `resourced` that join the
     first exchange.
     """
-    ends = Ends.of(regions, heads, sent_on)
+    ends = RemapEnds.of(regions, heads, sent_on)
     remap_in = (Exchange(0, as_rows(ends.inputs)),) if len(ends.inputs) else ()
     remap_out = (Exchange(program.num_exchanges + 1, as_rows(ends.outputs)),) if len(regions) else ()
     again = ((0, Exchange(0, as_rows(ends.again))),) if remap_in else ()

@@ -204,7 +204,7 @@ def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
             yield Merge(rank, Rows(Value.WIDTH, values[start:stop].tobytes()))
 
 
-class _Events(NamedTuple):
+class _GradientEvents(NamedTuple):
     """Partial gradients that a rank gains by an op (`gains` 1) or gives away (0): `Value` rows, and
     the op of each.
     """
@@ -214,7 +214,7 @@ class _Events(NamedTuple):
     op: Ints
 
 
-def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _Events:
+def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
     launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
     exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     (pairs, launch), (rows, exchange) = _listed(launches, Pair.WIDTH), _listed(exchanges, Transfer.WIDTH)
@@ -228,7 +228,7 @@ def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _Events:
     keys[:, Value.KIND], keys[:, Value.REGION] = Kind.KV_GRAD, pairs[:, Pair.KEY]
     carried[:] = rows[:, Transfer.VALUE]
     gains = np.concatenate([np.ones(2 * count, dtype=np.int64), rows[:, Transfer.DST] == rank])
-    return _Events(values, gains, np.concatenate([launch, launch, exchange]))
+    return _GradientEvents(values, gains, np.concatenate([launch, launch, exchange]))
 
 
 def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:

@@ -22,7 +22,7 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.compile.places import Places, Tables
+from megatron_balance.compile.places import Places, ProgramTables
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
@@ -91,7 +91,7 @@ class State:
         self.program = program
         self.ratio = program.num_heads // program.num_kv_heads
         self.lengths = np.array(program.lengths, dtype=np.int64)
-        tables = Tables.of(program)
+        tables = ProgramTables.of(program)
         self.atoms = self._cut(program, tables)
         self.num_heads = self.atoms.num_head_atoms
         every = np.arange(len(self.lengths))
@@ -131,11 +131,11 @@ class State:
         last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
         return first, last
 
-    def computed(self, tables: Tables) -> Bools:  # noqa: ARG002  one rank's state looks
+    def computed(self, tables: ProgramTables) -> Bools:  # noqa: ARG002  one rank's state looks
         """Whether launches that are looked at attend for each query atom, [num_token_atoms]."""
         return np.ones(self.atoms.num_token_atoms, dtype=bool)
 
-    def _cut(self, program: Program, tables: Tables) -> Atoms:
+    def _cut(self, program: Program, tables: ProgramTables) -> Atoms:
         """Atoms of all regions of the program; regions that the mask trims are cut there, too."""
         seqs, starts, stops, heads = (
             [np.arange(len(self.lengths))],

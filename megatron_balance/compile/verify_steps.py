@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.compile.order import Finish, Run, Start, Step, hops
+from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, concat
 from megatron_balance.ir.columns import Pair, Region, Transfer
@@ -28,14 +28,14 @@ Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
 """Ops of one phase of a rank, and the order of its steps."""
 
 
-class _Regions(NamedTuple):
+class _OpRegions(NamedTuple):
     """Regions of one kind that ops read, give or take: `op` [n], `rows` [n, 5] of `Region`."""
 
     op: Ints
     rows: Ints
 
 
-class _Tables(NamedTuple):
+class _PhaseTables(NamedTuple):
     """All rows of a rank's ops in one phase, below one another, and the op of each row.
 
     `moved` [n, Transfer.WIDTH] of exchanges; `pairs` [m, Pair.WIDTH] of launches, without what the
@@ -49,7 +49,7 @@ class _Tables(NamedTuple):
     of_backward: Bools
 
     @classmethod
-    def of(cls, ops: Sequence[Op], mask: Mask) -> _Tables:
+    def of(cls, ops: Sequence[Op], mask: Mask) -> _PhaseTables:
         exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
         launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         launching_op = _rows_ops(launches)
@@ -62,23 +62,23 @@ class _Tables(NamedTuple):
             backward[launching_op],
         )
 
-    def moving(self, rank: int, kind: Kind, side: int) -> _Regions:
+    def moving(self, rank: int, kind: Kind, side: int) -> _OpRegions:
         """Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`)."""
         chosen = (self.moved[:, side] == rank) & (self.moved[:, Transfer.KIND] == kind)
-        return _Regions(self.moving_op[chosen], self.moved[chosen, Transfer.REGION])
+        return _OpRegions(self.moving_op[chosen], self.moved[chosen, Transfer.REGION])
 
-    def read(self, kind: Kind) -> _Regions:
+    def read(self, kind: Kind) -> _OpRegions:
         """Of Q, KV or OUT_GRAD, what launches read."""
         chosen = self.of_backward if kind == Kind.OUT_GRAD else np.ones_like(self.of_backward)
         return self._of_launches(chosen, Pair.KEY if kind == Kind.KV else Pair.QUERY)
 
-    def launched(self, kind: Kind) -> _Regions:
+    def launched(self, kind: Kind) -> _OpRegions:
         """Of OUT, Q_GRAD or KV_GRAD, what launches leave."""
         chosen = ~self.of_backward if kind == Kind.OUT else self.of_backward
         return self._of_launches(chosen, Pair.KEY if kind == Kind.KV_GRAD else Pair.QUERY)
 
-    def _of_launches(self, chosen: Bools, columns: slice | tuple[int, ...]) -> _Regions:
-        return _Regions(self.launching_op[chosen], self.pairs[chosen][:, columns])
+    def _of_launches(self, chosen: Bools, columns: slice | tuple[int, ...]) -> _OpRegions:
+        return _OpRegions(self.launching_op[chosen], self.pairs[chosen][:, columns])
 
 
 def _rows_ops(tables: Sequence[tuple[int, Rows]]) -> Ints:
@@ -95,7 +95,7 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
         InvalidProgramError: they do not; names the ops.
     """
     begin, end = _times(ops, steps, rank)
-    tables = _Tables.of(ops, mask)
+    tables = _PhaseTables.of(ops, mask)
     for kind in Kind:
         there, given = tables.moving(rank, kind, Transfer.DST), tables.moving(rank, kind, Transfer.SRC)
         if kind in MOVED:
@@ -180,7 +180,7 @@ def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, I
     times = np.full((2, len(ops)), -1)
     for at, step in enumerate(steps):
         op = ops[step.op]
-        if isinstance(step, Run) == isinstance(op, Exchange):
+        if isinstance(step, RunLaunches) == isinstance(op, Exchange):
             raise InvalidProgramError(f"rank {rank}: step {at} does not fit op {step.op}, {type(op).__name__}")
         for side, does in enumerate((not isinstance(step, Finish), not isinstance(step, Start))):
             if does and times[side, step.op] >= 0:
@@ -194,14 +194,14 @@ def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, I
     return times[0], times[1]
 
 
-def _joined(one: _Regions, other: _Regions) -> _Regions:
-    return _Regions(np.concatenate([one.op, other.op]), np.concatenate([one.rows, other.rows]))
+def _joined(one: _OpRegions, other: _OpRegions) -> _OpRegions:
+    return _OpRegions(np.concatenate([one.op, other.op]), np.concatenate([one.rows, other.rows]))
 
 
-def _pairs(there: _Regions, reads: _Regions) -> tuple[Ints, Ints]:
+def _pairs(there: _OpRegions, reads: _OpRegions) -> tuple[Ints, Ints]:
     """(op that leaves, op that reads) of every two different ones that share a token and a head."""
     kept = there.rows[:, Region.START] < there.rows[:, Region.STOP]
-    there = _Regions(there.op[kept], there.rows[kept])
+    there = _OpRegions(there.op[kept], there.rows[kept])
     read, left = overlaps(reads.rows, there.rows)
     meet = there.rows[left, Region.HEAD_START] < reads.rows[read, Region.HEAD_STOP]
     meet &= there.rows[left, Region.HEAD_STOP] > reads.rows[read, Region.HEAD_START]

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_balance.cost import kernel
 from megatron_balance.cost.base import Floats, Host, Ints, Link, routed_s
-from megatron_balance.cost.collectives import Group, all_gather_s
+from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
@@ -217,7 +217,7 @@ class AnalyticCost:
             return 0.0
         num_bytes = num_tokens * self.model.hidden_size * self.model.bytes_per_element / ranks
         link = Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s / ranks)
-        return 4 * (CALL_S + all_gather_s(num_bytes, Group(ranks, ranks, link, link)))
+        return 4 * (CALL_S + all_gather_s(num_bytes, CollectiveGroup(ranks, ranks, link, link)))
 
     def experts_s(self, num_tokens: float) -> float:
         """Seconds of a layer's exchange of tokens between experts in one direction, if it counts."""

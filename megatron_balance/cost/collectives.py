@@ -21,7 +21,7 @@ Algorithm = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CollectiveGroup:
     """`num_ranks` ranks, `ranks_per_node` on each node; `intra`: a rank's link, `inter`: all NICs
     of the group's ranks on a node.
     """
@@ -49,7 +49,7 @@ class Group:
         return Link(max(self.intra.alpha_s, self.inter.alpha_s), min(self.intra.bytes_per_s, self.inter.bytes_per_s))
 
 
-def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> Group:
+def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> CollectiveGroup:
     """A group of `num_ranks` ranks of `cluster`.
 
     `busy_nics`: the node's other ranks do the same at once, so NICs are shared by all.
@@ -62,7 +62,7 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
     exact = ranks_per_node / cluster.ranks_per_nic
     # One rank may have a NIC to itself even where two share it, unless the other one is at it too.
     nics = exact if busy_nics else max(1.0, exact)
-    return Group(
+    return CollectiveGroup(
         num_ranks,
         ranks_per_node,
         Link(cluster.intra_alpha_s, cluster.intra_bytes_per_s),
@@ -70,7 +70,7 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
     )
 
 
-def all_gather_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
+def all_gather_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
     """Seconds until every rank has the `num_bytes` of each other rank. tree: recursive doubling,
     log2 p steps.
     """
@@ -80,7 +80,7 @@ def all_gather_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") 
     return _steps(ranks, algorithm) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
 
 
-def reduce_scatter_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
+def reduce_scatter_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
     """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards.
 
     The additions hide behind the bytes.
@@ -88,14 +88,14 @@ def reduce_scatter_s(num_bytes: float, group: Group, algorithm: Algorithm = "rin
     return all_gather_s(num_bytes, group, algorithm)
 
 
-def all_reduce_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
+def all_reduce_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
     """Seconds until every rank has the sum of `num_bytes`: reduce-scatter, then all-gather of a
     p-th (tree: Rabenseifner's).
     """
     return 2 * all_gather_s(num_bytes / group.num_ranks, group, algorithm)
 
 
-def all_to_all_s(num_bytes: float, group: Group) -> float:
+def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:
     """Seconds until every rank has sent an even share of its `num_bytes` to each rank, itself
     included.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import gcd
 
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
+from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -86,7 +86,7 @@ def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
     )
 
 
-def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True) -> float:
+def gradient_sync_s(num_parameters: float, group: CollectiveGroup, *, sharded: bool = True) -> float:
     """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed,
     weights gathered.
 
@@ -98,7 +98,7 @@ def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True
     return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * gathered, group)
 
 
-def expert_exchange_s(model: Model, num_tokens: float, group: Group) -> float:
+def expert_exchange_s(model: Model, num_tokens: float, group: CollectiveGroup) -> float:
     """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward:
     tokens to experts and back.
     """

@@ -110,10 +110,10 @@ def parse(source: str) -> Program:
 
     Raises InvalidProgramError: a line that is not of this form, with its number.
     """
-    return _Parser(source).program()
+    return _TextParser(source).program()
 
 
-class _Parser:
+class _TextParser:
     def __init__(self, source: str) -> None:
         self.lines = [(n, line.rstrip()) for n, line in enumerate(source.splitlines(), 1) if line.strip()]
         self.num_heads = 0

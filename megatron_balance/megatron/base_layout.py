@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters, Shard
+from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme
@@ -32,7 +32,7 @@ class BaseLayout:
     """Megatron's layout, the same on every rank, and this rank's part of it."""
 
     base: Base
-    parameters: Parameters
+    parameters: ParameterTable
     owned: Ints
     """Shards of all ranks, `Base.owned`."""
     weights: Flat
@@ -72,7 +72,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLay
         for each in body["parameters"]:
             listed.setdefault(each["name"], Parameter(**{**each, "tied": shared and each["name"] == EMBEDDING}))
     numbers = {name: number for number, name in enumerate(listed)}
-    parameters = Parameters.of(tuple(listed.values()), int(get_model_config(chunk).num_layers))
+    parameters = ParameterTable.of(tuple(listed.values()), int(get_model_config(chunk).num_layers))
     buffers = tuple(
         Buffer(
             stage=number,
@@ -135,7 +135,7 @@ def described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> P
     return Parameter(name, shape[0], shape[1], layer, cut, 2 if gated and cut == 0 else 1, bool(parts and cut is None))  # pyright: ignore[reportArgumentType]
 
 
-def check_shards(mine: Ints, weights: Flat, parameters: Parameters) -> None:
+def check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
     """Compare the shards that were computed for this rank with the optimizer's.
 
     Raises:

@@ -22,8 +22,8 @@ from megatron_balance.megatron.arguments import role_row_multiple
 from megatron_balance.megatron.base_layout import base_layout, optimizers_of
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.own_weights import OwnWeights
-from megatron_balance.megatron.place import Place
-from megatron_balance.megatron.roles import AttentionGroups, Moving, Role, Roles
+from megatron_balance.megatron.place import RankPlace
+from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
 from megatron_balance.training.weights import Apart
 
@@ -71,7 +71,7 @@ class Changes:
             each: Apart(overlap, job.gpus_per_node if found.traffic.handed_on else None)
             for each, found in moved.items()
         }
-        self.roles = Roles(model_config, layout, others, timeout, attention, Moving(apart, overlap))
+        self.roles = Roles(model_config, layout, others, timeout, attention, WeightMovement(apart, overlap))
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
@@ -94,14 +94,14 @@ class Changes:
             *(", ".join(map(str, job.candidates)), self.roles.num_bytes / 1e6, config.backward),
         )
 
-    def place(self, strategy: Strategy) -> Place | None:
+    def place(self, strategy: Strategy) -> RankPlace | None:
         """This rank's place under a strategy; None: it is left over."""
         role = self.roles[strategy]
         if role.seat is None:
             return None
         assert role.attention is not None, "every seat has ranks that it attends with"
         tensor = role.seat.scheme.tensor
-        return Place(
+        return RankPlace(
             role.seat.pipeline,
             role.attention,
             self._job.shape_of(tensor),

@@ -40,7 +40,7 @@ class DataArguments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SplitSource:
     """Where the documents of one split are: corpora with weights, and which part of each.
 
     `flag`: what decides that part; `weights`: None: by the samples of an epoch.
@@ -56,7 +56,7 @@ class Source:
 WHOLE = (1.0, 0.0, 0.0)
 
 
-def sources(args: DataArguments) -> tuple[Source, Source, Source]:
+def sources(args: DataArguments) -> tuple[SplitSource, SplitSource, SplitSource]:
     """The corpora of training, validation and test, as Megatron reads them from the command line.
 
     Raises:
@@ -76,12 +76,12 @@ def sources(args: DataArguments) -> tuple[Source, Source, Source]:
     if per_split is not None:
         flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
         train, valid, test = (
-            Source(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
+            SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
         )
     else:
         prefixes, weights = _prefixes(blend)
         train, valid, test = (
-            Source(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
+            SplitSource(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
         )
     return train, valid, test
 
@@ -187,7 +187,7 @@ def corpus_reasons(args: DataArguments) -> list[str]:
     return reasons
 
 
-def no_documents(source: Source, name: str) -> str:
+def no_documents(source: SplitSource, name: str) -> str:
     """The sentence about a split that is asked for and holds no document."""
     less = " or set --eval-iters 0" if name == "valid" else ""
     return (

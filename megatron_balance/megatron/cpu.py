@@ -133,14 +133,14 @@ def _replace_tensor_methods() -> None:
     torch.nn.Module.cuda = itself
 
 
-class _Stream:
+class _DoneStream:
     """A stream or event on which everything has happened already."""
 
     cuda_stream = 0
     device = _CPU
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _DoneStream:
         return self
 
     def __exit__(self, *_exc: object) -> bool:
@@ -156,7 +156,7 @@ class _Stream:
 
     wait_stream = wait_event = synchronize = record = wait = _nothing
 
-    def record_event(self, *_args: Any) -> _Stream:
+    def record_event(self, *_args: Any) -> _DoneStream:
         return self
 
 
@@ -179,8 +179,8 @@ def _replace_cuda_module() -> None:
         "set_device": None,
         "synchronize": None,
         "empty_cache": None,
-        "current_stream": _Stream(),
-        "default_stream": _Stream(),
+        "current_stream": _DoneStream(),
+        "default_stream": _DoneStream(),
         "set_stream": None,
         "is_current_stream_capturing": False,
         # From capability 10 on Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS, which means
@@ -202,9 +202,9 @@ def _replace_cuda_module() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, functools.partial(_answer, answer))
     replacements: dict[str, Any] = {
-        "Stream": _Stream,
-        "Event": _Stream,
-        "ExternalStream": _Stream,
+        "Stream": _DoneStream,
+        "Event": _DoneStream,
+        "ExternalStream": _DoneStream,
         "stream": lambda _stream: contextlib.nullcontext(),
         "device": _Device,
         "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),

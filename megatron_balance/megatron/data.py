@@ -28,9 +28,9 @@ from megatron_balance.workloads.blend import Blend, shares
 from megatron_balance.workloads.documents import (
     DEFAULT_FILLING,
     CutPolicy,
+    DocumentPiece,
     DocumentStream,
     Filling,
-    Piece,
     split_documents,
 )
 from megatron_balance.workloads.order_cache import Corpus
@@ -149,7 +149,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def _read(self, piece: Piece) -> np.ndarray:
+    def _read(self, piece: DocumentPiece) -> np.ndarray:
         """Tokens of a piece, and the one behind it where the document has one."""
         stop = min(piece.stop + 1, self._index.tokens_of(range(piece.document, piece.document + 1)))
         # A document's Megatron sequences lie one behind the other, so reading on from its first one

@@ -9,7 +9,7 @@ from megatron_balance.runtime.groups import Groups
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """This rank under one strategy.
 
     `pipeline`: whose microbatches it runs. `attention`: the ranks that attend together. `shape`:

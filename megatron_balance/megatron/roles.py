@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.analysis.link import Shard, Traffic, held, slots_of
+from megatron_balance.analysis.link import Shard, WeightTraffic, held, slots_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
@@ -38,7 +38,7 @@ from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.training.moves import Lane, Moves, RoleMemory
 from megatron_balance.training.stopwatch import Stopwatch
-from megatron_balance.training.weights import Apart, Exchange, Flat
+from megatron_balance.training.weights import Apart, Flat, WeightExchange
 
 ALIGNED = 128
 """Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""
@@ -59,7 +59,7 @@ NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class WeightMovement:
     """The way in which weights and gradients move. `apart`: how the exchange of each strategy is cut.
     `overlap`: beside compute, slot by slot.
     """
@@ -74,7 +74,7 @@ class Role:
 
     strategy: Strategy
     seat: Seat | None
-    exchange: Exchange
+    exchange: WeightExchange
     groups: Any = None
     attention: Groups | None = None
     """The ranks that attend together."""
@@ -115,7 +115,7 @@ class Roles:
         strategies: Sequence[Strategy],
         timeout: timedelta,
         attention: AttentionGroups | None = None,
-        moving: Moving = Moving(),
+        moving: WeightMovement = WeightMovement(),
     ) -> None:
         """Make groups, models and exchanges of all strategies. Collective over the world, once.
 
@@ -176,15 +176,15 @@ class Roles:
         """Bytes of weights and gradients that the roles share."""
         return self.weights.nbytes + self.gradients.nbytes
 
-    def traffic(self, ranks_per_node: int) -> dict[Strategy, Traffic]:
+    def traffic(self, ranks_per_node: int) -> dict[Strategy, WeightTraffic]:
         """Bytes that a change to each strategy moves. Collective over the world, once."""
         width = self.weights.element_size()
         mine = [role.exchange.traffic(width, ranks_per_node) for role in self]
-        sent = torch.tensor(mine, dtype=torch.int64, device=self.weights.device).reshape(-1, *Traffic.SHAPE)
+        sent = torch.tensor(mine, dtype=torch.int64, device=self.weights.device).reshape(-1, *WeightTraffic.SHAPE)
         everyone = [torch.empty_like(sent) for _ in range(self.everyone.size)]
         dist.all_gather(everyone, sent, group=self.everyone.pool)
         table = torch.stack(everyone, dim=1).cpu().numpy()
-        return {role.strategy: Traffic(table[at].swapaxes(0, 1)) for at, role in enumerate(self)}
+        return {role.strategy: WeightTraffic(table[at].swapaxes(0, 1)) for at, role in enumerate(self)}
 
     def pull(self, strategy: Strategy) -> Role:
         """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
@@ -237,7 +237,7 @@ class Roles:
         attending = None if attention is None else attention.of(strategy)
         owners = layout.base, layout.owned, layout.parameters
         apart = self._moving.apart.get(strategy, Apart(slots=self._moving.overlap))
-        exchange = Exchange.of(owners, strategy, self._exchanges, self.weights.device, apart)
+        exchange = WeightExchange.of(owners, strategy, self._exchanges, self.weights.device, apart)
         if seat is None:
             return Role(strategy, seat, exchange)
         model = self._model(seat.scheme, mine)

@@ -32,7 +32,7 @@ from megatron_balance.megatron.packed import BalancedSeqParams
 
 
 @dataclass(slots=True)
-class _Kept:
+class _RouterValues:
     """Values of the nano-batches so far, of one layer.
 
     `last`: whether the last nano-batch is routed now. `balanced`: scores and routing, by name of a
@@ -53,7 +53,7 @@ class BalancedRouter(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments as Megatron's."""
         super().__init__(*args, **kwargs)
-        self._kept = _Kept()
+        self._kept = _RouterValues()
         self._by_nano_batch = False
         self._num_samples = 0
         self._padding: Tensor | None = None
@@ -90,7 +90,7 @@ class BalancedRouter(TopKRouter):
     def routing_nano_batch(self, number: int, num_nano_batches: int) -> Iterator[None]:
         """Route nano-batch `number` of a microbatch inside the block; they come in order."""
         if number == 0:
-            self._kept = _Kept()
+            self._kept = _RouterValues()
         self._kept.last = number == num_nano_batches - 1
         self._by_nano_batch = True
         try:
@@ -98,7 +98,7 @@ class BalancedRouter(TopKRouter):
         finally:
             self._by_nano_batch = False
             if self._kept.last:
-                self._kept = _Kept()
+                self._kept = _RouterValues()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Logits [T, experts]; behind those of the last nano-batch lies the z-loss of all.

@@ -32,7 +32,7 @@ from megatron_balance.megatron.data import Documents, num_columns
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.masks import masks_of
-from megatron_balance.megatron.place import Place
+from megatron_balance.megatron.place import RankPlace
 from megatron_balance.megatron.planned_model import planned_model
 from megatron_balance.megatron.planning import check_holds, first_lengths, plan_spec, step_plans
 from megatron_balance.megatron.recompute import recompute_of
@@ -58,7 +58,7 @@ from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.training.binding import BindAhead, Binder
 from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.figures import Job
+from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.log import ScalarWriter, StepLog
@@ -160,20 +160,20 @@ class Session:
         """Tell the log what no step changes."""
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
         num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
-        self.steps.describe(Job(self.pool, self.model(), cost, num_chunks, self._pipelines_of), job_device())
+        self.steps.describe(JobFacts(self.pool, self.model(), cost, num_chunks, self._pipelines_of), job_device())
 
-    def _pipelines_of(self, strategy: Strategy | None) -> list[Job]:
+    def _pipelines_of(self, strategy: Strategy | None) -> list[JobFacts]:
         """Facts of each pipeline of a strategy, for figures; none where it is the layout."""
         if strategy is None or strategy == self.layout:
             return []
-        found: dict[Scheme, Job] = {}
+        found: dict[Scheme, JobFacts] = {}
         for scheme in dict.fromkeys(strategy.pipelines):
             gpus = one_of_each(self.gpus(), scheme.tensor)
             per_node = min(scheme.context, gpus.ranks_per_node)
             ranks = dataclasses.replace(gpus, num_ranks=scheme.context, ranks_per_node=per_node)
             model = self.model(scheme.tensor)
             cost = planning_cost(ranks, model, self.config.plan_costs)
-            found[scheme] = Job(self.pool, model, cost, stages=scheme.pipeline, tensor=scheme.tensor)
+            found[scheme] = JobFacts(self.pool, model, cost, stages=scheme.pipeline, tensor=scheme.tensor)
         return [found[scheme] for scheme in strategy.pipelines]
 
     @property
@@ -239,10 +239,10 @@ class Session:
         """The number of which a rank's rows are a multiple; see `arguments.row_multiple`."""
         return row_multiple(self.args)
 
-    def place(self, strategy: Strategy | None) -> Place | None:
+    def place(self, strategy: Strategy | None) -> RankPlace | None:
         """This rank's place under a strategy; None: it is left over."""
         if self.changes is None or strategy is None or strategy == self.layout:
-            return Place(self.pool.pipeline, self.pool.attention, self.shape, self.row_multiple)
+            return RankPlace(self.pool.pipeline, self.pool.attention, self.shape, self.row_multiple)
         return self.changes.place(strategy)
 
     def take(self, model: Any, optimizer: Any, model_config: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError, DataError
 from megatron_balance.megatron.data import Documents, unpack
 from megatron_balance.megatron.sub_sequences import Reader
-from megatron_balance.training.ledger import Held
+from megatron_balance.training.ledger import HeldDocument
 from megatron_balance.training.nano_batches import NOTHING, Recalled
 from megatron_balance.training.plans import Draw
 from megatron_balance.training.pool import Pool, TensorParallel
@@ -63,7 +63,7 @@ def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> 
 
 
 def recall(
-    wanted: Sequence[Held],
+    wanted: Sequence[HeldDocument],
     data: Documents | None,
     pool: Pool,
     parallel: TensorParallel,
@@ -102,7 +102,7 @@ def recall(
     return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
 
 
-def _read_again(data: Documents, held: Held, depths: int) -> torch.Tensor:
+def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tensor:
     """Rows [n, C] of a document that waited."""
     sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
     lengths = sample.lengths

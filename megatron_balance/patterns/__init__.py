@@ -17,11 +17,11 @@ from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUE
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.head_exchange_once import ChunkExchangeOnce, HeadExchangeOnce
 from megatron_balance.patterns.head_ring import HeadRing
-from megatron_balance.patterns.ring import Ring
-from megatron_balance.patterns.waves import Waves
+from megatron_balance.patterns.ring import RingPattern
+from megatron_balance.patterns.waves import WavesPattern
 
 PATTERNS: dict[str, CommPattern[Any]] = {
-    "ring": Ring(),
+    "ring": RingPattern(),
     "all_gather": AllGather(),
     "gather_documents": GATHER_DOCUMENTS,
     "gather_sequence": GATHER_SEQUENCE,
@@ -32,7 +32,7 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),
     "dispatch_once": DispatchOnce(),
-    "waves": Waves(),
+    "waves": WavesPattern(),
 }
 
 ONCE_PER_NODE = {

@@ -26,7 +26,7 @@ from megatron_balance.patterns.base import (
     exchange,
     prefix_pairs,
 )
-from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.ring import RingPattern
 from megatron_balance.patterns.rows import attend, messages_from, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, fragments, of_zone, shared_tokens
 
@@ -84,7 +84,7 @@ class AllGather(ZigzagPattern):
         """One gather and one launch; a zone on one rank is a ring of one."""
         size = len(zone.ranks)
         if size == 1:
-            return Ring().rounds(zone, context)
+            return RingPattern().rounds(zone, context)
         placed = of_zone(zone, context.lengths)
         held = [fragments(placed, i) for i in range(size)]
         return gather_rounds(zone, context, held, shared_tokens(placed))

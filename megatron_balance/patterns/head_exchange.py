@@ -33,7 +33,7 @@ from megatron_balance.patterns.base import (
     ZoneRounds,
     exchange,
 )
-from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.ring import RingPattern
 from megatron_balance.patterns.rows import attend, messages_from, transfers_of
 
 
@@ -145,7 +145,7 @@ class Trade:
 _NO_TRANSFERS = np.empty((0, Transfer.WIDTH), dtype=np.int64)
 
 
-class Shares(NamedTuple):
+class GroupShares(NamedTuple):
     """Tokens that each of G ranks holds and numbers of query and key-value heads that it attends,
     int64 [G] each.
     """
@@ -155,7 +155,7 @@ class Shares(NamedTuple):
     kv_heads: Ints
 
     @classmethod
-    def of(cls, runs: Ints, zone: Zone, context: Context) -> Shares:
+    def of(cls, runs: Ints, zone: Zone, context: Context) -> GroupShares:
         return cls(runs, *head_counts(slices_of(zone, context)))
 
 
@@ -281,7 +281,7 @@ class HeadExchange(CommPattern[Zone]):
         """An all-to-all, a launch and an all-to-all; a zone on one rank is a ring of one."""
         size = len(zone.ranks)
         if size == 1:
-            return Ring().rounds(zone, context)
+            return RingPattern().rounds(zone, context)
         seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
@@ -291,8 +291,8 @@ class HeadExchange(CommPattern[Zone]):
         outputs = {Kind.OUT: np.outer(queries, runs)}
         return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
 
-    def _shares(self, zone: Zone, context: Context) -> Shares:
-        return Shares.of(self.run_tokens(zone, context.lengths), zone, context)
+    def _shares(self, zone: Zone, context: Context) -> GroupShares:
+        return GroupShares.of(self.run_tokens(zone, context.lengths), zone, context)
 
 
 class ChunkExchange(HeadExchange):

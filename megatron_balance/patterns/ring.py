@@ -49,7 +49,7 @@ _ROWS = 1 << 14
 """About so many rows are made at once, which keeps them in the cache."""
 
 
-class Ring(ZigzagPattern):
+class RingPattern(ZigzagPattern):
     """Keys and values go round; queries and outputs stay."""
 
     routing = "pays"

@@ -296,7 +296,7 @@ def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints) -> list[Ints]:
     return [rows[a:b] for a, b in zip(*bounds, strict=True)]
 
 
-class Waves(CommPattern[SharedZone]):
+class WavesPattern(CommPattern[SharedZone]):
     """An all-to-all inside each group, own work, waves of other groups' keys, an all-to-all back."""
 
     routing = "never"

@@ -54,7 +54,7 @@ class AutoOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Priced:
+class _PricedPlan:
     """A plan and its estimate, by the label of who made it."""
 
     label: str
@@ -73,7 +73,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     candidates = _candidates(context, options)
     bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
     ordered = sorted(((each.least(bounds), at) for at, each in enumerate(candidates)))
-    priced: list[_Priced] = []
+    priced: list[_PricedPlan] = []
     passed_over: list[str] = []
     refused: list[InfeasibleError] = []
     for bound_s, at in ordered:
@@ -91,7 +91,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
         if found is None:
             passed_over.append(f"{candidate.label} (no closed form)")
             continue
-        priced.append(_Priced(candidate.label, made, found))
+        priced.append(_PricedPlan(candidate.label, made, found))
     if not priced:
         raise refused[0] if refused else ConfigError(_nothing(candidates, options))
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]
@@ -137,7 +137,7 @@ def _nothing(candidates: Sequence[Candidate], options: AutoOptions) -> str:
     return f"auto: no plan of {names} has an estimate; name other planners (option planners)"
 
 
-def _note(priced: Sequence[_Priced], least_s: float, passed_over: Sequence[str]) -> str:
+def _note(priced: Sequence[_PricedPlan], least_s: float, passed_over: Sequence[str]) -> str:
     """The choice and why, in a sentence or two."""
     best, *others = priced
     decision = best.estimate.backward
@@ -153,5 +153,5 @@ def _note(priced: Sequence[_Priced], least_s: float, passed_over: Sequence[str])
     return text + (f"; not faster by their bounds: {', '.join(passed_over)}" if passed_over else "")
 
 
-def _unfit(priced: _Priced) -> str:
+def _unfit(priced: _PricedPlan) -> str:
     return "" if priced.estimate.backward.fits else " (does not fit)"

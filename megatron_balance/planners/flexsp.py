@@ -42,14 +42,14 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
+from megatron_balance.solvers.fixed_packing import NoSolverError
 from megatron_balance.solvers.groups import arrange, sizes
 from megatron_balance.solvers.placed import Frame
 from megatron_balance.solvers.sized_groups import (
     Groups,
+    GroupsProblem,
     Limits,
-    NoAnswerError,
-    NoSolverError,
-    Problem,
+    NoBetterAnswerError,
     TooLargeError,
     greedy,
     improve,
@@ -92,7 +92,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     """
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    groups = _Pricing(cluster, model, cost).groups(batch.lengths, capacity, options)
+    groups = _GroupSeconds(cluster, model, cost).groups(batch.lengths, capacity, options)
     return _frame(cluster, model).microbatch(batch.lengths, _placement(groups, len(batch.lengths), cluster))
 
 
@@ -105,7 +105,7 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     """
     capacity = _capacity(batch, cluster, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    pricing = _Pricing(cluster, model, cost)
+    pricing = _GroupSeconds(cluster, model, cost)
     pool_tokens = capacity * cluster.num_ranks
     fewest = max(1, -(-batch.num_tokens // pool_tokens))
     tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
@@ -171,7 +171,7 @@ def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[in
 
 
 @dataclass(frozen=True, slots=True)
-class _Pricing:
+class _GroupSeconds:
     """Seconds of a sequence in a group of some size: one layer, forward."""
 
     cluster: Cluster
@@ -193,15 +193,15 @@ class _Pricing:
                 return improve(problem, chosen, limits)
             except NoSolverError as error:
                 _warn_once(str(error))
-            except NoAnswerError as error:
+            except NoBetterAnswerError as error:
                 level = logging.INFO if isinstance(error, TooLargeError) else logging.DEBUG
                 log.log(level, "flexsp: the greedy answer stands: %s", error)
         return chosen
 
-    def problem(self, lengths: Sequence[int], capacity: int) -> Problem:
+    def problem(self, lengths: Sequence[int], capacity: int) -> GroupsProblem:
         allowed = sizes(self.cluster.num_ranks)
         seconds = {n: [self._seconds(n, size) for size in allowed] for n in set(lengths)}
-        return Problem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
+        return GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
 
     def _seconds(self, length: int, size: int) -> float:
         """Attention with the most heads that a rank has, linear modules on its tokens, and the

@@ -98,7 +98,7 @@ def _frame(cluster: Cluster, model: Model) -> Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class _DealProblem:
     """`work`: forward FLOPs of each sequence in one layer."""
 
     lengths: tuple[int, ...]
@@ -111,7 +111,7 @@ class _Problem:
         return sum(self.work) / self.cluster.num_ranks
 
 
-def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _Problem:
+def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _DealProblem:
     if options.slack < 1:
         raise ConfigError(
             f"hybrid_dp: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
@@ -121,10 +121,10 @@ def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOpti
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
     work = tuple(model.mask.num_pairs(n) * pair + n * token for n in batch.lengths)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
-    return _Problem(batch.lengths, work, cluster, capacity)
+    return _DealProblem(batch.lengths, work, cluster, capacity)
 
 
-def _search(problem: _Problem, tolerance: float, most_microbatches: int) -> _Placing | None:
+def _search(problem: _DealProblem, tolerance: float, most_microbatches: int) -> _Placing | None:
     """The placement with the lowest limit on FLOPs that is found, or None if none fits the
     capacity.
     """
@@ -141,7 +141,7 @@ class _Placing:
     `work`: FLOPs of each rank (`by_work`: in order); `tokens`: of each rank, by microbatch.
     """
 
-    def __init__(self, problem: _Problem, most_work: float, most_microbatches: int) -> None:
+    def __init__(self, problem: _DealProblem, most_work: float, most_microbatches: int) -> None:
         self.problem, self.most_work, self.most_microbatches = problem, most_work, most_microbatches
         self.work = [0.0] * problem.cluster.num_ranks
         self.by_work = [(0.0, rank) for rank in range(problem.cluster.num_ranks)]

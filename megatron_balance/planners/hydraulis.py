@@ -37,8 +37,8 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import (
+    CandidateMovement,
     Dispatching,
-    Moving,
     Packing,
     Solvers,
     candidates_of,
@@ -125,7 +125,7 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     return side_by_side(every, held[best], microbatches, within), EMPTY
 
 
-def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Moving]:
+def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[CandidateMovement]:
     """The moves of weights and gradients of each strategy; empty where all run the base layout.
 
     Raises:
@@ -137,7 +137,7 @@ def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Movi
     cluster, model = context.cluster, context.model
     sync_s = sum(base_sync_s(layouts.base, model, cluster))
     return [
-        Moving(
+        CandidateMovement(
             None if each == layouts.base else change(layouts.base, each, model, cluster),
             sync_s,
             model.num_layers,

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from megatron_balance.analysis.backward import state_bytes
-from megatron_balance.analysis.change import Change, Work
+from megatron_balance.analysis.change import Change, PipelineWork
 from megatron_balance.analysis.max_len import max_len
 from megatron_balance.analysis.room import stages_of
 from megatron_balance.analysis.step_memory import StepMemory
@@ -66,7 +66,7 @@ OURS = Solvers()
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class CandidateMovement:
     """A candidate's way to its weights, and of its gradients.
 
     `change`: from the base layout; None: it is the base layout, whose own all-gather and
@@ -83,13 +83,13 @@ class Moving:
         """Seconds that it adds to a step of these microbatches (as `deal` gives them)."""
         if self.change is None:
             return self.sync_s
-        works: list[Work] = []
+        works: list[PipelineWork] = []
         for own, cost in zip(made, costs, strict=True):
             sizes = [[lengths[seq] for seq in each] for each in own]
             first, last = (microbatch_s(sizes[at], cost) if sizes else cost.c for at in (0, -1))
             layers = self.layers / cost.stages
             works.append(
-                Work(
+                PipelineWork(
                     cost.stages,
                     pipeline_s(sizes, cost),
                     FORWARD_SHARE * first / layers,
@@ -175,7 +175,7 @@ def fastest(
     lengths: Sequence[int],
     candidates: Sequence[Sequence[PipelineCost]],
     solvers: Solvers = OURS,
-    moving: Sequence[Moving] = (),
+    moving: Sequence[CandidateMovement] = (),
 ) -> tuple[int, Microbatches, tuple[float, ...]]:
     """The candidate whose slowest pipeline ends first, with what moves weights and gradients, if
     that is given for each: its number, and as `deal`.

@@ -59,7 +59,7 @@ class Ready:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ComingAnswer:
     """An answer that comes, or that the process left out."""
 
     done: Event = field(default_factory=Event)
@@ -79,7 +79,7 @@ class _Process:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _ComingAnswer] = {}
         self._unsent: Queue[tuple[int, bytes] | None] = Queue(MOST_UNSENT + 1)  # the spec is one more
         self._asked = 0
         self._unsent.put((0, spec.to_json().encode()))
@@ -93,9 +93,9 @@ class _Process:
         """Whether answers may still come."""
         return self._reader.is_alive()
 
-    def ask(self, request: str) -> _Slot | None:
+    def ask(self, request: str) -> _ComingAnswer | None:
         """Where the answer will be; None: too many requests wait to be written. Never waits."""
-        slot = _Slot()
+        slot = _ComingAnswer()
         self._asked += 1
         self._slots[self._asked] = slot
         try:
@@ -142,7 +142,7 @@ class PlanAhead:
         self._spec = spec
         self._process: _Process | None = _Process(spec)
         self._restarts = 0
-        self._slots: dict[Hashable, _Slot] = {}
+        self._slots: dict[Hashable, _ComingAnswer] = {}
         self._chained = True
         self._longest_s: float | None = None
         self._proofs, self._earlier_proofs = Proofs(), Proofs()

@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import Machine
+from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.ir.step import Lengths
 from megatron_balance.planners.pipelines import stage_cluster
 from megatron_balance.planning.choice import planning_cost
@@ -37,7 +37,7 @@ def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
         if plan.num_ranks != ranks.num_ranks:  # of a pipeline's own
             ranks = stage_cluster(ranks, plan.num_ranks)
         cost = planning_cost(ranks, spec.model, spec.plan_costs)
-        found = estimate(plan, Machine.of(ranks, spec.model, cost, spec.memory))
+        found = estimate(plan, PricedMachine.of(ranks, spec.model, cost, spec.memory))
         total += inf if found is None else found.layer_s
         too_large |= found is not None and not found.backward.fits
     return Predicted(too_large, total)

@@ -50,7 +50,7 @@ LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SampledStrategy:
     """A strategy as it did on sampled batches.
 
     `max_tokens`: the longest sequence that it holds; `held_batches`: batches without longer ones;
@@ -370,7 +370,7 @@ def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[Pi
 
 def rank(
     proposed: dict[int, tuple[Strategy, ...]], batches: Sequence[Lengths], costs: SchemeCosts, num_ranks: int
-) -> tuple[Candidate, ...]:
+) -> tuple[SampledStrategy, ...]:
     """The strategies that are best for some longest length, as they do on sampled batches, the one
     that holds the longest sequence first.
 
@@ -391,12 +391,12 @@ def rank(
     }
     strategies = list(kept)
     wins = [min(strategies, key=lambda each: seconds[each][at]) for at in range(len(batches))]
-    candidates: list[Candidate] = []
+    candidates: list[SampledStrategy] = []
     for strategy in strategies:
         held = [each for each in seconds[strategy] if each != float("inf")]
         most = max(each.max_tokens for each in kept[strategy])
         mean_s = fmean(held) if held else 0.0
-        candidates.append(Candidate(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
+        candidates.append(SampledStrategy(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
     return tuple(sorted(candidates, key=lambda each: -each.max_tokens))
 
 

@@ -62,7 +62,7 @@ class Nic:
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class HardwareTopology:
     """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints
     it.
     """
@@ -139,7 +139,7 @@ def _pci(address: str) -> str:
     return match[1] if match else ""
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str) -> HardwareTopology:
     """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend.
 
     What is no such matrix has no links.
@@ -165,7 +165,7 @@ def parse_topology(text: str) -> Topology:
         if len(words) > len(columns) and words[0] in columns and "X" in words[1 : len(columns) + 1]:
             cells = zip(columns, words[1:], strict=False)
             links[legend.get(words[0], words[0])] = {legend.get(column, column): cell for column, cell in cells}
-    return Topology(links)
+    return HardwareTopology(links)
 
 
 def read_infiniband(root: Path) -> tuple[Nic, ...]:
@@ -218,7 +218,9 @@ def read_ethernet(root: Path) -> tuple[Nic, ...]:
     return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
 
 
-def _nearest(index: int, gpu: Gpu, nics: Sequence[Nic], topology: Topology, root: Path) -> tuple[tuple[str, ...], str]:
+def _nearest(
+    index: int, gpu: Gpu, nics: Sequence[Nic], topology: HardwareTopology, root: Path
+) -> tuple[tuple[str, ...], str]:
     """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common
     way from the root of the PCI bus.
     """

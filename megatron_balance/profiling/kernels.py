@@ -131,7 +131,7 @@ class KernelBench:
     def layer(self, progress: Progress) -> LayerTable:
         """Seconds of norms, projections and MLP of one layer, forward and backward, by tokens."""
         model, sizes = self.model, self.options.layer_tokens
-        layer = _Layer(model, self.device, self.dtype, self.generator)
+        layer = _AroundAttention(model, self.device, self.dtype, self.generator)
         times: list[tuple[float, float]] = []
 
         def point(tokens: int) -> Callable[[], None]:
@@ -153,7 +153,7 @@ class KernelBench:
         return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.dtype) / 8
 
 
-class _Layer:
+class _AroundAttention:
     """The modules of a layer around attention; the queries stand in for its output."""
 
     def __init__(self, model: Model, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -21,7 +21,7 @@ from megatron_balance.cost.table import LinkTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.profiling.options import ProfileOptions
 from megatron_balance.profiling.timing import clock_s, events_s
-from megatron_balance.runtime.cuda import Transfer
+from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.groups import Groups, make_groups
 
 
@@ -146,9 +146,11 @@ def exchanged(
     seconds: list[float] = []
     for size in message_bytes:
         ends = [(groups.rank, peer, True, of.empty(size)), (peer, groups.rank, False, of.empty(size))]
-        transfers = [Transfer(src, dst, 0, sends, peer, x) for src, dst, sends, x in sorted(ends, key=itemgetter(0))]
+        transfers = [
+            StreamMessage(src, dst, 0, sends, peer, x) for src, dst, sends, x in sorted(ends, key=itemgetter(0))
+        ]
 
-        def exchange(transfers: Sequence[Transfer] = transfers) -> None:
+        def exchange(transfers: Sequence[StreamMessage] = transfers) -> None:
             of.wait(streams.now())
             of.batch(transfers)
             streams.wait(of.record())

@@ -18,7 +18,7 @@ from megatron_balance.simulator.step import Setup
 T = TypeVar("T")
 
 
-class Progress(Protocol):
+class CaseProgress(Protocol):
     """Items, with a progress bar where someone looks."""
 
     def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]: ...
@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedCase:
     """A case's steps, planned and simulated.
 
     `row`: its figures as `compare` prints them, with phases and utilisation.
@@ -62,7 +62,7 @@ class Played:
     def name(self) -> str:
         return self.case.choice.name
 
-    def first_steps(self) -> Played:
+    def first_steps(self) -> PlayedCase:
         """A copy with the first few steps only; the row stays that of all steps."""
         return replace(self, case=self.case.first_steps(), steps=self.steps[:MOST_STEPS])
 
@@ -87,7 +87,7 @@ class Asked:
     cases: tuple[Case, ...]
     baseline: str
     plan: Callable[[Case], tuple[StepPlan, ...]]
-    play: Callable[[Case], Played]
+    play: Callable[[Case], PlayedCase]
     assumed: str
     lengths: str
     costs: str

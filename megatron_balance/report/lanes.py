@@ -72,7 +72,7 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
     }
 
 
-def _activity(span: trace_format.Span) -> str:
+def _activity(span: trace_format.TrackSpan) -> str:
     """Transfers by the link they take; the legs of a routed one that stay in the node are inside
     it.
     """

@@ -24,9 +24,9 @@ from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.report import words
-from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
+from megatron_balance.report.cases import Figures, PlayedCase, mean_step_s, simulate
 from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import Call, attention_call, linear_tokens, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, linear_tokens, mean_call
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.masks import by_mask
 from megatron_balance.simulator.memory import settled
@@ -64,7 +64,7 @@ class _FreeTransfers(PerturbedCost):
         return Contention(0, 0, 0)
 
 
-def of(played: Played) -> Figures:
+def of(played: PlayedCase) -> Figures:
     """Seconds of a step by part, mean over steps; the largest part, and the largest that is not
     computing, with a sentence on each.
     """
@@ -74,7 +74,7 @@ def of(played: Played) -> Figures:
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])
     computing = sum(seconds[part] for part in COMPUTING)
-    layer = _Layer.of(steps[0].plans[0], case.machine, setup)
+    layer = _LayerLoads.of(steps[0].plans[0], case.machine, setup)
     limit = "compute" if computing >= seconds[other] else other
     return {
         "kind": "simulated",
@@ -153,7 +153,7 @@ def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> Call:
+def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> BothPhases:
     return mean_call(
         [
             (attention_call(own, on, setup.drawn, enter_s, setup.engine, setup.transport), share)
@@ -209,7 +209,7 @@ def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _LayerLoads:
     """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each
     resource, and seconds of it all.
     """
@@ -219,10 +219,10 @@ class _Layer:
     seconds: float
 
     @staticmethod
-    def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> _Layer:
+    def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> _LayerLoads:
         outside = _linear_s(plan, machine)
         forward, backward = call = _call(plan, outside, machine, setup)
-        return _Layer(
+        return _LayerLoads(
             outside[0] + outside[1] + forward.compute_s + backward.compute_s,
             forward.bytes_moved + backward.bytes_moved,
             sum(float(outcome.end_s.max()) for outcome in call),
@@ -240,7 +240,7 @@ class _Layer:
         }
 
 
-def _busiest_nic(layer: _Layer, machine: Machine) -> Figures | None:
+def _busiest_nic(layer: _LayerLoads, machine: Machine) -> Figures | None:
     """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between
     nodes.
     """
@@ -263,7 +263,7 @@ def _busiest_nic(layer: _Layer, machine: Machine) -> Figures | None:
 # In words
 
 
-def _sentence(played: Played, seconds: dict[str, float], limits: tuple[str, str], layer: _Layer) -> str:
+def _sentence(played: PlayedCase, seconds: dict[str, float], limits: tuple[str, str], layer: _LayerLoads) -> str:
     limit, other = limits
     step_s = sum(seconds.values())
     mean = f", in the mean of the first {len(played.steps)}" if len(played.steps) > 1 else ""
@@ -283,7 +283,7 @@ def _sentence(played: Played, seconds: dict[str, float], limits: tuple[str, str]
     return f"{what}. Computing limits it: {share}. The largest loss beside it is {PARTS[other]}: {lost}. {why}"
 
 
-def _why(part: str, played: Played, layer: _Layer) -> str:
+def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
     machine, spread = played.case.machine, layer.spread()
     match part:
         case "nic" | "remap":

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_balance.report import verdict, words
 from megatron_balance.report.cases import Figures
-from megatron_balance.report.steps import NUMBERS, Run, read_all
+from megatron_balance.report.steps import NUMBERS, LoggedRun, read_all
 
 MOST_POINTS = 1500
 """Points of a curve; longer runs are drawn as means of neighbouring steps."""
@@ -55,9 +55,9 @@ def document(paths: Sequence[Path]) -> Figures:
     }
 
 
-def described(run: Run) -> Figures:
+def described(run: LoggedRun) -> Figures:
     """One run: means without the warm-up, and curves with it."""
-    steady = Run(run.label, run.path, run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps, (), ())
+    steady = LoggedRun(run.label, run.path, run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps, (), ())
     step_ms = steady.numbers("step_ms")
     tokens = steady.numbers("num_tokens")
     num_ranks = _num_ranks(run)
@@ -82,13 +82,13 @@ def described(run: Run) -> Figures:
     }
 
 
-def _config(run: Run) -> str | None:
+def _config(run: LoggedRun) -> str | None:
     """The resolved configuration beside the log."""
     file = Path(run.path).parent / "config.yaml"
     return str(file) if file.is_file() else None
 
 
-def _num_ranks(run: Run) -> int | None:
+def _num_ranks(run: LoggedRun) -> int | None:
     """Ranks of the pool, from the counters of each rank."""
     counters = run.steps[-1].get("counters")
     if not isinstance(counters, dict):
@@ -101,7 +101,7 @@ def _ends(losses: Sequence[float]) -> Figures | None:
     return {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None
 
 
-def _curves(run: Run) -> Figures:
+def _curves(run: LoggedRun) -> Figures:
     """Every curve [points], None where it has nothing; `steps_per_point` neighbours are one point."""
     each = -(-len(run.steps) // MOST_POINTS)
     groups = [range(at, min(len(run.steps), at + each)) for at in range(0, len(run.steps), each)]
@@ -135,7 +135,7 @@ FEWEST = 8
 """Steps below which nothing is said about what goes with what."""
 
 
-def follows(run: Run) -> Figures:
+def follows(run: LoggedRun) -> Figures:
     """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
     correlations: Figures = {}
     step_ms = run.series("step_ms")
@@ -156,7 +156,7 @@ def _ranked(values: Sequence[float]) -> np.ndarray:
 # Two runs
 
 
-def _compared(runs: Sequence[Run]) -> Figures:
+def _compared(runs: Sequence[LoggedRun]) -> Figures:
     """The second run against the first, on the steps that both have."""
     first, second = ({step["step"]: step for step in run.steps} for run in runs)
     common = sorted(first.keys() & second.keys())
@@ -187,7 +187,7 @@ def _compared(runs: Sequence[Run]) -> Figures:
     }
 
 
-def _versus(a: Run, b: Run, times: Sequence[float], ratio: float) -> str:
+def _versus(a: LoggedRun, b: LoggedRun, times: Sequence[float], ratio: float) -> str:
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (

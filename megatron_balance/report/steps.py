@@ -40,7 +40,7 @@ LOADS = ("imbalance_before", "imbalance_after")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedRun:
     """One run: its steps in order, each once; `notes`: oddities of its file, and how they were
     read.
     """
@@ -65,7 +65,7 @@ class Run:
         return [value for value in self.series(key) if value is not None]
 
 
-def read(path: Path, option: str = "--steps") -> Run:
+def read(path: Path, option: str = "--steps") -> LoggedRun:
     """The run whose `--balance-log` folder or `steps.jsonl` this is.
 
     Raises:
@@ -93,10 +93,10 @@ def read(path: Path, option: str = "--steps") -> Run:
     notes += _unsound(steps)
     missing = tuple(key for key in (*NUMBERS, *LOADS) if all(step.get(key) is None for step in steps))
     label = file.parent.name if file.name == STEPS_FILE and file.parent.name else file.stem
-    return Run(label, str(file), tuple(steps), tuple(notes), missing)
+    return LoggedRun(label, str(file), tuple(steps), tuple(notes), missing)
 
 
-def read_all(paths: Sequence[Path]) -> list[Run]:
+def read_all(paths: Sequence[Path]) -> list[LoggedRun]:
     """Several runs, whose labels differ.
 
     Raises:
@@ -107,7 +107,7 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
         raise ConfigError(f"--steps {paths[0]}: is given twice; a run is held against another one")
     if len({run.label for run in runs}) == len(runs):
         return runs
-    return [Run(run.path, run.path, run.steps, run.notes, run.missing) for run in runs]
+    return [LoggedRun(run.path, run.path, run.steps, run.notes, run.missing) for run in runs]
 
 
 def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.report import advice, lanes, lengths, limits, load, placement, tries
-from megatron_balance.report.cases import Asked, Case, Figures, Played, Progress
+from megatron_balance.report.cases import Asked, Case, CaseProgress, Figures, PlayedCase
 from megatron_balance.report.standing import best_of, hold_against, runs, saving, standing
 from megatron_balance.simulator.timeline import MOST_RANKS
 
 
-def study(asked: Asked, progress: Progress) -> Figures:
+def study(asked: Asked, progress: CaseProgress) -> Figures:
     """Compare all planners; of the baseline and the fastest other one (`shown`) also where everything
     goes, when, and what limits them. `best`: as in `compare`; None: no job can run any of them.
 
@@ -56,12 +56,12 @@ def study(asked: Asked, progress: Progress) -> Figures:
     }
 
 
-def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str]]:
+def _play(asked: Asked, progress: CaseProgress) -> tuple[list[PlayedCase], dict[str, str]]:
     """Steps of every planner, and the planners left out, with reasons.
 
     A planner that the user did not name is left out if it cannot place the batch.
     """
-    played: list[Played] = []
+    played: list[PlayedCase] = []
     left_out: dict[str, str] = {}
     for case in progress(asked.cases, "planners"):
         try:
@@ -73,7 +73,7 @@ def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str
     return played, left_out
 
 
-def _best(played: Sequence[Played], base: Played) -> Played:
+def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
     """The fastest one beside the baseline that a job can run (`runs`). Where there is none, the
     baseline if a job can run it, else the fastest that fits if any does.
     """
@@ -83,7 +83,7 @@ def _best(played: Sequence[Played], base: Played) -> Played:
     return min(others, key=lambda each: standing(each.row), default=base)
 
 
-def _timelines(shown: Sequence[Played], progress: Progress) -> tuple[Figures, str]:
+def _timelines(shown: Sequence[PlayedCase], progress: CaseProgress) -> tuple[Figures, str]:
     case = shown[0].case
     if case.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."

@@ -17,7 +17,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, under_layers
-from megatron_balance.report.cases import Asked, Case, Figures, Progress, mean_step_s, simulate
+from megatron_balance.report.cases import Asked, Case, CaseProgress, Figures, mean_step_s, simulate
 from megatron_balance.report.standing import runs
 
 WORTH = 0.01
@@ -38,7 +38,7 @@ Where = Literal["planner", "step", "machine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class TriedOptions:
     """A variant: in words, and as the options of the command line that make it; empty: no option
     does.
     """
@@ -50,7 +50,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
+class _ComparedCase:
     """The case that variants are compared with."""
 
     case: Case
@@ -58,13 +58,13 @@ class _Base:
     step_s: float
 
 
-def of(asked: Asked, case: Case, progress: Progress) -> Figures:
+def of(asked: Asked, case: Case, progress: CaseProgress) -> Figures:
     """Steps of all variants, fastest first, with their gain; and the variants that are impossible
     or change nothing.
     """
     steps = asked.plan(case)
     figures = simulate(steps, case.machine, case.setup)
-    base = _Base(case, steps, mean_step_s(figures))
+    base = _ComparedCase(case, steps, mean_step_s(figures))
     rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
@@ -91,7 +91,7 @@ def of(asked: Asked, case: Case, progress: Progress) -> Figures:
     }
 
 
-def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
+def _row(each: TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | None:
     """The figures of a variant; None: it is the same plan on the same machine."""
     case, begin = each.case, time.perf_counter()
     steps = asked.plan(case)
@@ -128,7 +128,7 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
 # Variants
 
 
-def candidates(case: Case) -> Iterator[Try]:
+def candidates(case: Case) -> Iterator[TriedOptions]:
     """All variants of a case."""
     yield from _other_planners(case)
     yield from _other_layers(case)
@@ -138,11 +138,11 @@ def candidates(case: Case) -> Iterator[Try]:
     yield from _other_machines(case)
 
 
-def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> Try:
-    return Try("planner", name, options, replace(case, choice=choice))
+def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> TriedOptions:
+    return TriedOptions("planner", name, options, replace(case, choice=choice))
 
 
-def _other_planners(case: Case) -> Iterator[Try]:
+def _other_planners(case: Case) -> Iterator[TriedOptions]:
     """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {
@@ -166,7 +166,7 @@ def _whole(case: Case, name: str) -> str:
     return nano_batches + stages
 
 
-def _other_layers(case: Case) -> Iterator[Try]:
+def _other_layers(case: Case) -> Iterator[TriedOptions]:
     choice = case.choice
     for when in ("always", "pays", "never"):
         if when != choice.layers.routing and case.cluster.num_nodes > 1:
@@ -187,7 +187,7 @@ def _other_layers(case: Case) -> Iterator[Try]:
         )
 
 
-def _other_options(case: Case) -> Iterator[Try]:
+def _other_options(case: Case) -> Iterator[TriedOptions]:
     """Each option of the planner that has alternatives, one at a time."""
     choice = case.choice
     hints = get_type_hints(PLANNERS[choice.name].options)
@@ -233,7 +233,7 @@ def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
     return []
 
 
-def _other_capacities(case: Case) -> Iterator[Try]:
+def _other_capacities(case: Case) -> Iterator[TriedOptions]:
     """A rank that may hold less gives the planner less choice; one that may hold more, more."""
     now: int = case.choice.options.tokens_per_rank
     ranks = case.choice.num_holders(case.cluster)
@@ -246,15 +246,15 @@ def _other_capacities(case: Case) -> Iterator[Try]:
         yield _planner(case, name, f"--tokens-per-rank {capacity}", replace(case.choice, options=options))
 
 
-def _other_steps(case: Case) -> Iterator[Try]:
+def _other_steps(case: Case) -> Iterator[TriedOptions]:
     setup = case.setup
 
-    def of(name: str, options: str, **changes: Any) -> Try:
-        return Try("step", name, options, replace(case, setup=replace(setup, **changes)))
+    def of(name: str, options: str, **changes: Any) -> TriedOptions:
+        return TriedOptions("step", name, options, replace(case, setup=replace(setup, **changes)))
 
     if case.group > 1 and case.group % 2 == 0:
         merged = _merged(case)
-        yield Try(
+        yield TriedOptions(
             "step",
             f"{merged.group} microbatches a step of twice the tokens, not {case.group}",
             f"--microbatches {merged.group}",
@@ -286,13 +286,13 @@ def _merged(case: Case) -> Case:
     return replace(case, batches=tuple(Batch(a.lengths + b.lengths) for a, b in pairs), group=case.group // 2)
 
 
-def _other_machines(case: Case) -> Iterator[Try]:
+def _other_machines(case: Case) -> Iterator[TriedOptions]:
     machine, cluster = case.machine, case.cluster
 
-    def faster(name: str, factors: Factors, **changes: float) -> Try:
+    def faster(name: str, factors: Factors, **changes: float) -> TriedOptions:
         cost = PerturbedCost(machine.cost, factors)
         other = replace(machine, cost=cost)
-        return Try("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
+        return TriedOptions("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
     half = 1 / FASTER
     if cluster.num_nodes > 1:
@@ -318,4 +318,4 @@ def _other_machines(case: Case) -> Iterator[Try]:
     )
     if any(factor > 1 for factor in machine.slowdown):
         even = replace(machine, slowdown=())
-        yield Try("machine", "no slow rank", "", replace(case, machine=even))
+        yield TriedOptions("machine", "no slow rank", "", replace(case, machine=even))

@@ -192,12 +192,12 @@ class AttentionCall:
         """
         _check(q, k, v, self._bound, self._sink)
         self._inputs = (q.detach(), k.detach(), v.detach())
-        self._link = _Start.apply(q, k, v, self._bound, self._runs)
+        self._link = _FirstSegment.apply(q, k, v, self._bound, self._runs)
 
     def attend(self) -> None:
         """Attend to what has come, and issue what goes back to owners."""
         assert self._link is not None, "an attention call begins with its start"
-        self._link = _Attend.apply(self._link, self._runs)
+        self._link = _AttentionFunction.apply(self._link, self._runs)
 
     def end(self) -> Tensor:
         """Wait for results of owned rows: the output [T, H, V]."""
@@ -315,7 +315,7 @@ class _Runs:
     backward: BackwardRun | None = None
 
 
-class _Start(torch.autograd.Function):
+class _FirstSegment(torch.autograd.Function):
     """The first segment. An empty tensor links the segments: autograd keeps their order by it."""
 
     @staticmethod
@@ -334,7 +334,7 @@ class _Start(torch.autograd.Function):
         return (*run.gradients(), None, None)
 
 
-class _Attend(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, runs: _Runs) -> Tensor:
         ctx.runs = runs

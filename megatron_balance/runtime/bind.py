@@ -30,9 +30,9 @@ from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
 from megatron_balance.runtime.lower.moves import Sites, moves_of
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, Finish, Phase, PhaseName
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, FinishStep, Phase, PhaseName
 from megatron_balance.runtime.lower.tables import ship, tables_of
 from megatron_balance.runtime.lower.views import ExchangeForm, Rooms, Sizes
 from megatron_balance.runtime.movers import choose_mover
@@ -236,7 +236,7 @@ def prepare(  # noqa: PLR0913  as `bind`
         raise ConfigError(
             "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
         )
-    place, form = torch.device(device), Form.of(shape, dtype, gradient_wire)
+    place, form = torch.device(device), CallForm.of(shape, dtype, gradient_wire)
     windows = isinstance(plan.mask, SlidingWindow)
     chosen: Any = kernel_of_widths(kernel, place, dtype, shape.widths, windows=windows)
     moves = choose_mover(mover, place)
@@ -286,13 +286,13 @@ def prepare(  # noqa: PLR0913  as `bind`
     return Prepared(tuple(bounds), tables, place)
 
 
-def exchange_forms(phase: Phase, form: Form, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
+def exchange_forms(phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
     """Facts of the exchanges of a phase that are the same in every layer, by their id. `sizes`: of
     query and key buffers.
     """
     found: dict[int, ExchangeForm] = {}
     for step in phase.steps:
-        if isinstance(step, Finish):  # it says more about what arrives than the start does
+        if isinstance(step, FinishStep):  # it says more about what arrives than the start does
             exchange = step.exchange
             sides = (sent(exchange, groups), brought(exchange, groups))
             found[exchange.id] = ExchangeForm.of(exchange, sides, form, sizes, is_block=is_block(exchange, groups))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Launch, Start, Step, Work
+from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, IssueStep, Launch, Step, Work
 
 _ZONES = ("inter_node", "intra_node", "local")
 _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}
@@ -64,7 +64,7 @@ class Counters:
         for name, count in work.counts:
             setattr(self, name, getattr(self, name) + count)
 
-    def carried(self, traffic: Traffic, *, forward: bool) -> None:
+    def carried(self, traffic: PhaseTraffic, *, forward: bool) -> None:
         """Add what one run of a phase moved."""
         phase = "forward" if forward else "backward"
         for name in ("bytes_received", "relayed_bytes", "inter_node_bytes_sent", "inter_node_bytes_received"):
@@ -74,7 +74,7 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Traffic:
+class PhaseTraffic:
     """Bytes of one run of a phase, as in `Counters`."""
 
     bytes_received: int = 0
@@ -95,7 +95,7 @@ def counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None
             case Launch() | GradLaunch():
                 count["kernel_calls"] += step.calls
                 count[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case Start(exchange):
+            case IssueStep(exchange):
                 count[f"exchanges_{exchange.collective}"] += bool(exchange.sends or exchange.receives or exchange.group)
                 count["routed_transfers"] += len(exchange.routed_sends)
                 if forward and exchange.id != remap_out:
@@ -106,6 +106,6 @@ def counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None
                     count["remap_tokens_received"] += remapped
                     count["q_tokens_received"] -= remapped
                     count["kv_tokens_received"] -= remapped
-            case Finish():
+            case FinishStep():
                 pass
     return tuple(count.items())

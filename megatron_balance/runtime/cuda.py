@@ -24,7 +24,7 @@ def has_high_priority(stream: str) -> bool:
     return stream.startswith(HIGH_PRIORITY)
 
 
-class Transfer(NamedTuple):
+class StreamMessage(NamedTuple):
     """One message of a batch, with pool rank `peer`. Both ends sort by (src, dst, index)."""
 
     src: int
@@ -42,7 +42,7 @@ class Stream(Protocol):
         """Make what is issued later wait for `event`."""
         ...
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         """Issue sends and receives as one call, which ends when all have ended."""
         ...
 
@@ -96,7 +96,7 @@ class CudaStreams:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self._groups, self.ranks = groups, ranks
         self._streams: dict[str, CudaStream] = {}
-        self.events = _Events()
+        self.events = _EventMaker()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -127,7 +127,7 @@ class CudaStreams:
 
 
 @dataclass(slots=True)
-class _Events:
+class _EventMaker:
     """Makes the events of all streams of a rank."""
 
     timed: bool = False
@@ -139,14 +139,16 @@ class _Events:
 class CudaStream:
     """A stream and its communicator. `ranks`: global rank of each pool rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], events: _Events, *, high: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: Sequence[int], events: _EventMaker, *, high: bool
+    ) -> None:
         self._group, self._ranks, self._events = group, ranks, events
         self._stream = torch.cuda.Stream(priority=-1 if high else 0)
 
     def wait(self, event: torch.cuda.Event) -> None:
         self._stream.wait_event(event)
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         assert self._group is not None, "a stream for collectives was given a transfer"
         ops = [
             dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._ranks[t.peer], self._group)

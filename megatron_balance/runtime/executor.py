@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed, PeerMessage, Step, Sums
 from megatron_balance.runtime.lower.sums import is_whole, whole_of
 from megatron_balance.runtime.lower.views import Buffers, ExchangeForm, Later, Views
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
@@ -78,7 +78,7 @@ class ForwardRun(PhaseRun):
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
-    def other_parcel(self, message: Message) -> list[Tensor]:
+    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
         packed = message.packed
         both = self.partials.as_they_lie(packed)
         if both is not None:
@@ -94,7 +94,7 @@ class ForwardRun(PhaseRun):
             self.partials.send(self.sending)
             self.sending = []
 
-    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
         self.sending.append(Sent(message.packed, *into))
 
     def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
@@ -266,7 +266,7 @@ class BackwardRun(PhaseRun):
             fresh = tuple([number for number, value in enumerate(values) if value in self.fresh])
         return [Place(packed, x, tuple([total[i] for total in totals]), fresh) for i, x in enumerate(grads)]
 
-    def received_places(self, message: Message, slots: Views, at: int) -> list[Place]:
+    def received_places(self, message: PeerMessage, slots: Views, at: int) -> list[Place]:
         """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
@@ -312,7 +312,7 @@ class BackwardRun(PhaseRun):
             return heads_view(of[operand.buffer], operand.head, operand.num_heads)
         return self.operand(operand.packed, of.__getitem__)
 
-    def other_parcel(self, message: Message) -> list[Tensor]:
+    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
         packed = message.packed
         match message.kind:
             case Kind.OUT_GRAD:
@@ -325,7 +325,7 @@ class BackwardRun(PhaseRun):
                 of = partial(self.summed, Kind.KV_GRAD)
                 return self.both(packed, joined, lambda b, i: of(b)[i], self.form.gradient)
 
-    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
         packed = message.packed
         match message.kind:
             case Kind.OUT_GRAD:

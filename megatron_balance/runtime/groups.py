@@ -21,7 +21,7 @@ from megatron_balance.runtime.workers import Workers
 _MOVED = ("", " moved")
 
 
-class Link(NamedTuple):
+class StreamPair(NamedTuple):
     """A stream, and pool ranks of which one sends to the other on it."""
 
     stream: str
@@ -61,7 +61,7 @@ class Groups:
     buffers: BufferPool = field(default_factory=BufferPool)
     issues: IssueQueue = field(default_factory=IssueQueue)
     safe: bool = False
-    connected: set[Link] = field(default_factory=set)
+    connected: set[StreamPair] = field(default_factory=set)
     host_times: HostTimes = field(default_factory=HostTimes)
     inside: Callable[[], AbstractContextManager[object]] = nullcontext
 

@@ -28,17 +28,17 @@ from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLA
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.parcels import Form, wide_dtype
+from megatron_balance.runtime.lower.parcels import CallForm, wide_dtype
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
-    Finish,
+    FinishStep,
     GradLaunch,
+    IssueStep,
     Launch,
-    Message,
     Operand,
     Packed,
+    PeerMessage,
     Phase,
-    Start,
     Step,
     describe,
 )
@@ -61,7 +61,7 @@ class Received:
     kv: Buffers[tuple[Tensor, ...]] = field(default_factory=Buffers[tuple[Tensor, ...]])
 
 
-Arrived: TypeAlias = tuple[Message, Views, int]
+Arrived: TypeAlias = tuple[PeerMessage, Views, int]
 """A message, and the tensors that carry it: what arrived with it, and its number there."""
 
 
@@ -99,8 +99,8 @@ class PhaseRun:
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
-        self.form = Form.of(bound.shape, self.dtype, bound.gradient_wire)
-        self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
+        self.form = CallForm.of(bound.shape, self.dtype, bound.gradient_wire)
+        self.upcoming = (step.exchange for step in phase.steps if isinstance(step, IssueStep))
         self.forms = bound.exchange_forms[id(phase)]
         self.rooms = bound.rooms[id(phase)]
         self.operands: Iterator[Tensor] = iter(())  # of a launch, to be gathered
@@ -170,10 +170,10 @@ class PhaseRun:
 
     def take(self, step: Step) -> None:
         match step:
-            case Start(exchange):
+            case IssueStep(exchange):
                 with self.named(PACK, exchange.zone, exchange.id):
                     self.issue(exchange)
-            case Finish():
+            case FinishStep():
                 self.receive(step.exchange)
             case Launch() | GradLaunch():
                 begin = time.perf_counter()
@@ -193,12 +193,12 @@ class PhaseRun:
         end, trace = self.mark(), self.trace
         assert trace is not None
         match step:
-            case Start(exchange):
+            case IssueStep(exchange):
                 if self.recorder is not None:
                     trace.append(Traced(COMPUTE, exchange.op, PACK, "own", begin, end))
                 if not self.on_device:
                     trace.extend(Traced(at, exchange.op, leg, "own", begin, end) for at, leg in exchange.places())
-            case Finish(exchange):
+            case FinishStep(exchange):
                 # Unpacking is computation: the exchange ends when its tensors are there.
                 trace.append(Traced("", exchange.op, "finish", "own", begin, self.arrived))
                 if self.recorder is not None:
@@ -370,7 +370,7 @@ class PhaseRun:
                 self.arrive([(form.brought[at], slots, at) for at in together], form)
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
-    def pack(self, message: Message, into: Sequence[Later]) -> None:
+    def pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
         """Write a message to tensors, with the next `fill`."""
         packed = message.packed
         match message.kind:
@@ -394,7 +394,7 @@ class PhaseRun:
         for i in (0, 1):
             self.write(packed, lambda b, i=i: of(b, i), lambda i=i: into()[i])
 
-    def parcel(self, message: Message) -> list[Tensor]:
+    def parcel(self, message: PeerMessage) -> list[Tensor]:
         """The contiguous tensors that carry a message, filled by the next `fill`.
 
         From where it lies, if it does so without gaps, or in memory of its own.
@@ -460,10 +460,10 @@ class PhaseRun:
     def launch(self, step: Step) -> None:
         raise NotImplementedError
 
-    def other_parcel(self, message: Message) -> list[Tensor]:
+    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
         raise NotImplementedError
 
-    def other_pack(self, message: Message, into: Sequence[Later]) -> None:
+    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
         raise NotImplementedError
 
     def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, Span
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.analysis.wire import padded, piece_bounds, tensor_bytes
 from megatron_balance.runtime.cuda import Streams
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
+from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
-    Finish,
+    FinishStep,
     GradLaunch,
+    IssueStep,
     Launch,
-    Message,
+    PeerMessage,
     Phase,
     RelayTask,
-    Start,
 )
 from megatron_balance.runtime.trace import Mark, Trace, Traced
 
@@ -36,7 +36,7 @@ _Key = tuple[int, str, str]
 
 
 @dataclass(slots=True)
-class _Moved:
+class _LegBytes:
     """Bytes of one leg of an exchange on a stream, by pool rank at the other end."""
 
     sent: dict[int, int] = field(default_factory=dict[int, int])
@@ -47,7 +47,7 @@ class _Moved:
 class _Marked:
     """A span whose times are still marks."""
 
-    span: Span
+    span: TrackSpan
     start: Mark
     stop: Mark
 
@@ -88,23 +88,23 @@ class Recorder:
         """Now, on the compute stream."""
         return time.perf_counter() if self.streams is None else self.streams.now()
 
-    def add(self, span: Span, start: Mark, stop: Mark) -> None:
+    def add(self, span: TrackSpan, start: Mark, stop: Mark) -> None:
         """Add a span that is no part of an attention call."""
         self._marked.append(_Marked(span, start, stop))
 
-    def ended(self, bound: Bound, phase: Phase, trace: Trace, form: Form, *, forward: bool) -> None:
+    def ended(self, bound: Bound, phase: Phase, trace: Trace, form: CallForm, *, forward: bool) -> None:
         """Add the call whose run of a phase is over, and noted `trace`."""
         name, number = "forward" if forward else "backward", bound.number
         call = self._calls[name, number]
         self._calls[name, number] += 1
-        common = Span(self.rank, COMPUTE, "", 0.0, 0.0, name, number, call)
+        common = TrackSpan(self.rank, COMPUTE, "", 0.0, 0.0, name, number, call)
         ranks = bound.groups.ranks
         for marked in _of_call(phase, trace, form, common, on_device=self.streams is not None):
             span = marked.span
             sent, received = ({ranks[peer]: n for peer, n in way.items()} for way in (span.sent, span.received))
             self._marked.append(_Marked(replace(span, sent=sent, received=received), marked.start, marked.stop))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TrackSpan]:
         """All spans, and between two calls of a pass the modules that ran there.
 
         Call once, when the device has done all.
@@ -121,7 +121,7 @@ class Recorder:
         return self.streams.seconds(self._zero, mark)
 
 
-def _between(spans: Sequence[Span]) -> Iterator[Span]:
+def _between(spans: Sequence[TrackSpan]) -> Iterator[TrackSpan]:
     """The time between two calls of one microbatch and phase on the compute track."""
     own = sorted((s for s in spans if s.track == COMPUTE and s.call >= 0), key=lambda s: (s.start_s, s.stop_s))
     for before, after in zip(own, own[1:], strict=False):
@@ -133,20 +133,20 @@ def _between(spans: Sequence[Span]) -> Iterator[Span]:
 # One call
 
 
-def _of_call(phase: Phase, trace: Trace, form: Form, common: Span, *, on_device: bool) -> Iterator[_Marked]:
+def _of_call(phase: Phase, trace: Trace, form: CallForm, common: TrackSpan, *, on_device: bool) -> Iterator[_Marked]:
     """The spans of a call; a leg of an exchange on a stream is one, whatever it is made of.
 
     On a device the trace has what a leg took on its stream. Without one, it has when the host issued
     it: it lasts until what the exchange brings is there.
     """
-    exchanges = {step.exchange.op: step.exchange for step in phase.steps if isinstance(step, Start | Finish)}
+    exchanges = {step.exchange.op: step.exchange for step in phase.steps if isinstance(step, IssueStep | FinishStep)}
     zones = {step.op: step.zone for step in phase.steps if isinstance(step, Launch | GradLaunch)}
     tasks = [task for group in phase.relay_tasks for task in group]
     relayed = {task.op: task.exchange for task in tasks}
     legs: dict[_Key, tuple[Mark, Mark]] = {}
     issued: dict[int, list[Traced]] = {}
 
-    def of(op: int, track: str, what: str) -> Span:
+    def of(op: int, track: str, what: str) -> TrackSpan:
         exchange = exchanges.get(op)
         number, zone = (exchange.id, exchange.zone) if exchange else (relayed.get(op, -1), zones.get(op, ""))
         return replace(common, track=track, what=what, exchange=number, zone=zone)
@@ -184,9 +184,11 @@ def _widen(legs: dict[_Key, tuple[Mark, Mark]], each: Traced, stop: Mark) -> Non
     legs[key] = start, end
 
 
-def _moved(exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: Form) -> defaultdict[_Key, _Moved]:
+def _moved(
+    exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: CallForm
+) -> defaultdict[_Key, _LegBytes]:
     """The bytes of every leg of this rank's exchanges, and of what it relays."""
-    moved: defaultdict[_Key, _Moved] = defaultdict(_Moved)
+    moved: defaultdict[_Key, _LegBytes] = defaultdict(_LegBytes)
     for exchange in exchanges:
         for sends in (True, False):
             messages = exchange.sends if sends else exchange.receives
@@ -208,13 +210,13 @@ def _moved(exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: 
     return moved
 
 
-def _add(moved: _Moved, peer: int, num_bytes: int, *, sends: bool) -> None:
+def _add(moved: _LegBytes, peer: int, num_bytes: int, *, sends: bool) -> None:
     if num_bytes:
         of = moved.sent if sends else moved.received
         of[peer] = of.get(peer, 0) + num_bytes
 
 
-def _bytes(message: Message, form: Form, *, aligned: bool) -> int:
+def _bytes(message: PeerMessage, form: CallForm, *, aligned: bool) -> int:
     """Bytes of a message's tensors; `aligned`: as a collective carries them."""
     return sum(padded(n) if aligned else n for n in tensor_bytes([message.carried], form.sizes))
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 
 
-class Job:
+class ThreadCall:
     """One call in a thread."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -36,13 +36,13 @@ class Workers:
     """Threads, as many as were ever needed at once. They end with the process."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Job] = SimpleQueue()
+        self._queue: SimpleQueue[ThreadCall] = SimpleQueue()
         self._num_threads = 0
-        self._jobs: list[Job] = []  # those that may not have ended
+        self._jobs: list[ThreadCall] = []  # those that may not have ended
 
-    def run(self, calls: Sequence[Callable[[], None]]) -> list[Job]:
+    def run(self, calls: Sequence[Callable[[], None]]) -> list[ThreadCall]:
         """Begin all calls at once, whatever earlier jobs still do."""
-        jobs = [Job(call) for call in calls]
+        jobs = [ThreadCall(call) for call in calls]
         self._jobs = [*(job for job in self._jobs if not job.ended), *jobs]
         while self._num_threads < len(self._jobs):
             Thread(target=self._work, name="proxy", daemon=True).start()

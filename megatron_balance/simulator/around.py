@@ -8,7 +8,7 @@ from megatron_balance.analysis import memory
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import Group, group_of
+from megatron_balance.cost.collectives import CollectiveGroup, group_of
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 
@@ -59,16 +59,16 @@ class Around:
         ends = (0, self.setup.pipeline - 1)
         return max((memory.parameters_of_rank(self.machine.model, self.sharding(s)) for s in ends), key=sum)
 
-    def _group_of_experts(self) -> Group:
+    def _group_of_experts(self) -> CollectiveGroup:
         """The ranks that have the same experts, one of `experts`, with that part of a node's NICs."""
         every, whole = self.setup.experts, self._group()
         here = max(1, whole.ranks_per_node // every)
         inter = Link(whole.inter.alpha_s, whole.inter.bytes_per_s * here / whole.ranks_per_node)
-        return Group(whole.num_ranks // every, here, whole.intra, inter)
+        return CollectiveGroup(whole.num_ranks // every, here, whole.intra, inter)
 
-    def _group(self) -> Group:
+    def _group(self) -> CollectiveGroup:
         machine = self.machine
         group = group_of(machine.cluster, machine.num_ranks, machine.cluster.node_size, busy_nics=True)
         nics = machine.cluster.node_size / machine.cluster.ranks_per_nic
         inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * max(1.0, nics))
-        return Group(group.num_ranks, group.ranks_per_node, machine.intra, inter)
+        return CollectiveGroup(group.num_ranks, group.ranks_per_node, machine.intra, inter)

@@ -29,7 +29,7 @@ SMALL = 16
 """Ranks up to which "auto" takes the event engine (docs/adr/0017)."""
 
 
-class Call(NamedTuple):
+class BothPhases(NamedTuple):
     """Both phases of one attention call, one layer."""
 
     forward: Outcome
@@ -43,7 +43,7 @@ def attention_call(
     enter_s: tuple[Floats, Floats] | None = None,
     name: EngineName = "auto",
     transport: Transport = "streams",
-) -> Call:
+) -> BothPhases:
     """Run one attention call of a plan.
 
     `enter_s`: when each rank [num_ranks] enters the forward and the backward; not given: all at
@@ -61,11 +61,11 @@ def attention_call(
     forward_s, backward_s = (np.zeros(machine.num_ranks),) * 2 if enter_s is None else enter_s
     small = machine.num_ranks <= SMALL or transport == "sockets" or machine.cost.contention.waits
     if name == "rounds" or (name == "auto" and not small):
-        return Call(*rounds.play(plan, machine, policy, (forward_s, backward_s)))
+        return BothPhases(*rounds.play(plan, machine, policy, (forward_s, backward_s)))
     return events(plan, machine, policy, (forward_s, backward_s), transport)
 
 
-def mean_call(calls: Sequence[tuple[Call, float]]) -> Call:
+def mean_call(calls: Sequence[tuple[BothPhases, float]]) -> BothPhases:
     """The mean of layers' calls, each with its share of the layers."""
     if len(calls) == 1:
         return calls[0][0]
@@ -73,7 +73,7 @@ def mean_call(calls: Sequence[tuple[Call, float]]) -> Call:
     def mean(name: str, backward: bool) -> Floats:
         return np.sum([share * getattr(call[backward], name) for call, share in calls], axis=0)
 
-    return Call(
+    return BothPhases(
         *(Outcome(mean("end_s", each), mean("compute_s", each), mean("bytes_moved", each)) for each in (False, True))
     )
 
@@ -99,10 +99,10 @@ def events(
     transport: Transport = "streams",
     *,
     trace: bool = False,
-) -> Call:
+) -> BothPhases:
     """Run one attention call on the event engine. `trace`: note what every stream did."""
     ranks = compile_ranks(plan, policy)
-    return Call(
+    return BothPhases(
         *(
             engine.play(
                 phase_of(ranks, machine, backward=backward, sums=transport == "streams", rings=ring_names(plan)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints, Link
-from megatron_balance.cost.collectives import Group
+from megatron_balance.cost.collectives import CollectiveGroup
 from megatron_balance.simulator.machine import Machine
 
 
@@ -34,7 +34,7 @@ def ring(group: Ints, block_bytes: float, machine: Machine) -> Taken:
     here = int(counts.max())
     num_nics = min(machine.nics.per_node, -(-int(counts.min()) // machine.nics.ranks_per_nic))
     inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * num_nics)
-    step = Group(len(group), here if len(group) % here == 0 else 1, machine.intra, inter).slowest
+    step = CollectiveGroup(len(group), here if len(group) % here == 0 else 1, machine.intra, inter).slowest
     return Taken((len(group) - 1) * (step.alpha_s + block_bytes / step.bytes_per_s), load)
 
 

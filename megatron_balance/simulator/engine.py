@@ -16,20 +16,20 @@ from megatron_balance.simulator import host
 from megatron_balance.simulator.emulated.sockets import Sockets
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase
-from megatron_balance.simulator.streams import Streams
+from megatron_balance.simulator.phase import SimulatedPhase
+from megatron_balance.simulator.streams import StreamsPhase
 
 Transport: TypeAlias = Literal["streams", "sockets"]
 TRANSPORTS: tuple[Transport, ...] = ("streams", "sockets")
 
 
 def play(
-    phase: Phase, machine: Machine, enter_s: Floats, transport: Transport = "streams", *, trace: bool = False
+    phase: SimulatedPhase, machine: Machine, enter_s: Floats, transport: Transport = "streams", *, trace: bool = False
 ) -> Outcome:
     """Run a phase; `enter_s` [num_ranks]: when each rank enters it. `trace`: note what every stream
     does.
     """
-    kind = Streams if transport == "streams" else Sockets
+    kind = StreamsPhase if transport == "streams" else Sockets
     outcome = kind(phase, machine, enter_s, trace=trace).run()
     if not machine.host.is_modelled:
         return outcome

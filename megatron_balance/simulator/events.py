@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
-from megatron_balance.compile.order import Finish, Run, Start
+from megatron_balance.compile.order import Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Flow, Phase
+from megatron_balance.simulator.phase import Flow, SimulatedPhase
 
 _SAME_TIME = 1e-12
 """Events this close, relative to their time, happen at once."""
@@ -85,7 +85,9 @@ class Events:
     NotImplementedError here.
     """
 
-    def __init__(self, phase: Phase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+    def __init__(
+        self, phase: SimulatedPhase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool
+    ) -> None:
         self.phase, self.flows, self.machine, self.trace = phase, flows, machine, trace
         self.contention, self.call_s = machine.cost.contention, machine.cost.call_s
         self.now, self.count = 0.0, 0
@@ -244,7 +246,7 @@ class Events:
         computing.version += 1
         computing.busy_s += self.now - computing.start_s
         step = self.phase.steps[rank][computing.at]
-        self._note(rank, ATTENTION if isinstance(step, Run) else PACK if isinstance(step, Start) else PLACE)
+        self._note(rank, ATTENTION if isinstance(step, RunLaunches) else PACK if isinstance(step, Start) else PLACE)
         self._passed(rank)
         self.advance(rank)
 

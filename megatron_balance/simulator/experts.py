@@ -15,14 +15,14 @@ from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import linear_tokens
 
 
-class Added(NamedTuple):
+class ExpertSeconds(NamedTuple):
     """Seconds of a layer on each rank [R], beside its modules on the rank's own tokens."""
 
     forward_s: Floats
     backward_s: Floats
 
 
-def added_s(plan: MicrobatchPlan, around: Around, pool: int | None = None) -> Added:
+def added_s(plan: MicrobatchPlan, around: Around, pool: int | None = None) -> ExpertSeconds:
     """Seconds that experts add, by `Setup.expert_load`. Not given: visits are even, and each rank
     computes for as many as its own tokens make.
 
@@ -37,12 +37,12 @@ def added_s(plan: MicrobatchPlan, around: Around, pool: int | None = None) -> Ad
     """
     size, model, load = pool or plan.num_ranks, around.machine.model, around.setup.expert_load
     if not model.num_experts or around.setup.experts == 1:
-        return Added(np.zeros(plan.num_ranks), np.zeros(plan.num_ranks))
+        return ExpertSeconds(np.zeros(plan.num_ranks), np.zeros(plan.num_ranks))
     tokens = linear_tokens(plan)
     if load is None:
         most = tokens.reshape(-1, size).max(axis=1)
         exchange = np.repeat([around.experts_s(float(each)) if each else 0.0 for each in most], size)
-        return Added(exchange, exchange)
+        return ExpertSeconds(exchange, exchange)
     visits = _visits(plan, load, around)
     exchange = np.array([around.experts_s(each) if each else 0.0 for each in visits.tolist()])
     part, cost, slow = expert_part(model), around.machine.cost, around.machine.slow()
@@ -52,7 +52,7 @@ def added_s(plan: MicrobatchPlan, around: Around, pool: int | None = None) -> Ad
             np.array([cost.layer_s(each, backward=backward) for each in counts.tolist()]) for counts in (tokens, visits)
         )
         found.append(exchange + part * (busiest - own) * slow)
-    return Added(*found)
+    return ExpertSeconds(*found)
 
 
 def _visits(plan: MicrobatchPlan, load: ExpertLoad, around: Around) -> Floats:

@@ -15,15 +15,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron_balance.compile.order import Finish, Run, Start, Step
+from megatron_balance.compile.order import Finish, RunLaunches, Start, Step
 from megatron_balance.cost.base import Floats, Host
-from megatron_balance.simulator.phase import Phase
+from megatron_balance.simulator.phase import SimulatedPhase
 
 LAUNCHES_OF_RUN = 2
 """The attention kernel, and what merges its outputs or adds up its gradients."""
 
 
-def issue_s(phase: Phase, host: Host) -> list[list[float]]:
+def issue_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:
     """Seconds from when a host begins the phase until each step is issued, by rank and step.
 
     A start issues a group call for each of its legs on the rank, and packs before if there is
@@ -37,7 +37,7 @@ def issue_s(phase: Phase, host: Host) -> list[list[float]]:
 
     def step_s(rank: int, step: Step, exchange: int, seconds: float) -> float:
         match step:
-            case Run():
+            case RunLaunches():
                 return host.issue_s(0, LAUNCHES_OF_RUN)
             case Start():
                 return host.issue_s(calls[rank, exchange], seconds > 0, messages[rank, exchange])

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.machine import Machine, fair_rates
-from megatron_balance.simulator.phase import Flow, Phase
+from megatron_balance.simulator.phase import Flow, SimulatedPhase
 
 
 class Links(Events):
@@ -22,7 +22,9 @@ class Links(Events):
     its last one has come.
     """
 
-    def __init__(self, phase: Phase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+    def __init__(
+        self, phase: SimulatedPhase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool
+    ) -> None:
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         self.left = [float(flow.num_bytes) for flow in flows]
         self.rate, self.since, self.version = [0.0] * len(flows), [0.0] * len(flows), [0] * len(flows)

@@ -16,7 +16,7 @@ from megatron_balance.analysis.wire import Parcels, is_collective, piece_bounds
 from megatron_balance.compile.order import (
     Finish,
     Leg,
-    Run,
+    RunLaunches,
     Start,
     Step,
     collective_stream,
@@ -83,7 +83,7 @@ class GroupExchange:
 
 
 @dataclass(slots=True)
-class Phase:
+class SimulatedPhase:
     """Steps, flows and collectives of a phase.
 
     By rank and step: `seconds` beside waiting; `exchanges`: its id (-1: a launch); `blocks_s`:
@@ -119,7 +119,7 @@ def phase_of(
     backward: bool,
     sums: bool = True,
     rings: Collection[str] = (),
-) -> Phase:
+) -> SimulatedPhase:
     """The tasks of a phase of all ranks.
 
     `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not);
@@ -129,19 +129,19 @@ def phase_of(
     ops = [program.backward if backward else program.forward for program in programs]
     walked = [_walked(program, rings) if backward else {} for program in programs]
     run_s, blocks_s = _launch_seconds(ops, walked, machine, backward=backward)
-    phase = Phase([], [], [], [])
+    phase = SimulatedPhase([], [], [], [])
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
     for program, ordered, own, launch_s, block_s in zip(programs, orders, ops, run_s, blocks_s, strict=True):
         steps = ordered.steps
         pack, unpack = _handling(own, program.rank, machine, sums=sums)
-        seconds = {Run: launch_s, Start: pack, Finish: unpack}
+        seconds = {RunLaunches: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
         phase.exchanges.append([_id_of(own[step.op]) for step in steps])
         zones = places(program, backward=backward).zones
         phase.zones.append([zones[step.op] for step in steps])
-        phase.blocks_s.append([block_s.get(step.op, 0.0) if isinstance(step, Run) else 0.0 for step in steps])
+        phase.blocks_s.append([block_s.get(step.op, 0.0) if isinstance(step, RunLaunches) else 0.0 for step in steps])
         for op in own:
             if not isinstance(op, Exchange):
                 continue

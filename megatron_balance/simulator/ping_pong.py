@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.order import Run, Step
+from megatron_balance.compile.order import RunLaunches, Step
 from megatron_balance.compile.ping_pong import Cuts, Segment
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
@@ -34,7 +34,7 @@ from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase, phase_of, ring_names
+from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 from megatron_balance.simulator.rounds import stages, turned
 from megatron_balance.simulator.tables import Tables, ZoneTable
 
@@ -103,7 +103,9 @@ def layers(
         (forward + own[0], backward + own[1])
         for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts, strict=True)
     ]
-    simulated = _Rounds(nano_batches, machine, linear, mode) if rounds else _Events(nano_batches, machine, linear, mode)
+    simulated = (
+        _Rounds(nano_batches, machine, linear, mode) if rounds else _PingPongEvents(nano_batches, machine, linear, mode)
+    )
     outcomes: list[Outcome] = []
     for backward in (False, True):
         if num_layers <= SIMULATED:
@@ -148,7 +150,7 @@ def _is_layer(segment: Segment, num_layers: int) -> bool:
     return segment.layer < num_layers
 
 
-class _Events:
+class _PingPongEvents:
     def __init__(
         self,
         nano_batches: Sequence[MicrobatchPlan],
@@ -157,12 +159,12 @@ class _Events:
         mode: PingPongMode,
     ) -> None:
         self.machine, self.linear, self.mode = machine, linear, mode
-        self.nano_batches = [_NanoBatch.of(nano_batch, machine, mode) for nano_batch in nano_batches]
+        self.nano_batches = [_NanoBatchPhases.of(nano_batch, machine, mode) for nano_batch in nano_batches]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         ranks = self.machine.num_ranks
         seconds, blocks_s = ([list[float]() for _ in range(ranks)] for _ in range(2))
-        joint = Phase([()] * ranks, seconds, [list[int]() for _ in range(ranks)], blocks_s)
+        joint = SimulatedPhase([()] * ranks, seconds, [list[int]() for _ in range(ranks)], blocks_s)
         steps: list[list[Step]] = [[] for _ in range(ranks)]
         stride = 1 + max(
             (max(ids, default=-1) for nano_batch in self.nano_batches for ids in nano_batch.phases[backward].exchanges),
@@ -172,7 +174,7 @@ class _Events:
             if segment.part == "linear":
                 if _is_layer(segment, num_layers):
                     for rank, seconds in enumerate(self.linear[segment.nano_batch][backward].tolist()):
-                        steps[rank].append(Run(-1))
+                        steps[rank].append(RunLaunches(-1))
                         joint.seconds[rank].append(seconds)
                         joint.exchanges[rank].append(-1)
                         joint.blocks_s[rank].append(0.0)
@@ -188,7 +190,9 @@ class _Events:
                 joint.collectives += [replace(each, exchange=first + each.exchange) for each in phase.collectives]
         return engine.play(joint, self.machine, np.zeros(ranks), self.mode.transport)
 
-    def _append(self, joint: Phase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool) -> None:
+    def _append(
+        self, joint: SimulatedPhase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool
+    ) -> None:
         """Append every rank's steps of one segment; `first`: added to the ids of its exchanges."""
         phase, cuts = (
             self.nano_batches[segment.nano_batch].phases[backward],
@@ -204,16 +208,16 @@ class _Events:
 
 
 @dataclass(slots=True)
-class _NanoBatch:
+class _NanoBatchPhases:
     """A nano-batch's phases, forward and backward, with each rank's steps cut into segments."""
 
-    phases: tuple[Phase, Phase]
+    phases: tuple[SimulatedPhase, SimulatedPhase]
     cuts: tuple[list[Cuts], list[Cuts]]
 
     @staticmethod
-    def of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> _NanoBatch:
+    def of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> _NanoBatchPhases:
         ranks = compile_ranks(plan, mode.policy)
-        phases: list[Phase] = []
+        phases: list[SimulatedPhase] = []
         cuts: list[list[Cuts]] = []
         for backward in (False, True):
             phase = phase_of(
@@ -222,10 +226,12 @@ class _NanoBatch:
             if mode.signal:
                 phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
                 for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
-                    seconds[:] = [s if isinstance(step, Run) else 0.0 for step, s in zip(steps, seconds, strict=True)]
+                    seconds[:] = [
+                        s if isinstance(step, RunLaunches) else 0.0 for step, s in zip(steps, seconds, strict=True)
+                    ]
             phases.append(phase)
             cuts.append([(each.backward if backward else each.forward).cuts for each in ranks])
-        return _NanoBatch((phases[0], phases[1]), (cuts[0], cuts[1]))
+        return _NanoBatchPhases((phases[0], phases[1]), (cuts[0], cuts[1]))
 
 
 class _Rounds:

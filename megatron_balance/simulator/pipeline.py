@@ -17,7 +17,7 @@ from megatron_balance.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ChunkPass:
     """A forward or backward of one microbatch through one model chunk of a stage."""
 
     backward: bool
@@ -25,7 +25,7 @@ class Pass:
     chunk: int = 0
 
 
-def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[Pass]:
+def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[ChunkPass]:
     """The passes of a stage, in order.
 
     Raises:
@@ -51,25 +51,25 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
     return [*forwards[:ahead], *steady, *backwards[total - ahead :]]
 
 
-def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> Pass:
+def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> ChunkPass:
     """The n-th forward, or backward, of a stage.
 
     Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
     first.
     """
     if num_chunks == 1:
-        return Pass(backward, index)
+        return ChunkPass(backward, index)
     group, place = divmod(index, num_stages * num_chunks)
     chunk, member = divmod(place, num_stages)
-    return Pass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
+    return ChunkPass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
 
 
-Run = Callable[[int, Pass, Floats], Floats]
+Run = Callable[[int, ChunkPass, Floats], Floats]
 """(stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Clocks:
+class PipelineClocks:
     """A pipeline that has run; by stage, [num_ranks] each.
 
     `done_s`: when each rank was done. `busy_s`: how long it ran passes, waiting for ranks of its own
@@ -101,7 +101,7 @@ def run(
     num_ranks: int,
     each: Run,
     transfer: Callable[[int], Floats],
-) -> Clocks:
+) -> PipelineClocks:
     """The clocks of all stages once they are done with all passes.
 
     `transfer(microbatch)`: seconds [num_ranks] from stage to stage.
@@ -136,11 +136,11 @@ def run(
     assert all(place == len(own) for place, own in zip(at, orders, strict=True)), (
         "a pipeline schedule that waits for itself"
     )
-    return Clocks(tuple(clock), tuple(busy))
+    return PipelineClocks(tuple(clock), tuple(busy))
 
 
 def _ready(
-    step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats
+    step: ChunkPass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats
 ) -> Floats | float | None:
     """Seconds at which the input of a pass is there; None: not known yet.
 

@@ -44,7 +44,7 @@ class Turn:
         self.between = np.maximum(between, np.roll(between, self.step, axis=1))
 
 
-class Ring:
+class RingClock:
     """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits
     for the one before, and a launch.
 

@@ -28,7 +28,7 @@ from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.ring import Ring
+from megatron_balance.simulator.ring import RingClock
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, Waves, ZoneTable
 from megatron_balance.simulator.work import ADD
 
@@ -44,15 +44,15 @@ def play(
 
 
 def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> Outcome:
-    ahead = _Run(tables, policy, enter_s, backward=backward)
+    ahead = _RoundsPhase(tables, policy, enter_s, backward=backward)
     outcome, taken = ahead.run(), None
     if sum(use.crosses for use in ahead.uses) >= 2:
         taken = _taken(ahead.uses, tables.machine)
-        outcome = _Run(tables, policy, enter_s, backward=backward, taken=taken).run()
+        outcome = _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken).run()
     behind = host.behind(ahead.clocks.issued, outcome.end_s)
     if not behind.any():
         return outcome
-    return _Run(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
+    return _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
     return parts
 
 
-class _Run:
+class _RoundsPhase:
     """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others;
     `behind`: as in `Clocks`.
     """
@@ -144,7 +144,7 @@ class _Run:
             case None:
                 self._compute(table)
             case Hops():
-                Ring(self.clocks, table, table.traffic).run()
+                RingClock(self.clocks, table, table.traffic).run()
             case Collectives():
                 self._collective(table, table.traffic)
             case PointToPoint():
@@ -224,7 +224,7 @@ class _Run:
         else:
             # The rings pass on what the collectives brought.
             self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
-            Ring(self.clocks, table, traffic.hops, size).run()
+            RingClock(self.clocks, table, traffic.hops, size).run()
         for part, group in inside:
             self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_balance.analysis.change import Layouts, Work, base_sync_s, change, held_bytes, role_bytes
+from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s, change, held_bytes, role_bytes
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import num_parameters
@@ -59,7 +59,7 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
         else:
             found = change(layouts.base, strategy, gpus.model, gpus.cluster)
             works = [
-                Work(scheme.pipeline, own, *step.layer_s)
+                PipelineWork(scheme.pipeline, own, *step.layer_s)
                 for scheme, own, step in zip(strategy.pipelines, own_s, steps, strict=True)
             ]
             uncovered = found.uncovered_s(works, overlap=layouts.overlap)

@@ -24,12 +24,12 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.simulator import memory, ping_pong, pipeline
 from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, coupled, linear_tokens, mean_call
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.experts import added_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.masks import by_mask
-from megatron_balance.simulator.pipeline import Clocks, Pass
+from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
 PHASES = (
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Layer:
+class _LayerSeconds:
     """One layer of one microbatch, [num_ranks] each: seconds of the modules outside attention, and
     of the layer in all.
     """
@@ -81,7 +81,7 @@ class _Layer:
     backward_s: Floats
     head_s: tuple[Floats, Floats]
     group: Ints
-    call: Call
+    call: BothPhases
 
 
 def simulate_step(
@@ -98,7 +98,7 @@ def simulate_step(
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
-    return _Run(plans, machine, setup, Around(sharing or machine, setup)).step()
+    return _StepRun(plans, machine, setup, Around(sharing or machine, setup)).step()
 
 
 class Played(NamedTuple):
@@ -107,7 +107,7 @@ class Played(NamedTuple):
     """
 
     stage: int
-    step: Pass
+    step: ChunkPass
     begin_s: Floats
     layer_s: Floats
     again_s: Floats
@@ -126,7 +126,7 @@ class PlayedStep(NamedTuple):
 
 def play_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> PlayedStep:
     """The passes of `simulate_step`, one by one. Errors as there."""
-    run = _Run(plans, machine, setup, Around(machine, setup))
+    run = _StepRun(plans, machine, setup, Around(machine, setup))
     passes: list[Played] = []
     done_s = run.clocks(passes).total_s
     num_layers = run.layers_per_chunk * setup.interleave
@@ -134,7 +134,7 @@ def play_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAI
     return PlayedStep(passes, run.layers_per_chunk, done_s, sync_s, run.around.optimizer_s())
 
 
-class _Run:
+class _StepRun:
     def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup, around: Around) -> None:
         self.plans, self.machine, self.setup, self.around = plans, machine, setup, around
         self.chunks = setup.pipeline * setup.interleave
@@ -149,15 +149,15 @@ class _Run:
         self.stages = memory.predicted(plans, self.around)
         self.decision = memory.decide(self.stages, setup.policy, machine.cluster.memory_bytes)
         self.shares = _shares(self.decision)
-        known: dict[tuple[str, ...], _Layer] = {}
-        self.layers: list[_Layer] = []
+        known: dict[tuple[str, ...], _LayerSeconds] = {}
+        self.layers: list[_LayerSeconds] = []
         for microbatch in plans:
             name = tuple(plan.fingerprint() for plan in parts_of(microbatch))
             if name not in known:
                 known[name] = self._ping_pong(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
             self.layers.append(known[name])
 
-    def _layer(self, plan: MicrobatchPlan) -> _Layer:
+    def _layer(self, plan: MicrobatchPlan) -> _LayerSeconds:
         machine, setup, cost = self.machine, self.setup, self.machine.cost
         tokens, slow = linear_tokens(plan), machine.slow()
         counts, place = np.unique(tokens, return_inverse=True)
@@ -185,9 +185,9 @@ class _Run:
         forward_s, backward_s = _layers_s(calls, group)
         if setup.recompute == "full":
             backward_s = backward_s + forward_s
-        return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
+        return _LayerSeconds(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
 
-    def _ping_pong(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
+    def _ping_pong(self, plans: Sequence[MicrobatchPlan]) -> _LayerSeconds:
         """The mean layer of a pipeline chunk of a microbatch in nano-batches, filling and draining
         included.
         """
@@ -198,7 +198,10 @@ class _Run:
             (
                 mean_call(
                     [
-                        (Call(*ping_pong.layers(own, on, num_layers, replace(mode, policy=policy), experts)), share)
+                        (
+                            BothPhases(*ping_pong.layers(own, on, num_layers, replace(mode, policy=policy), experts)),
+                            share,
+                        )
                         for policy, share in self.shares
                     ]
                 ),
@@ -222,8 +225,8 @@ class _Run:
             Outcome(outcome.end_s, outcome.compute_s / num_layers - linear[b], outcome.bytes_moved / num_layers)
             for b, outcome in enumerate(passes)
         )
-        return _Layer(
-            tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, Call(*attention)
+        return _LayerSeconds(
+            tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, BothPhases(*attention)
         )
 
     def step(self) -> Step:
@@ -248,12 +251,12 @@ class _Run:
             (float(self.layers[0].forward_s.max()), float(self.layers[-1].backward_s.max())),
         )
 
-    def clocks(self, passes: list[Played] | None = None) -> Clocks:
+    def clocks(self, passes: list[Played] | None = None) -> PipelineClocks:
         """Run the pipeline; note every pass in `passes`, if it is given."""
         setup, model = self.setup, self.machine.model
         last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
 
-        def each(stage: int, step: Pass, ready: Floats) -> Floats:
+        def each(stage: int, step: ChunkPass, ready: Floats) -> Floats:
             layer = self.layers[step.microbatch]
             layer_s = layer.backward_s if step.backward else layer.forward_s
             has_head = (stage, step.chunk) == (last_stage, last_chunk)
@@ -312,7 +315,7 @@ class _Run:
         }
 
 
-def _layers_s(calls: Sequence[tuple[Call, float]], group: Ints) -> tuple[Floats, Floats]:
+def _layers_s(calls: Sequence[tuple[BothPhases, float]], group: Ints) -> tuple[Floats, Floats]:
     """Seconds of the mean layer, forward and backward, where the ranks of a group go through layers of
     each mask in step; each call with its share of the layers.
     """

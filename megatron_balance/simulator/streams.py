@@ -22,11 +22,11 @@ from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.links import Links
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import GroupExchange, Phase, Place
+from megatron_balance.simulator.phase import GroupExchange, Place, SimulatedPhase
 
 
 @dataclass(slots=True)
-class _Call:
+class _ExchangeLeg:
     """A leg of an exchange on a rank.
 
     `waits`: for how many things, before it begins; `left`: how many of its transfers have not
@@ -41,33 +41,33 @@ class _Call:
     owned: bool = False
     brings: bool = False
     flows: list[int] = field(default_factory=list[int])
-    then: list[_Call] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]  a list of this class
+    then: list[_ExchangeLeg] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]  a list of this class
     together: int = -1
 
 
 @dataclass(slots=True)
-class _Together:
+class _JointCall:
     """A collective: the calls of its ranks, and for how many of them it waits."""
 
     taken: Taken
-    calls: list[_Call]
+    calls: list[_ExchangeLeg]
     waits: int
 
 
-class Streams(Links):
+class StreamsPhase(Links):
     """A phase on clocks, its exchanges on streams."""
 
-    def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+    def __init__(self, phase: SimulatedPhase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
         super().__init__(phase, phase.flows, machine, enter_s, trace=trace)
         self.absent = [2] * len(phase.flows)  # ends that have not begun
-        self.calls: dict[Place, _Call] = {}
+        self.calls: dict[Place, _ExchangeLeg] = {}
         # by (rank, exchange)
-        self.of_exchange: defaultdict[tuple[int, int], list[_Call]] = defaultdict(list)
+        self.of_exchange: defaultdict[tuple[int, int], list[_ExchangeLeg]] = defaultdict(list)
         # calls that still bring something
         self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.passing_on: defaultdict[int, list[_Call]] = defaultdict(list)
-        self.together: list[_Together] = []
-        self.waiting: list[_Call] = []  # calls that were launched and wait for SMs
+        self.passing_on: defaultdict[int, list[_ExchangeLeg]] = defaultdict(list)
+        self.together: list[_JointCall] = []
+        self.waiting: list[_ExchangeLeg] = []  # calls that were launched and wait for SMs
         for index, flow in enumerate(phase.flows):
             for rank, place in zip((flow.a, flow.b), flow.places, strict=True):
                 call = self._call(place)
@@ -83,26 +83,26 @@ class Streams(Links):
         for rank, (steps, exchanges) in enumerate(zip(phase.steps, phase.exchanges, strict=True)):
             self._line_up(rank, [at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start)])
 
-    def _call(self, place: Place) -> _Call:
+    def _call(self, place: Place) -> _ExchangeLeg:
         if place not in self.calls:
-            self.calls[place] = _Call(place)
+            self.calls[place] = _ExchangeLeg(place)
         return self.calls[place]
 
     def _add_together(self, each: GroupExchange) -> None:
-        calls: list[_Call] = []
+        calls: list[_ExchangeLeg] = []
         for rank in each.ranks:
             call = self._call((rank, each.exchange, "direct", each.stream))
             call.left, call.brings, call.owned, call.together = 1, True, True, len(self.together)
             calls.append(call)
-        self.together.append(_Together(each.taken(self.machine), calls, len(calls)))
+        self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
         """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and
         for the compute stream.
         """
-        last: dict[str, _Call] = {}
+        last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
-            before: dict[str, _Call] = {}
+            before: dict[str, _ExchangeLeg] = {}
             for call in sorted(self.of_exchange[rank, exchange], key=_leg_order):
                 _, _, leg, stream = call.place
                 of = stream.partition(" ")[2]
@@ -146,7 +146,7 @@ class Streams(Links):
         for call in self.together[which].calls:
             self._end_of_part(call)
 
-    def _release(self, call: _Call) -> None:
+    def _release(self, call: _ExchangeLeg) -> None:
         """Take away one thing that a call waits for, and begin it after the last."""
         call.waits -= 1
         if call.waits:
@@ -159,7 +159,7 @@ class Streams(Links):
         self.waiting.append(call)
         self.push(self.now + wait_s, "other", -len(self.waiting))
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: _ExchangeLeg) -> None:
         call.begun_s = self.now
         if call.together >= 0:
             group = self.together[call.together]
@@ -171,7 +171,7 @@ class Streams(Links):
             if not self.absent[flow]:
                 self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
 
-    def _end_of_part(self, call: _Call) -> None:
+    def _end_of_part(self, call: _ExchangeLeg) -> None:
         """End one transfer of a call, or its collective."""
         call.left -= 1
         if call.left:
@@ -187,6 +187,6 @@ class Streams(Links):
             self.retry(rank)
 
 
-def _leg_order(call: _Call) -> tuple[int, str]:
+def _leg_order(call: _ExchangeLeg) -> tuple[int, str]:
     _, _, leg, stream = call.place
     return ("direct", *LEGS).index(leg), stream

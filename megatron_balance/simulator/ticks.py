@@ -77,14 +77,14 @@ def simulate_ticks(
         raise ConfigError("a step needs at least one tick")
     if second and [one.tick for one in second] != [one.tick for one in ticks]:
         raise ConfigError("the nano-batches of a step's microbatches must be in the same ticks")
-    return _Run(machine, setup, len(ticks[0].tick.cells)).run(ticks, second)
+    return _TicksRun(machine, setup, len(ticks[0].tick.cells)).run(ticks, second)
 
 
 _PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_linear", "backward_attention")}
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _TickPass:
     """A tick's layers, by rank: seconds in all, of the modules, and of all computation; bytes by
     resource.
     """
@@ -98,9 +98,9 @@ class _Pass:
     def attention_s(self) -> Floats:
         return self.seconds - self.linear_s
 
-    def after(self, other: _Pass) -> _Pass:
+    def after(self, other: _TickPass) -> _TickPass:
         """`other`, then this pass."""
-        return _Pass(
+        return _TickPass(
             self.seconds + other.seconds,
             self.linear_s + other.linear_s,
             self.compute_s + other.compute_s,
@@ -108,7 +108,7 @@ class _Pass:
         )
 
 
-class _Run:
+class _TicksRun:
     def __init__(self, machine: Machine, setup: Setup, num_stages: int) -> None:
         self.machine, self.setup, self.num_stages = machine, setup, num_stages
         self.size, spare = divmod(machine.num_ranks, num_stages)
@@ -122,7 +122,7 @@ class _Run:
                 f"cut into {chunks} "
                 f"chunks on {num_stages} pipeline stages"
             )
-        self.known: dict[tuple[tuple[int | None, ...], bool], _Pass] = {}
+        self.known: dict[tuple[tuple[int | None, ...], bool], _TickPass] = {}
 
     def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> TickTimes:
         clock, busy, done = np.zeros((3, self.machine.num_ranks))
@@ -145,7 +145,7 @@ class _Run:
             ends.append(float(clock.max()))
         return TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
-    def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _Pass:
+    def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _TickPass:
         """The layers of a tick, simulated once for the same microbatches."""
         key = (tick.microbatches, tick.backward)
         if key not in self.known:
@@ -156,7 +156,7 @@ class _Run:
             )
         return self.known[key]
 
-    def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_Pass]:
+    def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_TickPass]:
         """Forward and backward."""
         setup, groups = self.setup, [coupled(plan) for plan in plans]
         # those that share experts are ranks of one stage
@@ -166,12 +166,12 @@ class _Run:
             mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
             passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
             return [
-                _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
+                _TickPass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
                 for o, own in zip(passes, linear, strict=True)
             ]
         call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
-            _Pass(
+            _TickPass(
                 *(self.layers * each for each in (_together(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
             )
             for o, own in zip(call, linear, strict=True)

@@ -17,8 +17,8 @@ from megatron_balance.analysis.trace_format import (
     LINEAR,
     OPTIMIZER,
     STEP,
-    Span,
     Trace,
+    TrackSpan,
     rank_name,
 )
 from megatron_balance.compile.pipeline import compile_ranks
@@ -30,7 +30,7 @@ from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Phase, phase_of, ring_names
+from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 from megatron_balance.simulator.setup import PLAIN, Setup
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
@@ -71,7 +71,7 @@ def step_trace(
     setup = memory.settled(plans, Around(machine, setup))
     policy = setup.drawn
     played = play_step(plans, machine, replace(setup, engine="events"))
-    known: dict[str, tuple[list[Span], list[Span]]] = {}
+    known: dict[str, tuple[list[TrackSpan], list[TrackSpan]]] = {}
     for plan in plans:
         if plan.fingerprint() not in known:
             known[plan.fingerprint()] = _layers(plan, machine, policy)
@@ -110,13 +110,17 @@ def _names(machine: Machine) -> dict[int, str]:
 
 
 def _pass(
-    each: Played, of_layer: Sequence[tuple[list[Span], list[Span]]], step: PlayedStep, drawn: int, num_ranks: int
-) -> Iterator[Span]:
+    each: Played,
+    of_layer: Sequence[tuple[list[TrackSpan], list[TrackSpan]]],
+    step: PlayedStep,
+    drawn: int,
+    num_ranks: int,
+) -> Iterator[TrackSpan]:
     """The spans of a pass: its layers one after the other, the head behind or before them."""
     backward, microbatch = each.step.backward, each.step.microbatch
     phase = "backward" if backward else "forward"
     first = each.stage * num_ranks
-    place = _Place(first, microbatch, phase)
+    place = _DrawnAt(first, microbatch, phase)
     at = np.array(each.begin_s)
     end = at + step.layers_per_chunk * each.layer_s + each.head_s
     for rank in range(num_ranks):
@@ -141,23 +145,23 @@ def _pass(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DrawnAt:
     """Where a pass is drawn. `first`: the number of its stage's first rank."""
 
     first: int
     microbatch: int
     phase: str
 
-    def span(self, rank: int, track: str, what: str, start_s: float, stop_s: float) -> Span:
-        return Span(self.first + rank, track, what, float(start_s), float(stop_s), self.phase, self.microbatch)
+    def span(self, rank: int, track: str, what: str, start_s: float, stop_s: float) -> TrackSpan:
+        return TrackSpan(self.first + rank, track, what, float(start_s), float(stop_s), self.phase, self.microbatch)
 
-    def block(self, what: str, begin_s: Floats, seconds: Floats) -> Iterator[Span]:
+    def block(self, what: str, begin_s: Floats, seconds: Floats) -> Iterator[TrackSpan]:
         """A span on every rank that it takes time on."""
         for rank, (start, duration) in enumerate(zip(begin_s.tolist(), seconds.tolist(), strict=True)):
             if duration > 0:
                 yield self.span(rank, COMPUTE, what, start, start + duration)
 
-    def put(self, span: Span, offset_s: float, call: int) -> Span:
+    def put(self, span: TrackSpan, offset_s: float, call: int) -> TrackSpan:
         """A span of a layer."""
         sent, received = (
             {self.first + peer: num_bytes for peer, num_bytes in each.items()} for each in (span.sent, span.received)
@@ -172,19 +176,19 @@ class _Place:
         )
 
 
-def _end(step: PlayedStep, num_ranks: int) -> Iterator[Span]:
+def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
     at = step.done_s
     for what, seconds in ((GRADIENT_SYNC, step.sync_s), (OPTIMIZER, step.optimizer_s)):
         if seconds:
             for rank in range(num_ranks):
-                yield Span(rank, STEP, what, at, at + seconds)
+                yield TrackSpan(rank, STEP, what, at, at + seconds)
         at += seconds
 
 
 # One layer
 
 
-def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[Span], list[Span]]:
+def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[TrackSpan], list[TrackSpan]]:
     """Spans of a layer's forward and of its backward, each from 0 on."""
     tokens, slow = linear_tokens(plan).tolist(), machine.slow()
     linear = tuple(
@@ -192,10 +196,10 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
     )
     call = events(plan, machine, policy, (linear[0], linear[1]), trace=True)
     ranks = compile_ranks(plan, policy)
-    made: list[list[Span]] = []
+    made: list[list[TrackSpan]] = []
     for phase, backward, outcome in (("forward", False, call.forward), ("backward", True, call.backward)):
         modules = [
-            Span(rank, COMPUTE, LINEAR, 0.0, seconds, phase)
+            TrackSpan(rank, COMPUTE, LINEAR, 0.0, seconds, phase)
             for rank, seconds in enumerate(linear[backward].tolist())
             if seconds
         ]
@@ -204,7 +208,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
     return made[0], made[1]
 
 
-def _exchanging(occupied: Iterable[Occupied], played: Phase, phase: str) -> list[Span]:
+def _exchanging(occupied: Iterable[Occupied], played: SimulatedPhase, phase: str) -> list[TrackSpan]:
     """Spans of an attention call; those of exchanges with their bytes."""
     zones = played.zones_of_exchanges()
     sent: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
@@ -214,7 +218,7 @@ def _exchanging(occupied: Iterable[Occupied], played: Phase, phase: str) -> list
             at = of[end, exchange, leg, stream]
             at[other] = at.get(other, 0) + num_bytes
     return [
-        Span(
+        TrackSpan(
             each.rank,
             each.stream,
             each.name,
@@ -230,7 +234,7 @@ def _exchanging(occupied: Iterable[Occupied], played: Phase, phase: str) -> list
     ]
 
 
-def _hops(played: Phase) -> Iterator[tuple[int, int, int, str, str, int]]:
+def _hops(played: SimulatedPhase) -> Iterator[tuple[int, int, int, str, str, int]]:
     """From, to, exchange, leg, stream and bytes of every hop.
 
     A collective is as many hops as pairs of ranks that it moves something between.
@@ -245,5 +249,5 @@ def _hops(played: Phase) -> Iterator[tuple[int, int, int, str, str, int]]:
                     yield a, b, group.exchange, "direct", group.stream, num_bytes
 
 
-def _moved(span: Span, offset_s: float) -> Span:
+def _moved(span: TrackSpan, offset_s: float) -> TrackSpan:
     return replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)

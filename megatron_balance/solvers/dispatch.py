@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan
-from megatron_balance.solvers.machines import NOT_HELD, Floats, Problem
+from megatron_balance.solvers.machines import NOT_HELD, Floats, MachinesProblem
 from megatron_balance.solvers.makespan_bound import lower_bound
 
 TRIALS = 100
@@ -123,7 +123,7 @@ def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> 
     return lower_bound(problem_of(lengths, pipelines))
 
 
-def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> Problem:
+def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> MachinesProblem:
     """The pipelines as machines. c is spread over the tokens of full microbatches. `filled`: as in
     `dispatch`.
     """
@@ -132,7 +132,7 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, fil
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
     work = np.array([each.a for each in kinds])[:, None] * tokens.astype(np.float64) ** 2 + per_token[:, None] * tokens
     work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = NOT_HELD
-    return Problem(
+    return MachinesProblem(
         work,
         np.array([kinds.index(each) for each in pipelines], dtype=np.int64),
         np.array([each.stages - 1.0 for each in pipelines]),
@@ -190,7 +190,7 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
     return min(known, assigned, key=lambda each: slowest_s(lengths, pipelines, each))
 
 
-def _solved(problem: Problem, node_limit: int) -> list[int] | None:
+def _solved(problem: MachinesProblem, node_limit: int) -> list[int] | None:
     """The machine of each item in the best answer that was found; None: none was found.
 
     Columns: item by machine; then of each machine its largest item and whether it has any; last the

@@ -23,7 +23,7 @@ class NoSolverError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PackingProblem:
     """`sizes`: of the items, descending; `num_bins` bins of `capacity`. `work`: of the items; None:
     the squares of their sizes.
     """
@@ -45,7 +45,7 @@ class Problem:
         )
 
 
-def greedy(problem: Problem) -> list[int | None]:
+def greedy(problem: PackingProblem) -> list[int | None]:
     """The bin of each item when every item in turn goes to the bin with the least sum of squares of
     those with room; None: none has room.
 
@@ -62,7 +62,7 @@ def greedy(problem: Problem) -> list[int | None]:
     return chosen
 
 
-def improve(problem: Problem, bins: Sequence[int | None], node_limit: int) -> list[int | None]:
+def improve(problem: PackingProblem, bins: Sequence[int | None], node_limit: int) -> list[int | None]:
     """The better of `bins` and what HiGHS (in SciPy) finds for Eq. 1 within `node_limit` nodes.
 
     An answer that holds all items is better than one that leaves some out.
@@ -80,7 +80,7 @@ def improve(problem: Problem, bins: Sequence[int | None], node_limit: int) -> li
     return list(bins)
 
 
-def _solve(problem: Problem, node_limit: int) -> list[int] | None:
+def _solve(problem: PackingProblem, node_limit: int) -> list[int] | None:
     """Bins of an answer to Eq. 1, the best that was found; None: none was found."""
     optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     sizes = np.array(problem.sizes, dtype=np.float64)

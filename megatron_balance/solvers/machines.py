@@ -16,11 +16,11 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 NOT_HELD = 1e15
-"""Seconds in `Problem.work` where an item is not held: finite, so that sums stay numbers."""
+"""Seconds in `MachinesProblem.work` where an item is not held: finite, so that sums stay numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class MachinesProblem:
     """Items and machines.
 
     `work` [kinds, items]: seconds of each item on a machine of each kind; `NOT_HELD`: not there.

@@ -15,7 +15,7 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, Problem
+from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, MachinesProblem
 from megatron_balance.solvers.makespan_bound import Opened, Stairs, by_weights
 
 CAPPED = 1e9
@@ -49,7 +49,7 @@ ROUNDS_FEW, ROUNDS_AHEAD = 24, 8
 """Corrections of the machines' weights ahead of a search, fewer with many items."""
 
 
-def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
+def assign(problem: MachinesProblem, seed: int = 0, searches: int = IMPROVED) -> Ints:
     """The machine of each item [items]. `searches`: starts that are searched from, at most.
 
     Equal on every host for equal input: ties go to the machine and the item with the lower number.
@@ -82,7 +82,7 @@ def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
     return best
 
 
-def _of_many(problem: Problem, longest_first: Ints, stairs: Stairs | None, least_s: float) -> Ints:
+def _of_many(problem: MachinesProblem, longest_first: Ints, stairs: Stairs | None, least_s: float) -> Ints:
     """One search, from machines that are opened by stairs where any counts its largest item again."""
     order: list[int] = longest_first.tolist()
     enough_s = (1 + CLOSE_MANY) * least_s
@@ -96,14 +96,14 @@ def _of_many(problem: Problem, longest_first: Ints, stairs: Stairs | None, least
     return found
 
 
-def _alone_s(problem: Problem) -> float:
+def _alone_s(problem: MachinesProblem) -> float:
     """Seconds of the item that takes longest alone, on the machine that does it first."""
     kind, first = np.unique(problem.kind, return_index=True)
     again = problem.behind[first][:, None] * problem.again[kind]
     return float((problem.work[kind] + again + problem.start_s[first][:, None]).min(axis=0).max())
 
 
-def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
+def _by_price(problem: MachinesProblem, longest_first: Ints, weights: Floats) -> Ints:
     """The longest first, each among the machines of the kind with the least weighted work; `weights`:
     of a machine of each kind.
 
@@ -114,7 +114,7 @@ def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
     return greedy(replace(problem, work=only), longest_first.tolist())
 
 
-def _limits(problem: Problem, longest_first: Ints, stairs: Stairs, least_s: float) -> Floats:
+def _limits(problem: MachinesProblem, longest_first: Ints, stairs: Stairs, least_s: float) -> Floats:
     """Sizes of the largest item of each machine where stairs of different heights open it [limits,
     machines].
     """
@@ -129,7 +129,7 @@ def _limits(problem: Problem, longest_first: Ints, stairs: Stairs, least_s: floa
     return np.array(found)
 
 
-def _starts(problem: Problem, longest_first: Ints, limits: Floats | None, seed: int) -> list[Ints]:
+def _starts(problem: MachinesProblem, longest_first: Ints, limits: Floats | None, seed: int) -> list[Ints]:
     """Assignments to search from, the earliest done first: the longest first under limits of the
     largest items, orders and limits at random, and Alg. 1's trials.
     """
@@ -146,7 +146,7 @@ def _starts(problem: Problem, longest_first: Ints, limits: Floats | None, seed: 
     return [found[at] for at in np.argsort(last, kind="stable").tolist()]
 
 
-def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float) -> Ints:
+def _searched(problem: MachinesProblem, order: Sequence[int], best: Ints, best_s: float) -> Ints:
     """The best of a depth-first search of at most `NODES` nodes, `best` being known; of machines that
     are alike so far one is tried.
     """
@@ -187,7 +187,7 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float)
     return best
 
 
-def _caps(problem: Problem, rng: random.Random) -> Floats:
+def _caps(problem: MachinesProblem, rng: random.Random) -> Floats:
     """Sizes [machines] above which those that count their largest item again take none, at random."""
     sizes = np.sort(problem.sizes)
     shared = float(sizes[rng.randrange(len(sizes))])
@@ -205,7 +205,7 @@ def _shaken(order: Sequence[int], rng: random.Random) -> list[int]:
     return [order[place] for place in sorted(range(len(order)), key=keys.__getitem__)]
 
 
-def trials(problem: Problem, count: int, rng: random.Random) -> tuple[Ints, Floats]:
+def trials(problem: MachinesProblem, count: int, rng: random.Random) -> tuple[Ints, Floats]:
     """As `in_turn`, by Hydraulis' Alg. 1: items in random order, each to the first machine with which
     the slowest is least slow.
     """
@@ -213,7 +213,9 @@ def trials(problem: Problem, count: int, rng: random.Random) -> tuple[Ints, Floa
     return in_turn(problem, np.argsort(keys, axis=1, kind="stable"), None, slowest=True)
 
 
-def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: bool = False) -> tuple[Ints, Floats]:
+def in_turn(
+    problem: MachinesProblem, orders: Ints, caps: Floats | None, *, slowest: bool = False
+) -> tuple[Ints, Floats]:
     """Each item in turn to the machine that would then be done first; several orders side by side.
 
     Args:
@@ -256,7 +258,7 @@ def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: boo
     return found, np.where(used, load + again, 0.0)
 
 
-def greedy(problem: Problem, order: Sequence[int], opened: Opened | None = None, full_s: float = inf) -> Ints:
+def greedy(problem: MachinesProblem, order: Sequence[int], opened: Opened | None = None, full_s: float = inf) -> Ints:
     """Each item in turn to the machine that would then be done first: the least busy of a kind, or one
     that has none yet.
 
@@ -330,12 +332,12 @@ def _first_done(
     return best, best_s, is_idle
 
 
-def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
+def improve(problem: MachinesProblem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
     """Move an item of the slowest machine to another, or swap it for one of another's, as long as the
     later of the two is done earlier than the slowest was by a share of `gain`, and down to `enough`
     seconds. Changes `machine_of`.
     """
-    state = _State.of(problem, machine_of)
+    state = _MachineLoads.of(problem, machine_of)
     for _ in range(MOST_STEPS):
         slowest = int(state.seconds.argmax())
         slowest_s = float(state.seconds[slowest])
@@ -367,7 +369,7 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
 
 
 @dataclass(slots=True)
-class _State:
+class _MachineLoads:
     """Machines as a search changes them.
 
     `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items;
@@ -375,7 +377,7 @@ class _State:
     the largest other there counts again.
     """
 
-    problem: Problem
+    problem: MachinesProblem
     machine_of: Ints
     work_of: Floats
     again_of: Floats
@@ -387,7 +389,7 @@ class _State:
     rest: Floats
 
     @classmethod
-    def of(cls, problem: Problem, machine_of: Ints) -> _State:
+    def of(cls, problem: MachinesProblem, machine_of: Ints) -> _MachineLoads:
         machines = np.zeros((3, problem.num_machines))
         items = np.zeros((2, problem.num_items))
         work_of = problem.work[problem.kind]

@@ -21,7 +21,7 @@ from math import inf, prod
 
 import numpy as np
 
-from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, Problem
+from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, MachinesProblem
 
 ROUNDS, GROUPS = 80, 48
 """Times that the machines' weights are corrected; and groups of items that are alike for that."""
@@ -38,7 +38,7 @@ Opened = list[tuple[int, int]]
 """In the order of opening: the place of the first item among the longest first, and the machine."""
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: MachinesProblem) -> float:
     """Seconds that no assignment comes below, by weights and by stairs."""
     if not problem.num_items:
         return 0.0
@@ -66,7 +66,7 @@ class Stairs:
     steps: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
-    def of(cls, problem: Problem, weights: Floats) -> Stairs | None:
+    def of(cls, problem: MachinesProblem, weights: Floats) -> Stairs | None:
         """None: nothing counts again, or there are more than `MOST_STATES`.
 
         `weights`: of a machine of each kind [kinds], as `by_weights` finds them.
@@ -156,7 +156,7 @@ def _steps(counts: Sequence[int]) -> tuple[tuple[int, tuple[tuple[int, int], ...
     )
 
 
-def by_weights(problem: Problem, rounds: int) -> tuple[float, Floats]:
+def by_weights(problem: MachinesProblem, rounds: int) -> tuple[float, Floats]:
     """The bound by weights, and the weights of a machine of each kind [kinds] that it was found with.
 
     With what counts again for the largest item alone.

@@ -135,7 +135,7 @@ def _by_program(
 ) -> tuple[float, Microbatches] | None:
     """The better of `filled` and what HiGHS finds; `bins`: most tokens of one, and how many."""
     work = [times[seq] for seq in order]
-    problem = fixed_packing.Problem([lengths[seq] for seq in order], bins[1], bins[0], work)
+    problem = fixed_packing.PackingProblem([lengths[seq] for seq in order], bins[1], bins[0], work)
     known: dict[int, int] = {} if filled is None else {seq: at for at, own in enumerate(filled[1]) for seq in own}
     try:
         found = fixed_packing.improve(problem, [known.get(seq) for seq in order], node_limit)

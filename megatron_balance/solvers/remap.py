@@ -27,7 +27,7 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.layers import Objective, Sides, Solver
 from megatron_balance.solvers import remap_exact, remap_milp
-from megatron_balance.solvers.remap_problem import Problem, balanced
+from megatron_balance.solvers.remap_problem import RemapProblem, balanced
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +80,12 @@ def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but t
     target = balanced(held, align)
     over = held - target
     intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
-    problem = Problem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra, objective, sides)
+    problem = RemapProblem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra, objective, sides)
     moves = _moves(problem, solver) if over.any() else np.zeros((0, Move.WIDTH), dtype=np.int64)
     return Remapping(target, moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))])
 
 
-def _moves(problem: Problem, solver: Solver) -> Ints:
+def _moves(problem: RemapProblem, solver: Solver) -> Ints:
     if solver != "exact":
         try:
             return remap_milp.solve(problem, solver)

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.solvers.remap_problem import Problem, by_node
+from megatron_balance.solvers.remap_problem import RemapProblem, by_node
 
 
-def solve(problem: Problem) -> Ints:
+def solve(problem: RemapProblem) -> Ints:
     """Rows (src, dst, tokens) [n, 3] of an optimum of both objectives at once, at most one row for
     each pair.
     """

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.layers import MilpSolver
-from megatron_balance.solvers.remap_problem import Problem, by_node
+from megatron_balance.solvers.remap_problem import RemapProblem, by_node
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -52,7 +52,7 @@ class Milp:
     high: Floats
 
 
-def solve(problem: Problem, solver: MilpSolver) -> Ints:
+def solve(problem: RemapProblem, solver: MilpSolver) -> Ints:
     """`Move` rows [n, 3] of an optimum.
 
     Raises:
@@ -69,7 +69,7 @@ def solve(problem: Problem, solver: MilpSolver) -> Ints:
     return moves
 
 
-def formulate(problem: Problem) -> Milp:
+def formulate(problem: RemapProblem) -> Milp:
     """Variables: tokens of each pair of a surplus and a deficit; for the bottleneck also each
     rank's tokens inside, and the largest cost.
 
@@ -88,7 +88,7 @@ def formulate(problem: Problem) -> Milp:
     inside = src_node == dst_node
     ends = ((src, senders, problem.surplus[senders]), (dst, receivers, problem.deficit[receivers]))
     pair = np.arange(len(pairs))
-    rows = _Rows()
+    rows = _Constraints()
     for rank, _, need in ends:
         rows.add(need, need, (rank, pair, 1.0))
     if problem.objective == "total":
@@ -110,7 +110,7 @@ def formulate(problem: Problem) -> Milp:
     return rows.program(pairs, np.where(is_largest, 1.0, 0.0), whole=~is_largest)
 
 
-class _Rows:
+class _Constraints:
     """Constraints being collected, a block of like ones at a time."""
 
     def __init__(self) -> None:

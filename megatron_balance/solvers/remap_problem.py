@@ -13,7 +13,7 @@ from megatron_balance.ir.layers import Objective, Sides
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RemapProblem:
     """Zeppelin's Eq. (2) for a given target.
 
     `surplus` and `deficit` [d] are tokens a rank has to send and to receive (never both above 0;

@@ -17,6 +17,8 @@ from itertools import groupby
 from math import inf
 from typing import Any, TypeAlias
 
+from megatron_balance.solvers.fixed_packing import NoSolverError
+
 Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Sizes and the items of each group."""
 
@@ -33,20 +35,16 @@ MOST_ROOM = 8
 """Of a group, over all items' tokens: more would be the same, and is beyond the solver's tolerance."""
 
 
-class NoSolverError(Exception):
-    """The solver is not installed; the message says what to do."""
-
-
-class NoAnswerError(Exception):
+class NoBetterAnswerError(Exception):
     """The program gave no better answer; the message is the reason."""
 
 
-class TooLargeError(NoAnswerError):
+class TooLargeError(NoBetterAnswerError):
     """The program is too large to be tried; the message says by what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class GroupsProblem:
     """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend
     up to `num_ranks`.
     """
@@ -75,7 +73,7 @@ class Problem:
         return [i for i, size in enumerate(self.sizes) if tokens <= size * self.capacity and seconds[i] <= most_s]
 
 
-def greedy(problem: Problem) -> Groups | None:
+def greedy(problem: GroupsProblem) -> Groups | None:
     """The best groups that a bisection over the makespan finds, or None if it finds none that hold
     everything.
 
@@ -100,7 +98,7 @@ def greedy(problem: Problem) -> Groups | None:
     return best
 
 
-def _within(problem: Problem, most_s: float) -> Groups | None:
+def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
     """Groups that all take at most `most_s`, or None if descending best fit finds none."""
     free = problem.num_ranks
     sizes: list[int] = []  # of each group: the index of its size
@@ -144,7 +142,7 @@ class Limits:
     cells: int = 2_000_000
 
 
-def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
+def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
     """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's) that HiGHS
     solves (in SciPy).
 
@@ -158,11 +156,11 @@ def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
     """
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
-        raise NoAnswerError("the start is the best there is")
+        raise NoBetterAnswerError("the start is the best there is")
     if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.variables:
         raise TooLargeError(f"the groups alone would make more than {limits.variables} variables")
     buckets = bucket(problem.tokens, limits.num_buckets)
-    program = _Program(problem, buckets, best_s * (1 - TOLERANCE))
+    program = _IntegerProgram(problem, buckets, best_s * (1 - TOLERANCE))
     if program.num_variables > limits.variables:
         raise TooLargeError(f"{program.num_variables} variables are more than {limits.variables}")
     if program.num_variables * program.num_rows > limits.cells:
@@ -178,9 +176,9 @@ def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
         groups.append((problem.sizes[size], tuple(sorted(items))))
     assert not any(left), left
     if sum(size for size, _ in groups) > problem.num_ranks:
-        raise NoAnswerError("the solver's tolerance took items into groups that are not there")
+        raise NoBetterAnswerError("the solver's tolerance took items into groups that are not there")
     if problem.makespan(tuple(groups)) >= best_s:
-        raise NoAnswerError("the groups of the program are no better")
+        raise NoBetterAnswerError("the groups of the program are no better")
     return tuple(groups)
 
 
@@ -239,10 +237,10 @@ def _best_begins(
     _best_begins(before, excess, begins, sums, (end + 1, high, begins[end], last))
 
 
-class _Program:
+class _IntegerProgram:
     """Minimise the makespan over how many items of each bucket each possible group takes."""
 
-    def __init__(self, problem: Problem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
+    def __init__(self, problem: GroupsProblem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
         self.problem, self.buckets, self.most_s = problem, buckets, most_s
         largest = [items[0] for items in buckets]
         self.allowed = [set(problem.allowed(item, most_s)) for item in largest]
@@ -293,7 +291,7 @@ class _Program:
             options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
         )
         if result.x is None:
-            raise NoAnswerError("nothing better was found within the nodes")
+            raise NoBetterAnswerError("nothing better was found within the nodes")
         return self._read([round(value) for value in result.x])
 
     def _rows(self) -> list[tuple[float, float, list[tuple[int, float]]]]:

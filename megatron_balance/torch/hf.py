@@ -128,7 +128,7 @@ class _OwnLoss(_Refusing):
     )
 
 
-class _Asked(_Refusing):
+class _MaskRequest(_Refusing):
     """The mask that a model asked for, on its way to `attend`.
 
     `limits`: by what hides or shows other keys than `mask`, the longest document in which it does
@@ -176,7 +176,7 @@ def asked_mask(
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor = 0,
     **_: Any,
-) -> _Asked:
+) -> _MaskRequest:
     """The mask that a model asks for, in place of a tensor: the plan knows what every query sees.
 
     It is refused, if need be, by the layer that takes it: models ask for masks that none takes.
@@ -197,7 +197,7 @@ def asked_mask(
                 mask = SlidingWindow(size)
             case _:
                 limits[f"{LIMITS.get(part, ('', part))[1]}{f' ({size} tokens)' if size else ''}"] = size
-    return _Asked(mask, limits, None if attention_mask is None else ~attention_mask.bool().all())
+    return _MaskRequest(mask, limits, None if attention_mask is None else ~attention_mask.bool().all())
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -220,7 +220,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | _Asked | None,
+    attention_mask: Tensor | _MaskRequest | None,
     *,
     balanced: BalancedBatch | None = None,
     scaling: float | None = None,
@@ -248,7 +248,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
     causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     wrong: dict[str, str] = {}
     longest = max(balanced.plan.lengths, default=0)
-    if isinstance(attention_mask, _Asked):
+    if isinstance(attention_mask, _MaskRequest):
         asked = attention_mask
         causal = asked.mask != FULL
         of_mask = asked.mask.size if isinstance(asked.mask, SlidingWindow) else None
@@ -308,7 +308,7 @@ def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, gi
 
 
 @disable
-def _hides(asked: _Asked, batch: BalancedBatch) -> bool:
+def _hides(asked: _MaskRequest, batch: BalancedBatch) -> bool:
     """Whether the attention mask of any rank hides a token. Collective, once for a mask."""
     found = asked.hides is not None and batch.on_any_rank(asked.hides)
     asked.hides = None

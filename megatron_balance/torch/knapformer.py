@@ -47,7 +47,7 @@ from megatron_balance.training.sequences import Sequences
 from megatron_balance.training.tokens import TokenExchange
 
 
-class SequenceBalancer:
+class GroupBalancer:
     """Balances packed sequences over groups of ranks, and exchanges heads inside a group.
 
     Ranks in one unit of the topology share their sequences; a unit smaller than the world repeats,
@@ -187,7 +187,7 @@ class SequenceBalancer:
         for x in parts:
             _check_rows(x, sum(self._chunk_lens), "those of route", heads=True)
         if self._heads is None:
-            return list(self._full_lens), *_Together.apply(*parts)
+            return list(self._full_lens), *_AllGradients.apply(*parts)
         heads = self._heads
         for name, x in zip("qkv", parts, strict=True):
             if x.shape[1] % heads.size:
@@ -218,6 +218,10 @@ class SequenceBalancer:
         if self._exchange is None:
             raise ConfigError("expected a plan, got none; call plan_routing(seq_lens, d_model) for every batch first")
         return self._exchange
+
+
+SequenceBalancer = GroupBalancer
+"""By the name that the paper gives it."""
 
 
 def _check_rows(x: Tensor, rows: int, like: str, *, heads: bool = False) -> None:
@@ -283,7 +287,7 @@ def _to_tokens(whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) ->
     return _ToTokens.apply(whole, heads, group)
 
 
-class _Together(torch.autograd.Function):
+class _AllGradients(torch.autograd.Function):
     """Queries, keys and values as they are; all have a gradient if one has.
 
     Attention of no sequences may use none of the keys. FSDP and DDP reduce the gradients that there

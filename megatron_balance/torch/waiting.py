@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_balance.training.ledger import Held
+from megatron_balance.training.ledger import HeldDocument
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.nano_batches import NOTHING, Recalled
 from megatron_balance.training.sequences import Sequences
@@ -40,7 +40,7 @@ class Dealing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class WaitingDocument:
     """A document that waits. `owner`: the pool rank that has it; there `number` and `rows` [n, C]."""
 
     owner: int
@@ -58,14 +58,14 @@ class Waiting:
             ValueError, TypeError: that is no state.
         """
         self._rank = rank
-        self._kept: dict[Place, Kept] = {
-            (sample, place): Kept(owner, number, rows) for sample, place, owner, number, rows in state
+        self._kept: dict[Place, WaitingDocument] = {
+            (sample, place): WaitingDocument(owner, number, rows) for sample, place, owner, number, rows in state
         }
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def recall(self, wanted: Sequence[Held]) -> Recalled:
+    def recall(self, wanted: Sequence[HeldDocument]) -> Recalled:
         """The documents that a step trains."""
         if not wanted:
             return NOTHING
@@ -76,11 +76,11 @@ class Waiting:
             tuple((held.number, each.rows) for held, each in zip(wanted, kept, strict=True) if each.rows is not None),
         )
 
-    def number(self, held: Held) -> int:
+    def number(self, held: HeldDocument) -> int:
         """The number of a document of this rank."""
         return self._kept[held.sample, held.place].number
 
-    def keep(self, held: Sequence[Held], dealing: Dealing) -> None:
+    def keep(self, held: Sequence[HeldDocument], dealing: Dealing) -> None:
         """Keep exactly the documents `held` behind a step that dealt `dealing`."""
         before, self._kept = self._kept, {}
         own = dict(dealing.own(self._rank))
@@ -91,12 +91,12 @@ class Waiting:
                 continue
             m = each.sample - dealing.first
             owner = int(dealing.shared.owners[m][each.place])
-            kept = Kept(owner)
+            kept = WaitingDocument(owner)
             if owner == self._rank:
                 number = own[place]
                 at = dealing.numbers[m].index(number)
                 rows = dealing.mine[m].rows.split(dealing.mine[m].lengths)[at]
-                kept = Kept(owner, number, rows.clone())
+                kept = WaitingDocument(owner, number, rows.clone())
             self._kept[place] = kept
 
     def state(self) -> list[tuple[int, int, int, int, Tensor | None]]:

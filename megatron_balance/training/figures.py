@@ -31,7 +31,7 @@ BACKWARD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobFacts:
     """Facts of a training job that figures need.
 
     `cost`: by which time is predicted; its cluster is the pool's. `num_chunks`: model chunks of
@@ -42,7 +42,7 @@ class Job:
     model: Model
     cost: Cost
     num_chunks: int = 1
-    of_strategy: Callable[[Strategy | None], Sequence[Job]] = lambda _: ()
+    of_strategy: Callable[[Strategy | None], Sequence[JobFacts]] = lambda _: ()
     """Facts of each pipeline of a strategy; empty where they are the job's."""
     stages: int | None = None
     """Pipeline stages; None: those of the pool."""
@@ -54,7 +54,7 @@ class Job:
         return self.stages or self.pool.num_stages
 
 
-def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
+def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Json:
     """The figures of a step, as its record has them.
 
     Tokens, bytes and transfers are those of one layer's forward.
@@ -228,7 +228,7 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
     return names
 
 
-def _through_stages(seconds: Sequence[float], job: Job) -> float:
+def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
     """Seconds until the last stage is done, in Megatron's order of microbatches.
 
     `seconds`: that each microbatch takes in a layer.
@@ -238,7 +238,7 @@ def _through_stages(seconds: Sequence[float], job: Job) -> float:
         chunks = 1  # groups of another size than Megatron's own: said as if not interleaved
     layers = job.model.num_layers / (stages * chunks)
 
-    def run(_stage: int, step: pipeline.Pass, begin: Floats) -> Floats:
+    def run(_stage: int, step: pipeline.ChunkPass, begin: Floats) -> Floats:
         return begin + layers * seconds[step.microbatch] * (BACKWARD if step.backward else 1)
 
     return pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)).total_s

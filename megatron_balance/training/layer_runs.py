@@ -14,7 +14,7 @@ from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.runtime.lower.steps import PhaseName
 
 
-class Pass(NamedTuple):
+class LayerPass(NamedTuple):
     """A pass of attention calls through some layers."""
 
     backward: bool
@@ -23,7 +23,7 @@ class Pass(NamedTuple):
 
 def attention_passes(
     recompute: Recompute, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
-) -> tuple[Pass, ...]:
+) -> tuple[LayerPass, ...]:
     """The attention calls, in order, of a pass through the layers of a model chunk.
 
     Args:
@@ -34,12 +34,12 @@ def attention_passes(
         training: without it no forward is computed again.
     """
     runs = attention_runs(recompute, num_layers, training=training)
-    forwards = [Pass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
+    forwards = [LayerPass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
     if not backward:
         return tuple(forwards)
-    passes: list[Pass] = []
+    passes: list[LayerPass] = []
     for run, forward in zip(reversed(runs), reversed(forwards), strict=True):
-        passes += [forward] * run.again + [Pass(True, ping_pong.backward(forward.segments))]
+        passes += [forward] * run.again + [LayerPass(True, ping_pong.backward(forward.segments))]
     return tuple(passes)
 
 

@@ -19,7 +19,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.training.data_identity import DataIdentity
 
 
-class Held(NamedTuple):
+class HeldDocument(NamedTuple):
     """A document that waits: its number as the next step sees it, and where it was drawn.
 
     `sample`, `place`: it is sequence `place` of that training sample. `length`: in tokens.
@@ -41,7 +41,7 @@ class Ledger:
     """
 
     carry: Carry = EMPTY
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldDocument, ...] = ()
     behind: int = 0
     drawn: int = 0
     trained: int = 0
@@ -74,14 +74,14 @@ class Ledger:
                 "tokens_per_rank)"
             )
         known = {each.number: each for each in self.held}
-        held: list[Held] = []
+        held: list[HeldDocument] = []
         firsts = {sample: number for number, sample in reversed(list(enumerate(samples)))}
         for number, length in waiting:
             at = number + len(drawn)
             if at < 0:
                 held.append(known[at]._replace(number=number))
             else:
-                held.append(Held(number, samples[at], at - firsts[samples[at]], length))
+                held.append(HeldDocument(number, samples[at], at - firsts[samples[at]], length))
         trained = sum(plan.num_tokens for plan in step.plans)
         new = Ledger(carry, tuple(held), self.behind + behind, self.drawn + sum(drawn), self.trained + trained)
         assert new.drawn == new.trained + carry.waiting_tokens, new
@@ -105,7 +105,7 @@ class Ledger:
         """
         try:
             body: Any = parse_json(text)
-            held = tuple(Held(*map(int, each)) for each in body["held"])
+            held = tuple(HeldDocument(*map(int, each)) for each in body["held"])
             made = cls(Carry.from_body(body["carry"]), held, *(int(body[n]) for n in ("behind", "drawn", "trained")))
             corpus = str(body["corpus"])
             data = DataIdentity.from_body(corpus, body["data"]) if "data" in body else DataIdentity(corpus)

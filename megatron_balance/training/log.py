@@ -24,7 +24,7 @@ from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.run import as_yaml
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.training.figures import Job, Json, step_figures
+from megatron_balance.training.figures import JobFacts, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.lines import LineFile
 from megatron_balance.training.link_rates import can_measure, link_rates
@@ -94,7 +94,7 @@ class StepLog:
         self._first = self._untold = True
         self._begun: float | None = None
         self._ran: _Ran | None = None
-        self._job: tuple[Job, torch.device] | None = None
+        self._job: tuple[JobFacts, torch.device] | None = None
         self._stragglers: Stragglers | None = None
         self._change: Callable[[], Mapping[str, float]] = dict
         folder = target.folder
@@ -114,7 +114,7 @@ class StepLog:
             self._target.folder.mkdir(parents=True, exist_ok=True)
             (self._target.folder / name).write_text(text, encoding="utf-8")
 
-    def describe(self, job: Job, device: torch.device) -> None:
+    def describe(self, job: JobFacts, device: torch.device) -> None:
         """Tell the log what no step changes. `device`: that the process groups work on.
 
         Raises:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_balance.training.stopwatch import Stopwatch
-from megatron_balance.training.weights import Exchange, Flat
+from megatron_balance.training.weights import Flat, WeightExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ class Lane:
 class Moves:
     """Pull and push of one step of a role; what the caller waits for them is measured."""
 
-    def __init__(self, exchange: Exchange, role: RoleMemory, owned: Flat, lane: Lane, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, exchange: WeightExchange, role: RoleMemory, owned: Flat, lane: Lane, stopwatch: Stopwatch
+    ) -> None:
         """Issue nothing yet.
 
         `exchange`: of the role, cut in slots or whole; `owned`: gradients of what this rank owns.
@@ -92,7 +94,7 @@ class Moves:
         self._pushed: list[Callable[[], None]] = []
 
     def pull(self, owned: Flat, dtype: torch.dtype) -> None:
-        """Issue all pulls. Arguments as for `Exchange.pull`."""
+        """Issue all pulls. Arguments as for `WeightExchange.pull`."""
         weights = self._role.weights
         with self._stopwatch.measured("pull"):
             for slot in range(len(self._exchange.pulls)):

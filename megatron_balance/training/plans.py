@@ -26,7 +26,7 @@ from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.agree import check_announced
 from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import BEGINNING, Held, Ledger
+from megatron_balance.training.ledger import BEGINNING, HeldDocument, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PlannedStep:
     wait_s: float
     carry: Carry = EMPTY
     """For the next step."""
-    recalled: tuple[Held, ...] = ()
+    recalled: tuple[HeldDocument, ...] = ()
     """Documents of earlier steps that this one trains, by their number in it."""
     ledger: Ledger = BEGINNING
     """The account behind the step."""

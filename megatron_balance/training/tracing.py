@@ -18,8 +18,8 @@ from megatron_balance.analysis.trace_format import (
     OPTIMIZER,
     PLAN,
     STEP,
-    Span,
     Trace,
+    TrackSpan,
     file_name,
     rank_name,
 )
@@ -121,12 +121,12 @@ class StepTracer:
         return Trace(spans, {self._rank: rank_name(self._rank, self._at)}, facts)
 
     def _add(self, recorder: Recorder, what: str, start: Mark, stop: Mark) -> None:
-        recorder.add(Span(self._rank, STEP, what, 0.0, 0.0), start, stop)
+        recorder.add(TrackSpan(self._rank, STEP, what, 0.0, 0.0), start, stop)
 
 
-def _passes(spans: list[Span]) -> list[Span]:
+def _passes(spans: list[TrackSpan]) -> list[TrackSpan]:
     """Every microbatch's forward and backward, from its first attention call to its last."""
-    found: dict[tuple[str, int], Span] = {}
+    found: dict[tuple[str, int], TrackSpan] = {}
     for span in spans:
         if span.track != COMPUTE:
             continue
@@ -134,12 +134,12 @@ def _passes(spans: list[Span]) -> list[Span]:
         before = found.get(key, span)
         start_s, stop_s = min(before.start_s, span.start_s), max(before.stop_s, span.stop_s)
         what = f"{span.phase} {span.microbatch}"
-        found[key] = Span(span.rank, STEP, what, start_s, stop_s, span.phase, span.microbatch)
+        found[key] = TrackSpan(span.rank, STEP, what, start_s, stop_s, span.phase, span.microbatch)
     return list(found.values())
 
 
-def _synchronising(spans: list[Span]) -> list[Span]:
+def _synchronising(spans: list[TrackSpan]) -> list[TrackSpan]:
     """The time between the last attention call and the optimizer's beginning."""
     optimizer = next(span for span in spans if span.what == OPTIMIZER)
     last_s = max((span.stop_s for span in spans if span.track == COMPUTE), default=optimizer.start_s)
-    return [Span(optimizer.rank, STEP, GRADIENT_SYNC, min(last_s, optimizer.start_s), optimizer.start_s)]
+    return [TrackSpan(optimizer.rank, STEP, GRADIENT_SYNC, min(last_s, optimizer.start_s), optimizer.start_s)]

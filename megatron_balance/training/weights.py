@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from megatron_balance.analysis.link import (
     Base,
-    Link,
-    Parameters,
-    Piece,
+    ParameterTable,
     Shard,
+    StrategyLink,
     Twins,
+    WeightPiece,
     elements,
     held,
     link,
@@ -36,7 +36,7 @@ Flat = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LinkWay:
     """One direction of a link on one rank: what it packs, what it unpacks, and elements by peer."""
 
     packed: Ints
@@ -56,8 +56,8 @@ class Slot:
     node, behind `across` in a pull and before it in a push; None: there are none on any rank.
     """
 
-    across: Way
-    inside: Way | None
+    across: LinkWay
+    inside: LinkWay | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class WeightExchange:
     """A rank's part in the change to one strategy. Made once per strategy, without a message."""
 
     pulls: tuple[Slot, ...]
@@ -83,12 +83,12 @@ class Exchange:
     @classmethod
     def of(
         cls,
-        layout: tuple[Base, Ints, Parameters],
+        layout: tuple[Base, Ints, ParameterTable],
         strategy: Strategy,
         group: dist.ProcessGroup,
         device: torch.device,
         apart: Apart = Apart(),
-    ) -> Exchange:
+    ) -> WeightExchange:
         """The exchange of this rank of `group`, which has all ranks of the base.
 
         `layout`: the base, its shards, and the parameters; `device`: of the messages. Errors as for
@@ -96,17 +96,23 @@ class Exchange:
         """
         base, owned, parameters = layout
         rank = group.rank()
-        parts: list[Link] = [link(base, owned, strategy, parameters, rank)]
+        parts: list[StrategyLink] = [link(base, owned, strategy, parameters, rank)]
         if apart.ranks_per_node is not None:
             twins = Twins.of(strategy, base.num_ranks, apart.ranks_per_node)
             parts = list(through_nodes(parts[0], parameters, twins, rank))
         own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
         count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
         made: list[tuple[Slot, ...]] = []
-        for name, role, sending, receiving in (("pull", Piece.DST, own, mine), ("push", Piece.SRC, mine, own)):
+        for name, role, sending, receiving in (
+            ("pull", WeightPiece.DST, own, mine),
+            ("push", WeightPiece.SRC, mine, own),
+        ):
             tables = [getattr(part, name) for part in parts]
             slots = [slots_of_pieces(table, role, strategy, parameters) for table in tables]
-            ends = [_Ends(rank, base.num_ranks, sending, receiving), _Ends(rank, base.num_ranks, mine, mine)]
+            ends = [
+                _RankShards(rank, base.num_ranks, sending, receiving),
+                _RankShards(rank, base.num_ranks, mine, mine),
+            ]
             cut: list[Slot] = []
             for slot in range(count):
                 chosen = [of == slot if apart.slots else slice(None) for of in slots]
@@ -176,7 +182,7 @@ class Exchange:
         return found
 
     def _exchanged(
-        self, way: Way, source: Flat, target: Flat, dtype: torch.dtype
+        self, way: LinkWay, source: Flat, target: Flat, dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where each arrived rectangle belongs, and its values."""
         out = torch.empty(sum(way.sent), dtype=dtype, device=self.device)
@@ -196,7 +202,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
+class _RankShards:
     """A rank, and the shards that it sends from and receives into."""
 
     rank: int
@@ -204,15 +210,15 @@ class _Ends:
     sending: Ints
     receiving: Ints
 
-    def way(self, pieces: Ints, slots: Ints) -> Way:
+    def way(self, pieces: Ints, slots: Ints) -> LinkWay:
         """The way of these transfers, which move in these slots."""
-        out, into = (pieces[pieces[:, end] == self.rank] for end in (Piece.SRC, Piece.DST))
-        return Way(
+        out, into = (pieces[pieces[:, end] == self.rank] for end in (WeightPiece.SRC, WeightPiece.DST))
+        return LinkWay(
             packed=places(out, self.sending),
             unpacked=places(into, self.receiving),
-            turns=np.argsort(-slots[pieces[:, Piece.DST] == self.rank], kind="stable"),
-            sent=tuple(sums(out[:, Piece.DST], elements(out), self.num_ranks).tolist()),
-            received=tuple(sums(into[:, Piece.SRC], elements(into), self.num_ranks).tolist()),
+            turns=np.argsort(-slots[pieces[:, WeightPiece.DST] == self.rank], kind="stable"),
+            sent=tuple(sums(out[:, WeightPiece.DST], elements(out), self.num_ranks).tolist()),
+            received=tuple(sums(into[:, WeightPiece.SRC], elements(into), self.num_ranks).tolist()),
         )
 
 

@@ -45,7 +45,7 @@ WINDOW = 64
 KEPT_EPOCHS = 2
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Tokens [start, stop) of a document of the corpus; one sequence of a sample."""
 
     document: int
@@ -260,9 +260,9 @@ class DocumentStream:
         epoch = bisect_right(self._first_sample, index) - 1
         return epoch, index - self._first_sample[epoch]
 
-    def sample(self, index: int) -> tuple[Piece, ...]:
+    def sample(self, index: int) -> tuple[DocumentPiece, ...]:
         """Pieces of sample `index`, in the order of its tokens."""
-        return tuple(Piece(*row) for row in self._pieces[self._members(index)].tolist())
+        return tuple(DocumentPiece(*row) for row in self._pieces[self._members(index)].tolist())
 
     def lengths_of(self, index: int) -> tuple[int, ...]:
         """Lengths in tokens of the sequences of sample `index`."""

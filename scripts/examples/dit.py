@@ -305,7 +305,7 @@ def alone(model: nn.Module, drawn: list[Rows]) -> Tensor:
     return torch.stack([squared_error(model(each, dense), each.target, each.text == 0) for each in drawn]).sum()
 
 
-def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.SequenceBalancer) -> Tensor:
+def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.GroupBalancer) -> Tensor:
     """Samples routed to their groups, outputs routed back for the loss (KnapFormer, section 3.5)."""
     mine = Rows.join(drawn)
     balancer.plan_routing([len(each) for each in drawn], WIDTH)
@@ -337,10 +337,10 @@ def squared_error(out: Tensor, target: Tensor, counts: Tensor) -> Tensor:
     return ((out.float() - target.float()).square().mean(dim=-1) * counts).sum()
 
 
-def make_balancer(topology: str, planner: str) -> knapformer.SequenceBalancer | SequenceBalancer:
+def make_balancer(topology: str, planner: str) -> knapformer.GroupBalancer | SequenceBalancer:
     """KnapFormer's balancer on a topology, or the balancer of another planner."""
     if not planner:
-        return knapformer.SequenceBalancer(topology)
+        return knapformer.GroupBalancer(topology)
     settings = Settings(shift_labels=False)
     return SequenceBalancer.for_model(MODEL, planner=planner, settings=settings)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.analysis.trace_format import COMPUTE, Span, Trace, joined
+from megatron_balance.analysis.trace_format import COMPUTE, Trace, TrackSpan, joined
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
@@ -39,7 +39,7 @@ HEADS = by_hand.pool("head_exchange", (100, 64), 8, ranks_per_node=4, heads=(8, 
 GATHER = by_hand.pool("all_gather", (100, 64), 8, ranks_per_node=4, heads=(4, 2))
 
 
-def moved(spans: Sequence[Span]) -> Counter[tuple[object, ...]]:
+def moved(spans: Sequence[TrackSpan]) -> Counter[tuple[object, ...]]:
     """All that travels in a layer, without times."""
     return Counter(
         (s.rank, s.track, s.name, s.phase, s.zone, tuple(sorted(s.sent.items())), tuple(sorted(s.received.items())))

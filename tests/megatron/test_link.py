@@ -14,7 +14,7 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_balance.analysis.link import Base, Parameter, Parameters, Shard
+from megatron_balance.analysis.link import Base, Parameter, ParameterTable, Shard
 from megatron_balance.ir.strategy import Scheme
 from tests.support.links import buffers_of, cut
 
@@ -31,7 +31,7 @@ def test_owned_shards_are_megatrons_ranges_of_the_flat_buffer() -> None:
         Parameter("fc2", 7, 10, 0, 1),
     )
     buffers = buffers_of(listed, 1, scheme, replicas, per_bucket=3)
-    owned = Base(scheme, replicas, buffers).owned(Parameters.of(listed, 1))
+    owned = Base(scheme, replicas, buffers).owned(ParameterTable.of(listed, 1))
     (buffer,) = buffers
     places = {
         listed[number]: (start, start + cut(listed[number], scheme.tensor, 0).size, None)

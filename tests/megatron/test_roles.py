@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters
+from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron.base_layout import base_layout, check_shards
@@ -62,7 +62,7 @@ def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, messag
         Parameter("embedding.word_embeddings.weight", 64, 4, "first", 0),
         Parameter("decoder.layers.0.mlp.linear_fc1.weight", 12, 4, 0, 0, blocks=2),
     )
-    layout = SimpleNamespace(base=Base(Scheme(), 4, ()), parameters=Parameters.of(listed, 3))
+    layout = SimpleNamespace(base=Base(Scheme(), 4, ()), parameters=ParameterTable.of(listed, 3))
     groups = 9 if strategy.startswith("2*") else 12
     transformer = SimpleNamespace(num_attention_heads=36, num_query_groups=groups)
     with pytest.raises(ConfigError, match=message):
@@ -76,7 +76,7 @@ def test_a_strategy_without_a_role_is_refused() -> None:
 
 
 def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
-    parameters = Parameters.of((Parameter("a", 4, 2, 0),), 1)
+    parameters = ParameterTable.of((Parameter("a", 4, 2, 0),), 1)
     base = Base(Scheme(), 2, (Buffer(0, np.array([0]), np.array([0]), np.array([0, 8])),))
     mine = base.owned(parameters)[:1]
     check_shards(mine, {0: torch.zeros(4)}, parameters)

@@ -20,7 +20,7 @@ from megatron_balance import cli
 from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.megatron import carry
 from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import Held, Ledger
+from megatron_balance.training.ledger import HeldDocument, Ledger
 from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Run, Train, assert_same_training, started, write_corpus
 from tests.support import trace_processor, trace_reader
 from tests.support.megatron_run import Result
@@ -82,7 +82,7 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
     ledger, _ = carry.saved(common["args"])
     assert ledger.carry == EMPTY
     assert ledger.drawn == ledger.trained > 0
-    waiting = Ledger(Carry.of("wlb_llm", {"remained": []}, ((-1, 7),)), (Held(-1, 0, 0, 7),), drawn=7)
+    waiting = Ledger(Carry.of("wlb_llm", {"remained": []}, ((-1, 7),)), (HeldDocument(-1, 0, 0, 7),), drawn=7)
     carry.save(waiting.to_json(DataIdentity("0123456789abcdef")), common["args"])
     torch.save(common, checkpoint / "common.pt")
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Piece, cut, pack
+from megatron_balance.workloads.documents import CutPolicy, DocumentPiece, DocumentStream, cut, pack
 
 policies = st.sampled_from(["split", "truncate"])
 corpora = st.lists(st.integers(0, 40), min_size=1, max_size=25).filter(any)
@@ -37,11 +37,11 @@ runs = st.lists(
 
 def train(
     lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]
-) -> list[tuple[Piece, ...]]:
+) -> list[tuple[DocumentPiece, ...]]:
     """Samples in the order of their global batches; every rank of every life opens its own stream,
     as separate processes do.
     """
-    read: list[tuple[Piece, ...]] = []
+    read: list[tuple[DocumentPiece, ...]] = []
     for run in lives:
         consumed = len(read)
         streams = [DocumentStream(np.array(lengths), seq_length, seed, policy) for _ in range(run.num_replicas)]
@@ -56,7 +56,7 @@ def train(
     return read
 
 
-def times_read(samples: list[tuple[Piece, ...]], lengths: list[int]) -> list[list[int]]:
+def times_read(samples: list[tuple[DocumentPiece, ...]], lengths: list[int]) -> list[list[int]]:
     """Times that each token of each document was read."""
     times = [np.zeros(length, dtype=int) for length in lengths]
     for piece in (piece for sample in samples for piece in sample):

@@ -11,11 +11,11 @@ from megatron_balance.analysis.link import (
     Base,
     Buffer,
     Parameter,
-    Parameters,
-    Piece,
-    Place,
+    ParameterTable,
     Shard,
     Twins,
+    WeightPiece,
+    WeightPlace,
     elements,
     held,
     link,
@@ -115,25 +115,25 @@ def test_what_ranks_of_a_node_have_alike_crosses_nodes_once(case: Links, per_nod
     parts = through_nodes(whole, case.parameters, twins, None), through_nodes(alone, case.parameters, twins, rank)
     for everything, mine in zip(*parts, strict=True):
         for of_all, of_one in ((everything.pull, mine.pull), (everything.push, mine.push)):
-            touched = (of_all[:, [Piece.SRC, Piece.DST]] == rank).any(axis=1)
+            touched = (of_all[:, [WeightPiece.SRC, WeightPiece.DST]] == rank).any(axis=1)
             assert {*map(tuple, of_all[touched])} == {
-                row for row in map(tuple, of_one) if rank in (row[Piece.SRC], row[Piece.DST])
+                row for row in map(tuple, of_one) if rank in (row[WeightPiece.SRC], row[WeightPiece.DST])
             }
     (across, inside), _ = parts
     for table, given_table, role in (
-        (across.pull, whole.pull, Piece.DST),
-        (across.push, whole.push, Piece.SRC),
+        (across.pull, whole.pull, WeightPiece.DST),
+        (across.push, whole.push, WeightPiece.SRC),
     ):
-        owner = Piece.SRC + Piece.DST - role
+        owner = WeightPiece.SRC + WeightPiece.DST - role
         sets = twins.members[table[:, role], 0]
         single = (case.parameters.cut >= 0) & ~case.parameters.tied
-        far = (table[:, owner] // per_node != table[:, role] // per_node) & single[table[:, Piece.PARAMETER]]
+        far = (table[:, owner] // per_node != table[:, role] // per_node) & single[table[:, WeightPiece.PARAMETER]]
         keys = [(*row, each) for row, each in zip(np.delete(table, role, axis=1)[far].tolist(), sets[far], strict=True)]
         assert len(keys) == len(set(keys))
         assert set(map(tuple, table)) <= set(map(tuple, given_table))
     for table in (inside.pull, inside.push):
-        assert (table[:, Piece.SRC] // per_node == table[:, Piece.DST] // per_node).all()
-        assert (table[:, Piece.SRC] != table[:, Piece.DST]).all()
+        assert (table[:, WeightPiece.SRC] // per_node == table[:, WeightPiece.DST] // per_node).all()
+        assert (table[:, WeightPiece.SRC] != table[:, WeightPiece.DST]).all()
 
 
 @given(links())
@@ -143,16 +143,16 @@ def test_both_ends_of_a_message_have_the_same_rows_and_an_owner_adds_by_rank(cas
     rank = case.base.num_ranks - 1
     mine = link(case.base, owned, case.strategy, case.parameters, rank)
     for table, everything in ((mine.pull, whole.pull), (mine.push, whole.push)):
-        touched = (everything[:, [Piece.SRC, Piece.DST]] == rank).any(axis=1)
+        touched = (everything[:, [WeightPiece.SRC, WeightPiece.DST]] == rank).any(axis=1)
         assert np.array_equal(table, everything[touched])
-        assert (np.diff(table[:, Piece.SRC]) >= 0).all()
+        assert (np.diff(table[:, WeightPiece.SRC]) >= 0).all()
         assert (elements(table) > 0).all()
 
 
 def test_a_piece_outside_of_a_ranks_shards_is_refused() -> None:
     listed = (Parameter("a", 4, 2, 0, 0),)
     base = Base(Scheme(), 2, buffers_of(listed, 1, Scheme(), 2, 1))
-    parameters = Parameters.of(listed, 1)
+    parameters = ParameterTable.of(listed, 1)
     owned = base.owned(parameters)
     table = link(base, owned, Strategy((Scheme(2),)), parameters, 0)
     with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
@@ -167,7 +167,7 @@ def test_the_bases_own_scheme_moves_what_all_gather_and_reduce_scatter_move(case
     listed = tuple(p for p in case.listed if not p.parts)
     scheme, replicas = Scheme(case.base.scheme.tensor, 1, case.base.scheme.context), case.base.replicas
     base = Base(scheme, replicas, buffers_of(listed, case.num_layers, scheme, replicas, 3))
-    parameters = Parameters.of(listed, case.num_layers)
+    parameters = ParameterTable.of(listed, case.num_layers)
     owned = base.owned(parameters)
     all_ranks = link(base, owned, Strategy((scheme,) * replicas), parameters)
     own = _elements(owned, base.num_ranks)
@@ -214,11 +214,16 @@ def test_both_ends_of_a_tied_embedding_pull_from_their_own_end_and_push_to_both(
     listed = (Parameter("embedding", 4, 2, "first", 0, tied=True), Parameter("norm", 2, 1, 0), Parameter("n", 2, 1, 1))
     scheme = Scheme(1, base_stages)
     base = Base(scheme, 2, buffers_of(listed, 2, scheme, 2, 3))
-    parameters = Parameters.of(listed, 2)
+    parameters = ParameterTable.of(listed, 2)
     result = link(base, base.owned(parameters), Strategy((Scheme(1, role_stages),)), parameters)
     ends = [
-        sorted({(int(row[Piece.DST]), int(row[Piece.SRC]) // 2) for row in table[table[:, Piece.PARAMETER] == 0]})
-        for table in (result.pull, result.push[:, [Piece.DST, Piece.SRC, *range(2, Piece.WIDTH)]])
+        sorted(
+            {
+                (int(row[WeightPiece.DST]), int(row[WeightPiece.SRC]) // 2)
+                for row in table[table[:, WeightPiece.PARAMETER] == 0]
+            }
+        )
+        for table in (result.pull, result.push[:, [WeightPiece.DST, WeightPiece.SRC, *range(2, WeightPiece.WIDTH)]])
     ]
     pulled = [(rank, min(rank, base_stages - 1)) for rank in range(role_stages)]
     pushed = [(rank, stage) for rank in range(role_stages) for stage in range(base_stages)]
@@ -226,7 +231,7 @@ def test_both_ends_of_a_tied_embedding_pull_from_their_own_end_and_push_to_both(
 
 
 def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
-    parameters = Parameters.of((Parameter("a", 4, 2, 0, 0), Parameter("b", 2, 1, 0)), 1)
+    parameters = ParameterTable.of((Parameter("a", 4, 2, 0, 0), Parameter("b", 2, 1, 0)), 1)
 
     def base(numbers: list[int], starts: list[int], end: int, tensor: int = 1) -> Base:
         buffer = Buffer(0, np.array(numbers), np.array(starts), np.array([0, end]))
@@ -258,7 +263,7 @@ def test_buffers_that_do_not_hold_the_model_are_refused() -> None:
 )
 def test_a_table_of_parameters_that_cannot_be_is_refused(listed: list[Parameter], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Parameters.of(listed, 1)
+        ParameterTable.of(listed, 1)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +296,10 @@ def _exchanged(
     """Flat tensors of each rank after all messages, added to zeros; a rank reads its own table."""
     messages: dict[tuple[int, int], list[int]] = {}
     for rank, table in enumerate(tables):
-        out = table[table[:, Piece.SRC] == rank]
+        out = table[table[:, WeightPiece.SRC] == rank]
         for row, place in zip(out, places(out, sending[rank]), strict=True):
-            content = values[rank][place[Place.PARAMETER]][_indices(place)]
-            messages.setdefault((rank, int(row[Piece.DST])), []).extend(content.tolist())
+            content = values[rank][place[WeightPlace.PARAMETER]][_indices(place)]
+            messages.setdefault((rank, int(row[WeightPiece.DST])), []).extend(content.tolist())
     found: list[dict[int, Ints]] = []
     for rank, table in enumerate(tables):
         sizes = (receiving[rank][:, Shard.STOPS] - receiving[rank][:, Shard.STARTS]).prod(axis=1)
@@ -302,10 +307,13 @@ def _exchanged(
             int(number): np.zeros(int(sizes[receiving[rank][:, Shard.PARAMETER] == number].sum()), dtype=np.int64)
             for number in np.unique(receiving[rank][:, Shard.PARAMETER])
         }
-        into = table[table[:, Piece.DST] == rank]
+        into = table[table[:, WeightPiece.DST] == rank]
         for row, place in zip(into, places(into, receiving[rank]), strict=True):
-            message, size = messages[int(row[Piece.SRC]), rank], int(place[Place.ROWS] * place[Place.COLUMNS])
-            flats[int(place[Place.PARAMETER])][_indices(place)] += np.array(message[:size])
+            message, size = (
+                messages[int(row[WeightPiece.SRC]), rank],
+                int(place[WeightPlace.ROWS] * place[WeightPlace.COLUMNS]),
+            )
+            flats[int(place[WeightPlace.PARAMETER])][_indices(place)] += np.array(message[:size])
             del message[:size]
         found.append(flats)
     assert not any(messages.values()), "a message was longer than its receiver expected"
@@ -331,6 +339,6 @@ def _elements(shards: Ints, num_ranks: int) -> Ints:
 
 
 def _kept(pieces: Ints, num_ranks: int) -> Ints:
-    kept = pieces[pieces[:, Piece.SRC] == pieces[:, Piece.DST]]
-    sizes = (kept[:, Piece.STOPS] - kept[:, Piece.STARTS]).prod(axis=1)
-    return np.bincount(kept[:, Piece.DST], sizes, num_ranks).astype(np.int64)
+    kept = pieces[pieces[:, WeightPiece.SRC] == pieces[:, WeightPiece.DST]]
+    sizes = (kept[:, WeightPiece.STOPS] - kept[:, WeightPiece.STARTS]).prod(axis=1)
+    return np.bincount(kept[:, WeightPiece.DST], sizes, num_ranks).astype(np.int64)

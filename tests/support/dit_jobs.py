@@ -111,13 +111,13 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
     """Route and its inverse, and head exchange and its inverse, with gradients, for each topology
     and lengths by rank; tensors that are to be zero.
     """
-    from megatron_balance.torch.knapformer import SequenceBalancer
+    from megatron_balance.torch.knapformer import GroupBalancer
 
-    balancers: dict[str, SequenceBalancer] = {}
+    balancers: dict[str, GroupBalancer] = {}
     found: list[list[Tensor]] = []
     for topology, by_rank in cases:
         if topology not in balancers:
-            balancers[topology] = SequenceBalancer(topology, ranks_per_node=2)
+            balancers[topology] = GroupBalancer(topology, ranks_per_node=2)
         balancer, lengths = balancers[topology], by_rank[world.rank]
         balancer.plan_routing(lengths, 8)
         generator = torch.Generator().manual_seed(world.rank)
@@ -151,9 +151,9 @@ def mistakes(world: World) -> list[str]:
     """Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
     wrong on rank 2 alone.
     """
-    from megatron_balance.torch.knapformer import SequenceBalancer
+    from megatron_balance.torch.knapformer import GroupBalancer
 
-    balancer, x = SequenceBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
+    balancer, x = GroupBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
     told: list[str] = []
 
     def tell(call: Callable[..., object], *given: Any) -> None:
@@ -181,9 +181,9 @@ def mistakes(world: World) -> list[str]:
 def attention(world: World, topology: str, by_rank: Sequence[Sequence[int]]) -> float:
     """The largest difference of outputs and gradients from attention of every sequence alone."""
     dit = example()
-    from megatron_balance.torch.knapformer import SequenceBalancer
+    from megatron_balance.torch.knapformer import GroupBalancer
 
-    balancer = SequenceBalancer(topology)
+    balancer = GroupBalancer(topology)
     lengths = list(by_rank[world.rank])
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randn(3, sum(lengths), 4, 8, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -74,7 +74,7 @@ def killed(balancer: SequenceBalancer) -> None:
 
 
 def in_knapformer(_balancer: SequenceBalancer) -> None:
-    balancer = knapformer.SequenceBalancer("g3n1", ranks_per_node=SIZE)
+    balancer = knapformer.GroupBalancer("g3n1", ranks_per_node=SIZE)
     balancer.plan_routing([9], 32)
     routed = balancer.route(torch.randn(9, 3, 8))[1]
     boom(routed)

@@ -25,7 +25,7 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
-from megatron_balance.runtime.cuda import Transfer
+from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels.base import Entries
@@ -94,7 +94,7 @@ class HostStream:
     def wait(self, event: None) -> None:
         del event
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         pairs = frozenset((self.rank, t.peer) if t.sends else (t.peer, self.rank) for t in transfers)
         self.hosts.enter(self.rank, GroupCall(self.name, pairs))
 

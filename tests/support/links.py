@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, Parameters
+from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
 
@@ -28,8 +28,8 @@ class Links:
     strategy: Strategy
 
     @property
-    def parameters(self) -> Parameters:
-        return Parameters.of(self.listed, self.num_layers)
+    def parameters(self) -> ParameterTable:
+        return ParameterTable.of(self.listed, self.num_layers)
 
     def seats(self) -> Iterator[tuple[int, int, int, int, int, Scheme]]:
         """Rank, pipeline, cp, stage, tp and scheme of all ranks of the strategy."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.compile.batches import Batch, interleaved
+from megatron_balance.compile.batches import IssuedCall, interleaved
 from megatron_balance.compile.ping_pong import Segment, backward, one_by_one
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -92,7 +92,7 @@ def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None
     return {rank: own[at[rank]] for rank, own in enumerate(calls) if at[rank] < len(own)}
 
 
-def group_calls(batches: Iterable[Batch]) -> list[GroupCall]:
+def group_calls(batches: Iterable[IssuedCall]) -> list[GroupCall]:
     """Group calls of one rank. Each stream has a communicator of its own."""
     return [
         GroupCall(
@@ -107,7 +107,7 @@ def group_calls(batches: Iterable[Batch]) -> list[GroupCall]:
 
 def batches_of(
     plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
-) -> tuple[list[list[Batch]], list[list[Batch]]]:
+) -> tuple[list[list[IssuedCall]], list[list[IssuedCall]]]:
     """Batches of every rank in the forward and in the backward of plans that run in `segments`."""
     size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
 

@@ -78,7 +78,7 @@ class Checker:
         from megatron_balance.megatron import gpt
         from megatron_balance.megatron.arguments import add_balance_arguments
         from megatron_balance.megatron.base_layout import base_layout, named_parameters
-        from megatron_balance.megatron.roles import Moving, Roles
+        from megatron_balance.megatron.roles import Roles, WeightMovement
         from megatron_balance.training.weights import Apart
 
         args: Any = parse_and_validate_args(extra_args_provider=add_balance_arguments)
@@ -98,10 +98,12 @@ class Checker:
             self.layout,
             [alone, *strategies],
             timedelta(seconds=60),
-            moving=Moving(apart, overlap=True),
+            moving=WeightMovement(apart, overlap=True),
         )
         apart = {each: Apart(ranks_per_node=2) for each in strategies[:2]}
-        self.at_once = Roles(config.model, self.layout, list(apart), timedelta(seconds=60), moving=Moving(apart))
+        self.at_once = Roles(
+            config.model, self.layout, list(apart), timedelta(seconds=60), moving=WeightMovement(apart)
+        )
         """The first two without overlap."""
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -201,7 +203,7 @@ def _let_slots_come_late() -> None:
     """So that a module that does not wait for its weights computes with NaN, and an owner that does
     not wait for gradients lacks some.
     """
-    from megatron_balance.training.weights import Exchange
+    from megatron_balance.training.weights import WeightExchange
 
     def late(move: Callable[..., None]) -> Callable[..., None]:
         def moved(*args: Any) -> None:
@@ -210,7 +212,7 @@ def _let_slots_come_late() -> None:
 
         return moved
 
-    Exchange.pull_slot, Exchange.push_slot = late(Exchange.pull_slot), late(Exchange.push_slot)  # type: ignore[method-assign]
+    WeightExchange.pull_slot, WeightExchange.push_slot = late(WeightExchange.pull_slot), late(WeightExchange.push_slot)  # type: ignore[method-assign]
 
 
 def run() -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_balance.analysis.trace_format import Span
+from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.compile.order import Issue, streams
 from megatron_balance.compile.pipeline import compile_rank
 from megatron_balance.compile.transpose import Policy
@@ -21,7 +21,7 @@ from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import stream_names
 from megatron_balance.runtime.kernels.base import Kernel
-from megatron_balance.runtime.lower.steps import Finish, Phase, Start, Step
+from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase, Step
 from megatron_balance.runtime.recorder import Recorder
 from megatron_balance.runtime.trace import Trace, Traced, hidden_share
 from tests.support import jobs
@@ -98,15 +98,17 @@ def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
 
 def _names(step: Step, *, forward: bool) -> list[str]:
     match step:
-        case Start(exchange):
+        case IssueStep(exchange):
             return [ranges.name_of("pack", exchange.zone, exchange.id, forward=forward)]
-        case Finish(exchange):
+        case FinishStep(exchange):
             return [ranges.name_of(what, exchange.zone, exchange.id, forward=forward) for what in ("wait", "place")]
         case _:
             return [ranges.name_of("attention", step.zone, forward=forward)]
 
 
-def recorded(world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool) -> tuple[list[Span], list[str], float]:
+def recorded(
+    world: World, plan: MicrobatchPlan, policy: Policy, streamed: bool
+) -> tuple[list[TrackSpan], list[str], float]:
     """Spans of forward and backward of two layers of `plan`, names of the pool's streams, and when the
     clock of the spans began (Unix time).
     """

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime.cuda import Transfer
+from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.groups import Groups, stream_groups
 from tests.support.rendezvous import GroupCall, Meeting
 
@@ -138,7 +138,7 @@ class StreamThread:
     def wait(self, event: Event) -> None:
         self.queue.put(lambda: _await(event, self.errors))
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         rank = self.rendezvous.rank
         new = {(rank, t.peer) if t.sends else (t.peer, rank) for t in transfers} - self.connected
         if new:

@@ -407,7 +407,7 @@ def differ_twice(world: World, planner: str, backward: str, checkpointed: bool) 
 def differentiate_twice(world: World) -> list[str]:
     """The error where the gradient of each of our calls is to have a gradient itself."""
     batch = SequenceBalancer("te_ring", MODEL, settings=Settings(ranks_per_node=2))([torch.arange(9)])
-    routes = knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)
+    routes = knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)
     routes.plan_routing([8], WIDTH)
     packed = torch.randn(8, HEADS, HEAD_DIM, requires_grad=True)
     routed = routes.route(packed)[1]
@@ -439,8 +439,8 @@ def share_groups(world: World) -> tuple[int, int]:
     with SequenceBalancer("te_ring", MODEL, settings=settings) as first:
         with SequenceBalancer("zeppelin", MODEL, settings=settings) as second:
             assert second([torch.arange(3)]).plan.lengths == (3,) * world.size
-        third = knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)
-        assert third._group is knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)._group
+        third = knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)
+        assert third._group is knapformer.GroupBalancer("g2n1+g1n2", ranks_per_node=2)._group
         of_pair = SequenceBalancer("te_ring", MODEL, pairs, settings=settings)
         assert of_pair([torch.arange(3)]).plan.lengths == (3, 3)
         assert first([torch.arange(3)]).plan.lengths == (3,) * world.size

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.moves import Move, Moved, Site
-from megatron_balance.runtime.lower.parcels import Form, layout, parcel_bytes, unpack
-from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.moves import Moved, MoverCall, Site
+from megatron_balance.runtime.lower.parcels import CallForm, layout, parcel_bytes, unpack
+from megatron_balance.runtime.lower.regions import RowRun
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
@@ -42,13 +42,13 @@ def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) 
     """Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same
     rows' place share them.
     """
-    made: list[Run] = []
+    made: list[RowRun] = []
     at = 0
     for buffer, rows, head, heads, buffer_head in runs:
         consecutive = rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
         start = rows[0] if rows else 0
         index = None if consecutive else np.array(rows, dtype=np.int64)
-        made.append(Run(at, len(rows), buffer, start, start + len(rows), index, head, heads, buffer_head))
+        made.append(RowRun(at, len(rows), buffer, start, start + len(rows), index, head, heads, buffer_head))
         at += len(rows)
     indices = tuple(None if run.index is None else torch.from_numpy(run.index) for run in made)
     return Packed(tuple(made), at, num_heads, indices, direct=False)
@@ -212,7 +212,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Messages in one memory, whose tables are made ahead: filled, placed and added in one launch
     where rows and heads allow. Of two widths: the same rows of keys and of values.
     """
-    form = Form.of(AttentionShape(1, 1, widths[0], widths[-1]), dtype, "fp32")
+    form = CallForm.of(AttentionShape(1, 1, widths[0], widths[-1]), dtype, "fp32")
     kind = Kind.Q if len(widths) == 1 else Kind.KV
     carried = [(kind, packed.num_rows, packed.num_heads) for packed, _ in packs]
     places = layout(tuple(carried), form).places
@@ -225,7 +225,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
     packs = [pack for pack in packs for _ in widths]
     results = []
     for mover in movers():
-        mover.prepare([Move(call, moved) for call in ("fill", "place", "add")], {}, form)
+        mover.prepare([MoverCall(call, moved) for call in ("fill", "place", "add")], {}, form)
         messages = [
             x
             for one in unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
@@ -279,7 +279,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     """Gradients that peers send of the same rows, in one memory, added to the same buffers, of which
     some were never written. Their table is made ahead, or in the first layer.
     """
-    form = Form.of(AttentionShape(1, 1, 8, 8), dtype, "fp32")
+    form = CallForm.of(AttentionShape(1, 1, 8, 8), dtype, "fp32")
     carried = [(Kind.Q, packed.num_rows, packed.num_heads) for packed, _ in packs]
     lies = layout(tuple(carried), form).places
     size = {b: tuple(max(sizes.get(b, (1, 1))[i] for _, sizes in packs) for i in (0, 1)) for b in range(3)}
@@ -297,7 +297,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
     results = []
     for mover in movers():
         if ahead:
-            mover.prepare([Move("add", moved)], {}, form)
+            mover.prepare([MoverCall("add", moved)], {}, form)
         raw = torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8)
         messages = [x for (x,) in unpack(raw, carried, form)]
         for seed, m in enumerate(messages):
@@ -317,7 +317,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
 
 def added_at_once() -> None:
     """Check that gradients of the same rows, in one memory, to a fresh buffer are one launch."""
-    form, counts = Form.of(AttentionShape(2, 2, 16, 16), torch.float32, "fp32"), (3, 5, 2)
+    form, counts = CallForm.of(AttentionShape(2, 2, 16, 16), torch.float32, "fp32"), (3, 5, 2)
     packs = [packed_of([(0, [*range(1, 1 + n)], 0, 2, 0)], 2) for n in counts]
     carried = [(Kind.Q_GRAD, n, 2) for n in counts]
     moved = [
@@ -338,7 +338,7 @@ def added_at_once() -> None:
 
 def apart() -> None:
     """Keys and values of two widths: the same rows, which lie elsewhere in the messages' memory."""
-    form, counts = Form.of(AttentionShape(2, 2, 16, 8), torch.bfloat16, "fp32"), (3, 5, 2)
+    form, counts = CallForm.of(AttentionShape(2, 2, 16, 8), torch.bfloat16, "fp32"), (3, 5, 2)
     first = [sum(counts[:at]) for at in range(len(counts))]
     packs = [packed_of([(0, [*range(b, b + n)], 0, 2, 0)], 2) for b, n in zip(first, counts, strict=True)]
     carried = [(Kind.KV, n, 2) for n in counts]
@@ -349,7 +349,7 @@ def apart() -> None:
     )
     both = [values((10, 2, width), form.dtype, width) for width in form.kv_widths]
     mover = TritonMover(CPU)
-    mover.prepare([Move("fill", moved)], {}, form)
+    mover.prepare([MoverCall("fill", moved)], {}, form)
     messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
     fills = [Fill(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
     mover.fill(fills)
@@ -370,7 +370,7 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
     """Outputs of a head exchange: a buffer for each peer, partials over all of them, and a message to
     each in one memory.
     """
-    form = Form.of(AttentionShape(heads, heads, 24, 16), dtype, "fp32")
+    form = CallForm.of(AttentionShape(heads, heads, 24, 16), dtype, "fp32")
     sizes = {b: (n, heads) for b, n in enumerate(rows)}
     parts = []
     for _ in range(num_parts):
@@ -388,7 +388,7 @@ def sent(rows: list[int], heads: int, num_parts: int, dtype: torch.dtype, data: 
     ]
     results = []
     for mover in movers():
-        moves = [*(Move("partial", (Moved(p),)) for p in parts), Move("send", tuple(ends))]
+        moves = [*(MoverCall("partial", (Moved(p),)) for p in parts), MoverCall("send", tuple(ends))]
         mover.prepare(moves, sizes, form)
         wide = torch.float32
         held = mover.partials(

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_balance import MicrobatchPlan, make_planner
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError

@@ -26,9 +26,9 @@ from megatron_balance.analysis.link import (
     Base,
     Buffer,
     Parameter,
-    Parameters,
-    Piece,
+    ParameterTable,
     Twins,
+    WeightPiece,
     link,
     links_s,
     num_slots,
@@ -40,7 +40,7 @@ from megatron_balance.analysis.link import (
 from megatron_balance.config import load_cluster
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.training.weights import Apart, Exchange
+from megatron_balance.training.weights import Apart, WeightExchange
 
 LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 30592
 BUCKET = 40_000_000
@@ -48,7 +48,7 @@ BUCKET = 40_000_000
 BUDGET_S, BUDGET_BYTES = 0.2, 50e6
 
 
-def parameters() -> Parameters:
+def parameters() -> ParameterTable:
     """A 32B model: 60 layers of 6,656, gated fc1 of twice 17,920."""
     listed = [Parameter("embedding", VOCABULARY, HIDDEN, "first", 0)]
     for layer in range(LAYERS):
@@ -61,10 +61,10 @@ def parameters() -> Parameters:
             Parameter(f"{layer}.fc2", HIDDEN, FFN, layer, 1),
         ]
     listed += [Parameter("norm", HIDDEN, 1, "last", parts=True), Parameter("output", VOCABULARY, HIDDEN, "last", 0)]
-    return Parameters.of(listed, LAYERS)
+    return ParameterTable.of(listed, LAYERS)
 
 
-def base(model: Parameters, scheme: Scheme, replicas: int, bucket: int = BUCKET) -> Base:
+def base(model: ParameterTable, scheme: Scheme, replicas: int, bucket: int = BUCKET) -> Base:
     """A base layout whose buffers are filled backwards in buckets, as Megatron fills them."""
     shards = scheme.context * replicas
     numbers, stages, _ = model.stages(np.arange(len(model)), scheme.pipeline)
@@ -95,7 +95,7 @@ def slots() -> None:
             layout = base(model, Scheme(16), ranks // 16, bucket)
             whole = link(layout, layout.owned(model), strategy, model)
             parts = [part.pull for part in through_nodes(whole, model, twins, None)]
-            at = [slots_of_pieces(pieces, Piece.DST, strategy, model) for pieces in parts]
+            at = [slots_of_pieces(pieces, WeightPiece.DST, strategy, model) for pieces in parts]
 
             def seconds(chosen: Sequence[Ints], parts: Sequence[Ints] = parts) -> float:
                 ways = [volume(pieces[which], 2, ranks, per_node) for pieces, which in zip(parts, chosen, strict=True)]
@@ -129,9 +129,9 @@ def measured(scheme: Scheme, strategy: Strategy, ranks: int) -> dict[str, object
     owned = layout.owned(model)
     once = {"owned_cpu_seconds": round(time.process_time() - start, 4), "owned_mb": round(owned.nbytes / 1e6, 1)}
 
-    def exchange(rank: int, apart: Apart) -> Exchange:
+    def exchange(rank: int, apart: Apart) -> WeightExchange:
         group: Any = Peer(rank, ranks)
-        return Exchange.of((layout, owned, model), strategy, group, torch.device("cpu"), apart)
+        return WeightExchange.of((layout, owned, model), strategy, group, torch.device("cpu"), apart)
 
     ways: dict[str, tuple[Callable[[int], object], ...]] = {
         "link": (lambda rank: link(layout, owned, strategy, model, rank),),

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import config
-from megatron_balance.analysis.trace_format import Span, Trace, file_name
+from megatron_balance.analysis.trace_format import Trace, TrackSpan, file_name
 from megatron_balance.cli import planfile, trace
 from megatron_balance.cost.table import load_table, save_table
 from megatron_balance.errors import BalanceError
@@ -32,7 +32,7 @@ from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.report.steps import read as read_steps
 from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import Held, Ledger
+from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.workloads import order_cache
 from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.idx import CorpusWriter, read_index
@@ -142,7 +142,7 @@ def _loaders(folder: Path) -> Iterator[Loader]:
     yield Loader("plan file", (folder / "plans.json").read_bytes(), ".json", planfile.read)
     carry = Carry.of("wlb_llm", {"remained": []}, ((-1, 5),))
     data = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes"}, {"corpus 1": "here"}, {0: "ab", 1: "cd"})
-    ledger = Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5).to_json(data)
+    ledger = Ledger(carry, (HeldDocument(-1, 0, 1, 5),), drawn=5).to_json(data)
     yield Loader("ledger", ledger.encode(), ".json", lambda path: Ledger.from_json(path.read_text(errors="replace")))
     with CorpusWriter(folder / "corpus", "uint16") as writer:
         for length in (5, 60, 1):
@@ -167,7 +167,7 @@ def _later_loaders(folder: Path) -> Iterator[Loader]:
     yield Loader("lengths in a table", table, ".csv", read_lengths)
     yield Loader("lengths, compressed", gzip.compress(b"4096 17 200\n128k\n", mtime=0), ".txt.gz", read_lengths)
     spans = [
-        Span(
+        TrackSpan(
             0, "inter_node", "direct", 1.0 + at, 1.5 + at, "forward", 0, 2, exchange=at, sent={1: 64}, received={1: 64}
         )
         for at in (0, 1)

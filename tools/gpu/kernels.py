@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpack
-from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes, unpack
+from megatron_balance.runtime.lower.regions import RowRun
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
@@ -126,7 +126,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     yield Case(MOVES[0], num_bytes, lambda mover: lambda: mover.fill(fills), lambda: targets)
     places = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, targets, strict=True)]
     yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
-    form = Form.of(AttentionShape(*heads[:2], shape.head_dim), torch.bfloat16, "fp32")
+    form = CallForm.of(AttentionShape(*heads[:2], shape.head_dim), torch.bfloat16, "fp32")
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
     (q,), (kv,) = unpack(raw, carried, form)
@@ -190,6 +190,6 @@ def packed_rows(rows: np.ndarray[Any, np.dtype[np.int64]], num_heads: int, devic
     """These rows of one buffer, all heads."""
     count = len(rows)
     if (rows == np.arange(count)).all():
-        return Packed((Run(0, count, 0, 0, count, None, 0, num_heads, 0),), count, num_heads, (None,), direct=True)
-    run = Run(0, count, 0, int(rows[0]), int(rows[0]) + count, rows, 0, num_heads, 0)
+        return Packed((RowRun(0, count, 0, 0, count, None, 0, num_heads, 0),), count, num_heads, (None,), direct=True)
+    run = RowRun(0, count, 0, int(rows[0]), int(rows[0]) + count, rows, 0, num_heads, 0)
     return Packed((run,), count, num_heads, (torch.from_numpy(rows).to(device),), direct=False)

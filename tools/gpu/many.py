@@ -169,7 +169,7 @@ def _batch_s(world: Any, name: str, device: Device) -> float:
     """Seconds of one batch with every peer that a stream reaches, as a training step issues it."""
     import torch
 
-    from megatron_balance.runtime.cuda import Transfer
+    from megatron_balance.runtime.cuda import StreamMessage
 
     node = world.size // 2
     peers = [
@@ -177,8 +177,10 @@ def _batch_s(world: Any, name: str, device: Device) -> float:
     ]
     stream = world.groups.streams.of(name)
     tensors = [torch.zeros(LINK_BYTES[device], dtype=torch.uint8, device=device) for _ in range(2 * len(peers))]
-    transfers = [Transfer(world.rank, p, 0, True, p, x) for p, x in zip(peers, tensors, strict=False)]
-    transfers += [Transfer(p, world.rank, 0, False, p, x) for p, x in zip(peers, tensors[len(peers) :], strict=True)]
+    transfers = [StreamMessage(world.rank, p, 0, True, p, x) for p, x in zip(peers, tensors, strict=False)]
+    transfers += [
+        StreamMessage(p, world.rank, 0, False, p, x) for p, x in zip(peers, tensors[len(peers) :], strict=True)
+    ]
 
     def issue() -> None:
         if transfers:

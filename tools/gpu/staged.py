@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime.cuda import CudaStream, CudaStreams, Transfer, has_high_priority
+from megatron_balance.runtime.cuda import CudaStream, CudaStreams, StreamMessage, has_high_priority
 from megatron_balance.runtime.groups import Groups, stream_groups
 
 PATIENCE_S = 30.0
@@ -54,7 +54,7 @@ class StagedStream(CudaStream):
     def wait(self, event: Any) -> None:
         self._calls.put(lambda: super(StagedStream, self).wait(issued(event, self._errors)))
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         self._calls.put(lambda: self._carry(transfers))
 
     def call(self, issue: Callable[[], Sequence[dist.Work]]) -> None:
@@ -70,7 +70,7 @@ class StagedStream(CudaStream):
         self._calls.put(issue)
         return event
 
-    def _carry(self, transfers: Sequence[Transfer]) -> None:
+    def _carry(self, transfers: Sequence[StreamMessage]) -> None:
         """Every message through a copy in the host's memory."""
         arriving: list[tuple[Tensor, Tensor]] = []
         works: list[dist.Work | None] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.runtime import bind as binding
-from megatron_balance.runtime.cuda import Transfer
+from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
@@ -179,7 +179,7 @@ class RecordedStream:
     def wait(self, event: int) -> None:
         self.recorder.trace.wait(self.name, event)
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         label = "; ".join(
             f"{'to' if t.sends else 'from'} rank {t.peer} (of {t.src} -> {t.dst}, {t.index})" for t in transfers
         )

@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_balance.analysis.backward import Decision, MicrobatchBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
-from megatron_balance.analysis.estimate.clocks import Clocks
-from megatron_balance.analysis.estimate.times import Machine, ZoneTimes, by_rank
+from megatron_balance.analysis.estimate.clocks import ZoneClocks
+from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.step_memory import StepMemory
@@ -75,9 +75,9 @@ class _Recent:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.known: tuple[tuple[MicrobatchPlan, Machine, Estimate | None], ...] = ()
+        self.known: tuple[tuple[MicrobatchPlan, PricedMachine, Estimate | None], ...] = ()
 
-    def of(self, plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
+    def of(self, plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
         for known, on, found in self.known:
             if (
                 known is plan
@@ -95,7 +95,7 @@ class _Recent:
 _RECENT = _Recent(4)
 
 
-def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
+def estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
     """The seconds of a layer, and the memory of a step whose microbatches are all like this one; None:
     a comm pattern of the plan has traffic without a closed form.
 
@@ -105,7 +105,7 @@ def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     return _RECENT.of(plan, machine)
 
 
-def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
+def _estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
     zones = zone_times(plan, machine)
     if zones is None:
         return None
@@ -119,9 +119,9 @@ def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     decision = _decision(_received(plan, zones, (taken, given), machine), owned, machine)
     keeping = decision.keeping / max(1, decision.layers)
     linear = [_linear_s(owned, cost, backward=backward) for backward in (False, True)]
-    forward_s = Clocks(plan, machine, linear[0]).forward(zones)
+    forward_s = ZoneClocks(plan, machine, linear[0]).forward(zones)
     backward_s = sum(
-        share * Clocks(plan, machine, linear[1]).backward(zones, replay=replay)
+        share * ZoneClocks(plan, machine, linear[1]).backward(zones, replay=replay)
         for replay, share in ((False, keeping), (True, 1 - keeping))
         if share
     )
@@ -138,7 +138,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 
 
 def _received(
-    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: Machine
+    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: PricedMachine
 ) -> ReceivedBytes:
     """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
     each zone receives.
@@ -155,7 +155,7 @@ def _received(
     return loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
 
 
-def _decision(received: ReceivedBytes, owned: Floats, machine: Machine) -> Decision:
+def _decision(received: ReceivedBytes, owned: Floats, machine: PricedMachine) -> Decision:
     cluster = machine.cluster
     memory = machine.memory or StepMemory.one_stage(machine.model, cluster.num_ranks)
     return memory.decide(MicrobatchBytes(owned.round().astype(np.int64), received), cluster.memory_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import ADD, Bulk, Hop, Machine, WaveTimes, ZoneTimes, by_rank
+from megatron_balance.analysis.estimate.times import ADD, Bulk, PricedMachine, RingHop, WaveTimes, ZoneTimes, by_rank
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
@@ -22,10 +22,10 @@ _SETTLED = 5
 """Rounds of a ring after which each takes as long as the one before."""
 
 
-class _Ring:
+class _RingHops:
     """Hops round a ring of groups, `step` places on; `free`: when the links of each group are."""
 
-    def __init__(self, zone: ZoneTimes, hop: Hop, step: int, free: Floats, sharing: float = 1.0) -> None:
+    def __init__(self, zone: ZoneTimes, hop: RingHop, step: int, free: Floats, sharing: float = 1.0) -> None:
         self.there_s, self.next_s = sharing * hop.there_s, sharing * hop.next_s
         place = np.arange(zone.rounds)
         self.there, self.before = (place + step) % zone.rounds, (place - step) % zone.rounds
@@ -41,12 +41,12 @@ class _Ring:
         return arrived
 
 
-class Clocks:
+class ZoneClocks:
     """By rank: when the compute stream is done, when it had come to the last start of copied rows,
     when each class of exchanges is free, and what is still to come and to be placed.
     """
 
-    def __init__(self, plan: MicrobatchPlan, machine: Machine, enter_s: Floats) -> None:
+    def __init__(self, plan: MicrobatchPlan, machine: PricedMachine, enter_s: Floats) -> None:
         self.plan, self.machine = plan, machine
         self.done, self.ready = enter_s.copy(), enter_s.copy()
         self.free = np.zeros((2, plan.num_ranks))
@@ -124,7 +124,7 @@ class Clocks:
             self._packs_s(num_bytes)[:, None] if isinstance(num_bytes, np.ndarray) else self.machine.pack_s(num_bytes)
         )
 
-    def _launch_s(self, seconds: float, *beside: Hop) -> float:
+    def _launch_s(self, seconds: float, *beside: RingHop) -> float:
         """Of a launch, slowed by the hops beside it."""
         inside, between = sum(hop.inside_s for hop in beside), sum(hop.between_s for hop in beside)
         return seconds + self.drag[0] * min(seconds, inside) + self.drag[1] * min(seconds, between)
@@ -197,11 +197,11 @@ class Clocks:
     def _packs_s(self, num_bytes: Floats | float) -> Floats:
         return np.array([self.machine.pack_s(each) for each in np.atleast_1d(num_bytes).tolist()])
 
-    def _ring(self, zone: ZoneTimes, hop: Hop) -> None:
+    def _ring(self, zone: ZoneTimes, hop: RingHop) -> None:
         ranks, packed = zone.at, self.machine.pack_s(hop.num_bytes)
         if zone.inputs is not None:
             self.ready[ranks] = self.done[ranks]
-        ring = _Ring(zone, hop, 1, self.free[COPIED, ranks])
+        ring = _RingHops(zone, hop, 1, self.free[COPIED, ranks])
         done, posted = (zone.by_group(clock[ranks]) + packed for clock in (self.done, self.ready))
         done = np.maximum(done, zone.by_group(self.opened[ranks]))
         arrived = ring.carry(posted)
@@ -222,7 +222,7 @@ class Clocks:
         self.free[COPIED, ranks] = zone.by_rank(ring.free)
         self.done[ranks], self.ready[ranks] = zone.by_rank(done), zone.by_rank(posted)
 
-    def _ring_back(self, zone: ZoneTimes, again: Hop | None, back: Hop) -> None:
+    def _ring_back(self, zone: ZoneTimes, again: RingHop | None, back: RingHop) -> None:
         """Gradients walk back a round behind the launches; `again`: keys come again, and share the
         links with them.
         """
@@ -230,10 +230,10 @@ class Clocks:
         done, posted = (zone.by_group(clock[ranks]) for clock in (self.done, self.ready))
         done = np.maximum(done, zone.by_group(self.opened[ranks]))
         sharing = 1.0 if again is None else 1 + again.num_bytes / max(back.num_bytes, again.num_bytes)
-        returning, coming = _Ring(zone, back, -1, self.free[MOVED, ranks], sharing), None
+        returning, coming = _RingHops(zone, back, -1, self.free[MOVED, ranks], sharing), None
         arrived, returned = done, np.full(zone.rounds, -np.inf)
         if again is not None:
-            coming = _Ring(zone, again, -1, self.free[COPIED, ranks], sharing)
+            coming = _RingHops(zone, again, -1, self.free[COPIED, ranks], sharing)
             packed = self.machine.pack_s(again.num_bytes)
             done, posted = done + packed, posted + packed
             arrived = coming.carry(posted)

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_balance.analysis.estimate.times import (
     ADD,
     Bulk,
-    Machine,
+    PricedMachine,
     WaveTimes,
     ZoneTimes,
     by_rank,
@@ -27,7 +27,7 @@ from megatron_balance.patterns.head_exchange import head_counts, head_slices
 from megatron_balance.patterns.waves import Need, Schedule, schedule
 
 
-def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTimes:
+def shared_zone(zone: SharedZone, context: Context, machine: PricedMachine) -> ZoneTimes:
     """A zone whose groups of ranks exchange heads and attend in waves.
 
     Raises:
@@ -56,7 +56,9 @@ def shared_zone(zone: SharedZone, context: Context, machine: Machine) -> ZoneTim
     return times
 
 
-def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
+def _exchanges(
+    times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: PricedMachine
+) -> None:
     """The all-to-alls of groups of several ranks, inputs in one part or two."""
     group = times.ranks[: made.size].tolist()
     by_part = made.tokens
@@ -87,7 +89,7 @@ def _by_wave(made: Schedule) -> list[Ints]:
     return [made.needs[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
 
-def _launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
+def _launch_seconds(made: Schedule, heads: tuple[int, int], machine: PricedMachine) -> tuple[Floats, Floats]:
     """Of each group, own work and each wave [groups, own + waves], forward with merges, and backward
     with the sums of gradients.
     """
@@ -112,7 +114,7 @@ def _launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) ->
     return forward, backward.reshape(shape) + sums.reshape(shape)
 
 
-def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk], list[Bulk], list[Ints]]:
+def _waves(made: Schedule, kv_heads: int, machine: PricedMachine) -> tuple[list[Bulk], list[Bulk], list[Ints]]:
     """Keys of each wave, their gradients, and the groups [n, 2] that exchange anything in it."""
     nics, size = machine.nics, made.size
     first = np.array(made.groups, dtype=np.int64) * size

@@ -27,7 +27,7 @@ ADD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PricedMachine:
     """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE;
     `memory`: of the step around the plan; None: one stage of all layers.
     """
@@ -42,7 +42,7 @@ class Machine:
     memory: StepMemory | None = None
 
     @classmethod
-    def of(cls, cluster: Cluster, model: Model, cost: MachineCost, memory: StepMemory | None = None) -> Machine:
+    def of(cls, cluster: Cluster, model: Model, cost: MachineCost, memory: StepMemory | None = None) -> PricedMachine:
         """The machine of these ranks; `memory`: as there."""
         row_bytes = tuple(Payload.of(model).whole().tolist())
         nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
@@ -90,7 +90,7 @@ class WaveTimes:
 
 
 @dataclass(slots=True)
-class Hop:
+class RingHop:
     """A ring's transfer from rank to rank: seconds until it is there, and seconds until the next one
     can follow it; `inside`, `between`: seconds that it keeps a rank's link and NIC busy.
     """
@@ -123,8 +123,8 @@ class ZoneTimes:
     input_grads: Bulk | None = None
     again: Bulk | None = None
     output_grads: Bulk | None = None
-    hop: Hop | None = None
-    back: Hop | None = None
+    hop: RingHop | None = None
+    back: RingHop | None = None
     waves: WaveTimes | None = None
     first: tuple[Floats | float, Floats | float] = (0.0, 0.0)
     other: tuple[float, float] = (0.0, 0.0)
@@ -182,7 +182,7 @@ class _AllToAll(NamedTuple):
     sharing: int
 
     @classmethod
-    def of(cls, group: Sequence[int], machine: Machine) -> _AllToAll:
+    def of(cls, group: Sequence[int], machine: PricedMachine) -> _AllToAll:
         size, cluster = len(group), machine.cluster
         node = cluster.node_size
         one_node = group[0] // node == group[-1] // node and group[-1] - group[0] == size - 1
@@ -211,7 +211,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     group: Sequence[int],
     num_tokens: Floats | float,
     heads: tuple[int, int],
-    machine: Machine,
+    machine: PricedMachine,
     *,
     inputs_only: bool = False,
     once: bool = False,
@@ -262,7 +262,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
         made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
 
 
-def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
+def _sharing(group: Sequence[int], kv_heads: int, machine: PricedMachine) -> tuple[int, float]:
     """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
     `kv_heads`.
     """

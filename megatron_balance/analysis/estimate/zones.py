@@ -15,8 +15,8 @@ from megatron_balance.analysis.estimate.shared import shared_zone
 from megatron_balance.analysis.estimate.times import (
     ADD,
     Bulk,
-    Hop,
-    Machine,
+    PricedMachine,
+    RingHop,
     ZoneTimes,
     by_rank,
     exchange_heads,
@@ -40,7 +40,7 @@ _EVEN = ("ring", "head_ring", *_EXCHANGES)
 
 
 @dataclass(slots=True)
-class _Prices:
+class _LaunchPrices:
     """Launches to be priced, all at once. `merged`: tokens whose outputs a launch merges; `around`:
     bytes of gradients that its backward adds up.
     """
@@ -67,7 +67,7 @@ class _Prices:
         self.around += around.tolist()
         return first
 
-    def seconds(self, machine: Machine) -> tuple[list[float], list[float]]:
+    def seconds(self, machine: PricedMachine) -> tuple[list[float], list[float]]:
         """Of each launch, forward and backward."""
         pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
         cost, count = machine.cost, len(self.merged)
@@ -79,13 +79,13 @@ class _Prices:
         ]
 
 
-def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None:
+def zone_times(plan: MicrobatchPlan, machine: PricedMachine) -> list[ZoneTimes] | None:
     """The plan's zones, in issue order; None: the traffic of one has no closed form.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
     """
-    prices = _Prices()
+    prices = _LaunchPrices()
     zones: list[ZoneTimes] = []
     numbers: list[tuple[int, int]] = []
     lengths = np.array(plan.lengths, dtype=np.int64)
@@ -119,7 +119,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     return zones
 
 
-def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
+def _together(zones: Sequence[AnyPlanZone], machine: PricedMachine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
     """Zones in order, with the number of the first: one, or several in a row that have no rank in
     common and are groups alike.
     """
@@ -140,7 +140,7 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
         yield first, run
 
 
-def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | None:
+def _kind(zone: AnyPlanZone, machine: PricedMachine) -> tuple[int, int, bool, bool] | None:
     """Size, place in the node, collective or not, and once per node or not, of a zone of one group: in
     these, zones that lie alike are equal; None: not one group, or not ranks in a row.
     """
@@ -158,7 +158,7 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | 
 
 
 def _groups_apart(
-    zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _Prices
+    zones: Sequence[Zone], lengths: Ints, machine: PricedMachine, prices: _LaunchPrices
 ) -> tuple[ZoneTimes, int, int]:
     """Zones of one group each that lie alike and have no rank in common, as one zone of several
     groups.
@@ -182,7 +182,7 @@ def _groups_apart(
     return made, first, first
 
 
-def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> tuple[ZoneTimes, int, int]:
+def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _LaunchPrices) -> tuple[ZoneTimes, int, int]:
     """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
     own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
     size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
@@ -208,7 +208,7 @@ def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> 
 
 
 def _ring_launches(
-    lengths: Ints, groups: int, heads: tuple[int, int], num_tokens: float, machine: Machine, prices: _Prices
+    lengths: Ints, groups: int, heads: tuple[int, int], num_tokens: float, machine: PricedMachine, prices: _LaunchPrices
 ) -> tuple[int, int]:
     """The launch of a rank's own keys, and one of another group's; zigzag."""
     row_bytes, zero = machine.row_bytes, np.zeros_like(lengths)
@@ -236,14 +236,14 @@ def _ring_launches(
     )
 
 
-def _hop(num_bytes: float, machine: Machine, lanes: int, *, between: bool) -> Hop:
+def _hop(num_bytes: float, machine: PricedMachine, lanes: int, *, between: bool) -> RingHop:
     link = machine.inter if between else machine.intra
     busy = link.alpha_s + num_bytes * (lanes if between else 1) / link.bytes_per_s
     seconds = machine.cost.call_s + busy
-    return Hop(seconds, seconds, 0.0 if between else busy, busy if between else 0.0, num_bytes)
+    return RingHop(seconds, seconds, 0.0 if between else busy, busy if between else 0.0, num_bytes)
 
 
-def _route(made: ZoneTimes, machine: Machine, min_tokens: int) -> None:
+def _route(made: ZoneTimes, machine: PricedMachine, min_tokens: int) -> None:
     """A ring between nodes whose transfers go over all NICs of both nodes."""
     per_node = machine.nics.per_node
     block = float(np.mean(made.tokens))
@@ -257,7 +257,7 @@ def _route(made: ZoneTimes, machine: Machine, min_tokens: int) -> None:
         hop.inside_s, hop.between_s = inside, across
 
 
-def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: Machine) -> ZoneTimes | None:
+def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: PricedMachine) -> ZoneTimes | None:
     """A zone of one launch a rank, as its pattern says it."""
     pattern = pattern_of(zone)
     found = pattern.rounds(zone, context)
@@ -276,7 +276,7 @@ def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: Machine) -> 
     return made
 
 
-def _launch_seconds(launches: Launches, machine: Machine) -> tuple[Floats, Floats]:
+def _launch_seconds(launches: Launches, machine: PricedMachine) -> tuple[Floats, Floats]:
     """Of each rank, all its launches."""
     count = len(launches.merging)
     forward, backward = (
@@ -286,7 +286,7 @@ def _launch_seconds(launches: Launches, machine: Machine) -> tuple[Floats, Float
     return forward, backward
 
 
-def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
+def _gather(made: ZoneTimes, block: float, machine: PricedMachine) -> None:
     """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
     size = len(made.ranks)
     nodes = np.bincount(machine.nics.node(made.ranks))
@@ -306,7 +306,7 @@ def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
     made.kv_heads = made.largest = (size - 1) * block
 
 
-def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) -> None:
+def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: PricedMachine) -> None:
     """Messages to the launches and from them."""
     there, back = messages
     grads = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
@@ -344,7 +344,7 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
     made.largest, made.sent = made.kv_heads, token_heads(back, Kind.OUT)
 
 
-def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> tuple[Floats, Floats, Floats]:
+def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: PricedMachine) -> tuple[Floats, Floats, Floats]:
     """Seconds until each rank has all it receives, if all messages go at once; bytes that ranks
     send, and receive.
     """

@@ -17,24 +17,24 @@ agree without a message ([0024](../../../docs/adr/0024-weights-move-optimizer-st
 """
 
 from megatron_balance.analysis.link.nodes import Twins, through_nodes
-from megatron_balance.analysis.link.parameters import Parameter, Parameters
-from megatron_balance.analysis.link.places import Place, places
+from megatron_balance.analysis.link.parameters import Parameter, ParameterTable
+from megatron_balance.analysis.link.places import WeightPlace, places
 from megatron_balance.analysis.link.shards import Base, Buffer, Shard, held
 from megatron_balance.analysis.link.slots import layer_slot, num_slots, slots_of, slots_of_pieces
-from megatron_balance.analysis.link.table import Link, Piece, elements, link, link_of, traffic
-from megatron_balance.analysis.link.volume import Traffic, links_s, volume
+from megatron_balance.analysis.link.table import StrategyLink, WeightPiece, elements, link, link_of, traffic
+from megatron_balance.analysis.link.volume import WeightTraffic, links_s, volume
 
 __all__ = [
     "Base",
     "Buffer",
-    "Link",
     "Parameter",
-    "Parameters",
-    "Piece",
-    "Place",
+    "ParameterTable",
     "Shard",
-    "Traffic",
+    "StrategyLink",
     "Twins",
+    "WeightPiece",
+    "WeightPlace",
+    "WeightTraffic",
     "elements",
     "held",
     "layer_slot",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.link.parameters import Parameters
+from megatron_balance.analysis.link.parameters import ParameterTable
 from megatron_balance.analysis.link.shards import runs
-from megatron_balance.analysis.link.table import Link, Piece, sorted_pieces
+from megatron_balance.analysis.link.table import StrategyLink, WeightPiece, sorted_pieces
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.strategy import Strategy
 
@@ -51,15 +51,15 @@ class Twins:
 
         Args:
             pieces: rows of a link, of one rank or of all.
-            role: the column of the rank that holds for a role: `Piece.DST` in a pull.
+            role: the column of the rank that holds for a role: `WeightPiece.DST` in a pull.
             single: by parameter, whether each of its elements has one owner; sums of others would
                 reach one owner for another.
             rank: whose rows they are; None: of all.
         """
-        member, owner = pieces[:, role], pieces[:, Piece.SRC + Piece.DST - role]
-        turn = owner + self.node[owner] + pieces[:, Piece.PARAMETER]
+        member, owner = pieces[:, role], pieces[:, WeightPiece.SRC + WeightPiece.DST - role]
+        turn = owner + self.node[owner] + pieces[:, WeightPiece.PARAMETER]
         chosen = self.members[member, turn % self.counts[member]]
-        far = (self.node[owner] != self.node[member]) & single[pieces[:, Piece.PARAMETER]]
+        far = (self.node[owner] != self.node[member]) & single[pieces[:, WeightPiece.PARAMETER]]
         across = pieces[~far | (chosen == member)]
         theirs = far & (chosen != member) & ((member == rank) if rank is not None else True)
         inside = _between(pieces[theirs], chosen[theirs], member[theirs], role)
@@ -73,19 +73,22 @@ class Twins:
         return across, sorted_pieces(np.concatenate([inside, handed], axis=0))
 
 
-def through_nodes(link: Link, parameters: Parameters, twins: Twins, rank: int | None) -> tuple[Link, Link]:
+def through_nodes(
+    link: StrategyLink, parameters: ParameterTable, twins: Twins, rank: int | None
+) -> tuple[StrategyLink, StrategyLink]:
     """The link as transfers of one rank of each set of twins, and those among twins: behind the first
     in a pull, before them in a push. `rank`: whose rows they are; None: of all.
     """
     single = (parameters.cut >= 0) & ~parameters.tied
     (pull, handed), (push, given) = (
-        twins.split(pieces, role, single, rank) for pieces, role in ((link.pull, Piece.DST), (link.push, Piece.SRC))
+        twins.split(pieces, role, single, rank)
+        for pieces, role in ((link.pull, WeightPiece.DST), (link.push, WeightPiece.SRC))
     )
-    return Link(pull, push), Link(handed, given)
+    return StrategyLink(pull, push), StrategyLink(handed, given)
 
 
 def _between(pieces: Ints, chosen: Ints, other: Ints, role: int) -> Ints:
     """The rectangles of `pieces` from the chosen rank to the other in a pull, back in a push."""
     made = pieces.copy()
-    made[:, role], made[:, Piece.SRC + Piece.DST - role] = other, chosen
+    made[:, role], made[:, WeightPiece.SRC + WeightPiece.DST - role] = other, chosen
     return made

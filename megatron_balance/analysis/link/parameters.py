@@ -52,7 +52,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ParameterTable:
     """The table of all parameters [n], by number: one array a property."""
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class Parameters:
     tied: Bools
 
     @classmethod
-    def of(cls, parameters: Sequence[Parameter], num_layers: int) -> Parameters:
+    def of(cls, parameters: Sequence[Parameter], num_layers: int) -> ParameterTable:
         """Number `parameters` in their order.
 
         Raises:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.analysis.link.shards import Shard, runs
-from megatron_balance.analysis.link.table import Piece
+from megatron_balance.analysis.link.table import WeightPiece
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 
 
-class Place:
+class WeightPlace:
     """Columns of a table of places: a strided matrix in the flat tensor that a rank has of a
     parameter.
     """
@@ -38,11 +38,11 @@ def places(pieces: Ints, shards: Ints) -> Ints:
     before = np.cumsum(sizes) - sizes
     numbers = shards[:, Shard.PARAMETER]
     starts = before - before[np.searchsorted(numbers, numbers, side="left")]
-    first = np.searchsorted(numbers, pieces[:, Piece.PARAMETER], side="left")
-    which, offset = runs(np.searchsorted(numbers, pieces[:, Piece.PARAMETER], side="right") - first)
+    first = np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="left")
+    which, offset = runs(np.searchsorted(numbers, pieces[:, WeightPiece.PARAMETER], side="right") - first)
     shard = first[which] + offset
-    inside = (pieces[which][:, Piece.STARTS] >= shards[shard][:, Shard.STARTS]).all(axis=1)
-    inside &= (pieces[which][:, Piece.STOPS] <= shards[shard][:, Shard.STOPS]).all(axis=1)
+    inside = (pieces[which][:, WeightPiece.STARTS] >= shards[shard][:, Shard.STARTS]).all(axis=1)
+    inside &= (pieces[which][:, WeightPiece.STOPS] <= shards[shard][:, Shard.STOPS]).all(axis=1)
     which, shard = which[inside], shard[inside]
     if not np.array_equal(which, np.arange(len(pieces))):
         wrong = int(np.setdiff1d(np.arange(len(pieces)), which)[0]) if len(which) < len(pieces) else int(which[0])
@@ -52,6 +52,8 @@ def places(pieces: Ints, shards: Ints) -> Ints:
         )
     mine = shards[shard]
     stride = mine[:, Shard.COLUMN_STOP] - mine[:, Shard.COLUMN_START]
-    down, right = (pieces[:, Piece.STARTS] - mine[:, Shard.STARTS]).T
-    rows, columns = (pieces[:, Piece.STOPS] - pieces[:, Piece.STARTS]).T
-    return np.stack([pieces[:, Piece.PARAMETER], starts[shard] + down * stride + right, rows, columns, stride], axis=1)
+    down, right = (pieces[:, WeightPiece.STARTS] - mine[:, Shard.STARTS]).T
+    rows, columns = (pieces[:, WeightPiece.STOPS] - pieces[:, WeightPiece.STARTS]).T
+    return np.stack(
+        [pieces[:, WeightPiece.PARAMETER], starts[shard] + down * stride + right, rows, columns, stride], axis=1
+    )

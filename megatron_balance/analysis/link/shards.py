@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.link.parameters import Parameters
+from megatron_balance.analysis.link.parameters import ParameterTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -69,7 +69,7 @@ class Base:
     def num_ranks(self) -> int:
         return self.scheme.num_ranks * self.replicas
 
-    def owned(self, parameters: Parameters) -> Ints:
+    def owned(self, parameters: ParameterTable) -> Ints:
         """Shards of the optimizer of all ranks [n, Shard.WIDTH].
 
         Every copy of a parameter is owned once, element by element: TP ranks own copies of a
@@ -84,7 +84,7 @@ class Base:
             [_empty(), *(self._owned(buffer, parameters) for buffer in self._checked(parameters))], axis=0
         )
 
-    def _owned(self, buffer: Buffer, parameters: Parameters) -> Ints:
+    def _owned(self, buffer: Buffer, parameters: ParameterTable) -> Ints:
         tensor = self.scheme.tensor
         sizes = np.diff(buffer.buckets)
         parts = sizes[:, None] // self.num_shards * np.arange(self.num_shards)
@@ -121,7 +121,7 @@ class Base:
             rows.append(table)
         return np.concatenate(rows, axis=0)
 
-    def _checked(self, parameters: Parameters) -> Sequence[Buffer]:
+    def _checked(self, parameters: ParameterTable) -> Sequence[Buffer]:
         for axis, blocks, shape, name in zip(
             parameters.cut, parameters.blocks, parameters.shape, parameters.names, strict=True
         ):
@@ -151,7 +151,9 @@ class Base:
         return self.buffers
 
 
-def held(strategy: Strategy, parameters: Parameters, *, chosen: Ints | None = None, rank: int | None = None) -> Ints:
+def held(
+    strategy: Strategy, parameters: ParameterTable, *, chosen: Ints | None = None, rank: int | None = None
+) -> Ints:
     """Shards of weights that the ranks of a strategy hold [n, Shard.WIDTH].
 
     Inside a pipeline ranks are in Megatron's order tp-cp-pp. A degree need not divide a dimension:
@@ -175,7 +177,7 @@ def held(strategy: Strategy, parameters: Parameters, *, chosen: Ints | None = No
     return table if rank is None else table[table[:, Shard.RANK] == rank]
 
 
-def _held(scheme: Scheme, firsts: Ints, parameters: Parameters, chosen: Ints) -> Ints:
+def _held(scheme: Scheme, firsts: Ints, parameters: ParameterTable, chosen: Ints) -> Ints:
     tensor, context = scheme.tensor, scheme.context
     number, stage, end = parameters.stages(chosen, scheme.pipeline)
     which, block = runs(parameters.blocks[number])
@@ -202,7 +204,7 @@ def _held(scheme: Scheme, firsts: Ints, parameters: Parameters, chosen: Ints) ->
     return table.reshape(-1, Shard.WIDTH)
 
 
-def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: Parameters, tensor: int) -> tuple[Ints, Ints]:
+def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: ParameterTable, tensor: int) -> tuple[Ints, Ints]:
     """Cut ranges of flat TP shards into rectangles: a range may begin inside a row, have whole
     rows, and end inside a row; blocks are cut apart.
 
@@ -239,7 +241,7 @@ def _of_ranges(begin: Ints, end: Ints, number: Ints, parameters: Parameters, ten
     return index, pieces
 
 
-def _steps(number: Ints, parameters: Parameters, tensor: int) -> Ints:
+def _steps(number: Ints, parameters: ParameterTable, tensor: int) -> Ints:
     """How far a rectangle moves from one TP rank to the next [n, 4]."""
     axis = parameters.cut[number]
     steps = np.zeros((len(number), 4), dtype=np.int64)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_balance.analysis.link.parameters import Parameters
-from megatron_balance.analysis.link.table import Piece
+from megatron_balance.analysis.link.parameters import ParameterTable
+from megatron_balance.analysis.link.table import WeightPiece
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Strategy
 
@@ -27,7 +27,7 @@ def layer_slot(layer: Ints, count: int | Ints, slots: int) -> Ints:
     return 1 + layer * slots // count
 
 
-def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: Parameters) -> Ints:
+def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: ParameterTable) -> Ints:
     """The slot in which each parameter of a role's rank moves [n].
 
     Args:
@@ -46,6 +46,6 @@ def slots_of(numbers: Ints, ranks: Ints, strategy: Strategy, parameters: Paramet
     return np.where(tied_end, slots + 1, found)
 
 
-def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: Parameters) -> Ints:
-    """The slot of each transfer [n]; `end`: the column of the role's rank, `Piece.DST` in a pull."""
-    return slots_of(pieces[:, Piece.PARAMETER], pieces[:, end], strategy, parameters)
+def slots_of_pieces(pieces: Ints, end: int, strategy: Strategy, parameters: ParameterTable) -> Ints:
+    """The slot of each transfer [n]; `end`: column of the role's rank, `WeightPiece.DST` in a pull."""
+    return slots_of(pieces[:, WeightPiece.PARAMETER], pieces[:, end], strategy, parameters)

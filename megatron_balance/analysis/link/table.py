@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.link.parameters import Parameters
+from megatron_balance.analysis.link.parameters import ParameterTable
 from megatron_balance.analysis.link.shards import Base, Shard, held, runs
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Strategy
 
 
-class Piece:
+class WeightPiece:
     """Columns of a table of transfers: one rectangle of one parameter from one rank to another."""
 
     WIDTH = 7
@@ -24,7 +24,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class StrategyLink:
     """The transfers of one rank, or of all, under one strategy [n, Piece.WIDTH].
 
     Rows are sorted by all columns, so both ends of a message have its rectangles in one order, and
@@ -35,7 +35,9 @@ class Link:
     push: Ints
 
 
-def link(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, rank: int | None = None) -> Link:
+def link(
+    base: Base, owned: Ints, strategy: Strategy, parameters: ParameterTable, rank: int | None = None
+) -> StrategyLink:
     """The transfers of `rank` under `strategy`; None: those of all ranks.
 
     Args:
@@ -56,35 +58,35 @@ def link(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, ra
     mine = held(strategy, parameters, rank=rank)
     pull, push = _pulled(base, owned, mine), _pushed(owned, mine, parameters)
     if rank is None:
-        return Link(sorted_pieces(pull), sorted_pieces(push))
+        return StrategyLink(sorted_pieces(pull), sorted_pieces(push))
     own = owned[owned[:, Shard.RANK] == rank]
     others = held(strategy, parameters, chosen=np.unique(own[:, Shard.PARAMETER]))
     pulled, pushed = _pulled(base, own, others), _pushed(own, others, parameters)
-    return Link(
-        sorted_pieces(np.concatenate([pull, pulled[pulled[:, Piece.DST] != rank]], axis=0)),
-        sorted_pieces(np.concatenate([push, pushed[pushed[:, Piece.SRC] != rank]], axis=0)),
+    return StrategyLink(
+        sorted_pieces(np.concatenate([pull, pulled[pulled[:, WeightPiece.DST] != rank]], axis=0)),
+        sorted_pieces(np.concatenate([push, pushed[pushed[:, WeightPiece.SRC] != rank]], axis=0)),
     )
 
 
-def link_of(base: Base, owned: Ints, strategy: Strategy, parameters: Parameters, number: int) -> Link:
+def link_of(base: Base, owned: Ints, strategy: Strategy, parameters: ParameterTable, number: int) -> StrategyLink:
     """The transfers of all ranks for one parameter, in no order.
 
     `owned`: the shards of this parameter alone; `number`: of the parameter; else as for `link`.
     """
     mine = held(strategy, parameters, chosen=np.array([number]))
-    return Link(_pulled(base, owned, mine), _pushed(owned, mine, parameters))
+    return StrategyLink(_pulled(base, owned, mine), _pushed(owned, mine, parameters))
 
 
 def elements(pieces: Ints) -> Ints:
     """Elements of each transfer [n]."""
-    return (pieces[:, Piece.STOPS] - pieces[:, Piece.STARTS]).prod(axis=1)
+    return (pieces[:, WeightPiece.STOPS] - pieces[:, WeightPiece.STARTS]).prod(axis=1)
 
 
 def traffic(pieces: Ints, num_ranks: int) -> Ints:
     """Elements that each rank sends and receives [num_ranks, 2], without those it keeps."""
-    moved = pieces[pieces[:, Piece.SRC] != pieces[:, Piece.DST]]
+    moved = pieces[pieces[:, WeightPiece.SRC] != pieces[:, WeightPiece.DST]]
     amounts = elements(moved)
-    return np.stack([sums(moved[:, end], amounts, num_ranks) for end in (Piece.SRC, Piece.DST)], axis=1)
+    return np.stack([sums(moved[:, end], amounts, num_ranks) for end in (WeightPiece.SRC, WeightPiece.DST)], axis=1)
 
 
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
@@ -100,7 +102,7 @@ def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
     return _pieces(owned[one, Shard.RANK], wanted[other, Shard.RANK], owned[one, Shard.PARAMETER], rectangles[fits])
 
 
-def _pushed(owned: Ints, given: Ints, parameters: Parameters) -> Ints:
+def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
     """Gradients from holders to every owned copy: of a replicated parameter from one TP rank, or
     from all where each has a part.
     """

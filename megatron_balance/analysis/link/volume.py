@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.analysis.link.table import Piece, elements
+from megatron_balance.analysis.link.table import WeightPiece, elements
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class WeightTraffic:
     """Bytes that a pull and a push move [2, num_ranks, 2, 2] int64: of each rank inside its node and
     between nodes, sent and received.
     """
@@ -37,7 +37,7 @@ def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
     """Seconds of the busiest link or NIC, each direction for itself.
 
     Args:
-        way: bytes [num_ranks, 2, 2], one direction of a `Traffic`, or a part of it.
+        way: bytes [num_ranks, 2, 2], one direction of a `WeightTraffic`, or a part of it.
         cluster: whose rates count.
         handed_on: both count, one after the other.
     """
@@ -49,11 +49,11 @@ def links_s(way: Ints, cluster: Cluster, *, handed_on: bool = False) -> float:
 
 
 def volume(pieces: Ints, width: int, num_ranks: int, ranks_per_node: int) -> Ints:
-    """Bytes of transfers of `width` bytes an element, as one direction of a `Traffic`
+    """Bytes of transfers of `width` bytes an element, as one direction of a `WeightTraffic`
     [num_ranks, 2, 2].
     """
     found = np.zeros((num_ranks, 2, 2), dtype=np.int64)
-    src, dst = pieces[:, Piece.SRC], pieces[:, Piece.DST]
+    src, dst = pieces[:, WeightPiece.SRC], pieces[:, WeightPiece.DST]
     moves = np.flatnonzero(src != dst)
     away = (src[moves] // ranks_per_node != dst[moves] // ranks_per_node).astype(np.int64)
     amounts = width * elements(pieces[moves])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megatron_balance.ir.model import Model
 from megatron_balance.papers.base import Effort, PaperTable, Row, published
-from megatron_balance.papers.distca.cases import Case
+from megatron_balance.papers.distca.cases import DistcaCase
 from megatron_balance.workloads.distributions import K
 
 BYTES_PER_S = 50e9
@@ -30,7 +30,7 @@ def rows(_: Effort) -> list[Row]:
     """The printed bound, its formula with the printed numbers, and with keys and values both
     counted.
     """
-    case = Case("34B", 8, 512 * K, 128 * K)
+    case = DistcaCase("34B", 8, 512 * K, 128 * K)
     hidden, kv_hidden, inner = (
         case.model.hidden_size,
         case.model.num_kv_heads * case.model.head_dim,

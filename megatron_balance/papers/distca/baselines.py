@@ -26,16 +26,16 @@ import numpy as np
 
 from megatron_balance.analysis.memory import Recompute
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.collectives import Group, all_gather_s, group_of, reduce_scatter_s
+from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, group_of, reduce_scatter_s
 from megatron_balance.cost.parallel import stage_transfer_s
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import Zone
-from megatron_balance.papers.distca.cases import Case, HeldTokens, chunks
+from megatron_balance.papers.distca.cases import DistcaCase, HeldTokens, chunks
 from megatron_balance.planners.flexsp import FlexSpOptions, plan
 from megatron_balance.simulator import pipeline
-from megatron_balance.simulator.pipeline import Pass
+from megatron_balance.simulator.pipeline import ChunkPass
 
 SEQ, START, STOP, RANK = range(4)
 """Columns of `GroupQueries.rows`: runs of queries, and the rank of the group that attends them."""
@@ -82,12 +82,12 @@ def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     return GroupQueries(rows[rows[:, STOP] > rows[:, START]], num_ranks)
 
 
-def group_on(case: Case, num_ranks: int) -> Group:
+def group_on(case: DistcaCase, num_ranks: int) -> CollectiveGroup:
     """A context-parallel group: ranks are whole nodes, and each has its NICs to itself."""
     return group_of(case.cluster, num_ranks, 1)
 
 
-def layer_s(case: Case, queries: GroupQueries) -> tuple[float, float]:
+def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     """Seconds of one layer of a group, forward and backward: its slowest rank's computation, and
     the collective.
     """
@@ -112,17 +112,17 @@ class ReplicaConfig:
     degree: int
     recompute: Recompute
 
-    def replicas(self, case: Case) -> int:
+    def replicas(self, case: DistcaCase) -> int:
         return case.num_nodes // self.stages // self.degree
 
-    def fits(self, case: Case, tokens: float, num_microbatches: int) -> bool:
+    def fits(self, case: DistcaCase, tokens: float, num_microbatches: int) -> bool:
         """Whether a rank holds its tokens and the keys and values of its group's."""
         held = HeldTokens(
             tokens / self.degree, tokens * (1 - 1 / self.degree), self.stages, self.recompute, num_microbatches
         )
         return case.fits(held)
 
-    def most_tokens(self, case: Case, num_microbatches: int) -> int:
+    def most_tokens(self, case: DistcaCase, num_microbatches: int) -> int:
         """Tokens of a microbatch that a group holds."""
         low, high = 0, 2 * case.num_tokens
         while low < high:
@@ -131,7 +131,7 @@ class ReplicaConfig:
         return low
 
 
-def replica_configs(case: Case) -> list[ReplicaConfig]:
+def replica_configs(case: DistcaCase) -> list[ReplicaConfig]:
     """All configurations that are tried."""
     return [
         ReplicaConfig(stages, degree, recompute)
@@ -146,7 +146,7 @@ def degrees(num_ranks: int) -> list[int]:
     return [1 << i for i in range(num_ranks.bit_length()) if num_ranks % (1 << i) == 0]
 
 
-def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaConfig) -> float:
+def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: ReplicaConfig) -> float:
     """Seconds of a replica's microbatches, one after another or through its pipeline (1F1B)."""
     num_layers = case.model.num_layers // config.stages
     seconds: list[tuple[float, float]] = []
@@ -162,7 +162,7 @@ def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaC
     if config.stages == 1:
         return sum(map(sum, seconds)) + sum(map(sum, heads))
 
-    def each(stage: int, step: Pass, start: Floats) -> Floats:
+    def each(stage: int, step: ChunkPass, start: Floats) -> Floats:
         return (
             start
             + seconds[step.microbatch][step.backward]
@@ -175,12 +175,12 @@ def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaC
     return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
 
-def megatron_s(case: Case, documents: Sequence[int]) -> float:
+def megatron_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(megatron_by_config(case, documents).values(), default=inf)
 
 
-def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
+def megatron_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
     """Seconds of a step by configuration; those that leave a replica without a chunk, or do not fit
     the memory, are left out.
     """
@@ -200,12 +200,12 @@ def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConf
     return seconds
 
 
-def wlb_s(case: Case, documents: Sequence[int]) -> float:
+def wlb_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(wlb_by_config(case, documents).values(), default=inf)
 
 
-def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
+def wlb_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
     """Seconds of a step by configuration; those that do not fit the memory are left out.
 
     With a pipeline, as many microbatches as Megatron's.
@@ -227,7 +227,7 @@ def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, f
     return seconds
 
 
-def document_s(case: Case, length: int) -> float:
+def document_s(case: DistcaCase, length: int) -> float:
     """Seconds of a document in one layer, forward, by which documents are dealt."""
     return case.cost.attention_s(CAUSAL.num_pairs(length), length) + case.cost.linear_s(length)
 
@@ -249,7 +249,7 @@ def deal(work: Sequence[float], size: Sequence[float], num_bins: int, most: floa
     return bins
 
 
-def flexsp_s(case: Case, documents: Sequence[int]) -> float:
+def flexsp_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step with groups of different sizes; infinite if they do not fit the memory.
 
     The groups are the greedy answer to the integer program.

@@ -45,7 +45,7 @@ def _loaded(model_name: str, num_nodes: int) -> tuple[Model, Cluster]:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DistcaCase:
     """A model on nodes of eight GPUs.
 
     A rank is a node, whose GPUs are tensor-parallel. `stages`: pipelines that are tried.

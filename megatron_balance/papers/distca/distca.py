@@ -16,7 +16,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
-from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, Case, HeldTokens, chunks
+from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, DistcaCase, HeldTokens, chunks
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
@@ -27,7 +27,7 @@ from megatron_balance.solvers.nano_batches import nano_batches
 OPTIONS = DistcaOptions()
 
 
-def distca_s(case: Case, documents: Sequence[int]) -> float:
+def distca_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory.
 
     Microbatches are whole samples, documents as they come.
@@ -35,12 +35,12 @@ def distca_s(case: Case, documents: Sequence[int]) -> float:
     return min(_stages_s(case, documents, stages, size) for stages in case.stages for size in _sizes(case, stages))
 
 
-def _stages_s(case: Case, documents: Sequence[int], stages: int, size: int) -> float:
+def _stages_s(case: DistcaCase, documents: Sequence[int], stages: int, size: int) -> float:
     microbatches = chunks(documents, size * case.max_doc)
-    return _in_a_row_s(case, microbatches) if stages == 1 else _Pipeline(case, stages, microbatches).step_s()
+    return _in_a_row_s(case, microbatches) if stages == 1 else _CasePipeline(case, stages, microbatches).step_s()
 
 
-def _sizes(case: Case, stages: int) -> list[int]:
+def _sizes(case: DistcaCase, stages: int) -> list[int]:
     """Samples of a microbatch that are tried: the most that fit without recomputation, one for a
     rank at most.
 
@@ -66,12 +66,12 @@ def _held(stages: int, tokens: float, received: float, num_microbatches: int, re
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 
 
-def _received(ping_pong: Sequence[MicrobatchPlan], case: Case) -> list[int]:
+def _received(ping_pong: Sequence[MicrobatchPlan], case: DistcaCase) -> list[int]:
     """Tokens whose keys and values a rank receives at most, by nano-batch."""
     return [max(plan_statistics(nano_batch, case.model)["kv_tokens_received_per_rank"]) for nano_batch in ping_pong]
 
 
-def _in_a_row_s(case: Case, microbatches: Sequence[Sequence[int]]) -> float:
+def _in_a_row_s(case: DistcaCase, microbatches: Sequence[Sequence[int]]) -> float:
     seconds = 0.0
     for documents in microbatches:
         tokens = sum(documents) / case.num_nodes
@@ -90,8 +90,8 @@ def _in_a_row_s(case: Case, microbatches: Sequence[Sequence[int]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pipeline:
-    case: Case
+class _CasePipeline:
+    case: DistcaCase
     stages: int
     microbatches: Sequence[Sequence[int]]
 

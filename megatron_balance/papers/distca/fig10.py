@@ -10,9 +10,9 @@ from statistics import fmean
 
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row
 from megatron_balance.papers.distca.baselines import megatron_s, wlb_s
-from megatron_balance.papers.distca.cases import DATASETS, Case
+from megatron_balance.papers.distca.cases import DATASETS, DistcaCase
 from megatron_balance.papers.distca.distca import distca_s
-from megatron_balance.papers.distca.fig9 import DRAWN, Cell
+from megatron_balance.papers.distca.fig9 import DRAWN, GridCell
 from megatron_balance.workloads.distributions import K
 
 STAGES = (1, 2, 4)
@@ -35,12 +35,12 @@ PUBLISHED = {
 }
 
 
-def grid() -> list[Cell]:
+def grid() -> list[GridCell]:
     """All configurations of Table 5 with both data sets."""
-    cells: list[Cell] = []
+    cells: list[GridCell] = []
     for (model, longest), sizes in TABLE_5.items():
         for (num_nodes, size), dataset in product(zip(NODES[model], sizes, strict=True), DATASETS):
-            cells.append(Cell(Case(model, num_nodes, size * longest * K, longest * K, STAGES), dataset))
+            cells.append(GridCell(DistcaCase(model, num_nodes, size * longest * K, longest * K, STAGES), dataset))
     return cells
 
 

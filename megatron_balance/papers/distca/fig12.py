@@ -8,7 +8,7 @@ from statistics import fmean
 
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row
-from megatron_balance.papers.distca.cases import Case
+from megatron_balance.papers.distca.cases import DistcaCase
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 
@@ -22,12 +22,12 @@ TIME_NOTE = (
 )
 
 
-def cases() -> list[Case]:
+def cases() -> list[DistcaCase]:
     """The four panels; the tokens are those of 8 nodes, twice as many on 16."""
-    return [Case(model, nodes, TOKENS[model] * nodes // 8, 128 * K) for model in TOKENS for nodes in (8, 16)]
+    return [DistcaCase(model, nodes, TOKENS[model] * nodes // 8, 128 * K) for model in TOKENS for nodes in (8, 16)]
 
 
-def measure(case: Case, batches: list[Lengths], tolerance: float) -> tuple[float, float]:
+def measure(case: DistcaCase, batches: list[Lengths], tolerance: float) -> tuple[float, float]:
     """Seconds of the layers, and the mean bytes that a rank receives in a layer's forward pass."""
     seconds: list[float] = []
     received: list[float] = []

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row
 from megatron_balance.papers.distca.baselines import flexsp_s, megatron_s, wlb_s
-from megatron_balance.papers.distca.cases import DATASETS, Case
+from megatron_balance.papers.distca.cases import DATASETS, DistcaCase
 from megatron_balance.papers.distca.distca import distca_s
 from megatron_balance.workloads.distributions import K
 
@@ -37,10 +37,10 @@ NOTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """A configuration of the grid and a data set."""
 
-    case: Case
+    case: DistcaCase
     dataset: str
 
     @property
@@ -51,16 +51,16 @@ class Cell:
         )
 
 
-def grid() -> list[Cell]:
+def grid() -> list[GridCell]:
     """All configurations of Table 4 with both data sets."""
-    cells: list[Cell] = []
+    cells: list[GridCell] = []
     for (model, longest), sizes in TABLE_4.items():
         for (num_nodes, size), dataset in product(zip(NODES, sizes, strict=True), DATASETS):
-            cells.append(Cell(Case(model, num_nodes, size * longest * K, longest * K), dataset))
+            cells.append(GridCell(DistcaCase(model, num_nodes, size * longest * K, longest * K), dataset))
     return cells
 
 
-def speedups(cell: Cell, num_batches: int) -> dict[str, float]:
+def speedups(cell: GridCell, num_batches: int) -> dict[str, float]:
     """DistCA's speedup over each of the others: mean time over mean time.
 
     Infinite: one that does not fit the memory.

@@ -22,7 +22,7 @@ from megatron_balance.papers.distca.baselines import (
     per_document,
     wlb_by_config,
 )
-from megatron_balance.papers.distca.cases import TENSOR, Case
+from megatron_balance.papers.distca.cases import TENSOR, DistcaCase
 from megatron_balance.workloads.distributions import K
 
 TOKENS_PER_NODE = 128 * K
@@ -41,7 +41,7 @@ def fig3(_: Effort) -> list[Row]:
     """
     table_rows: list[Row] = []
     for degree in (2, 4, 8, 16, 32):
-        case = Case("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
+        case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
         gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), group_on(case, degree))
         time_share = gather_s / layer_s(case, share)[0]
@@ -75,7 +75,7 @@ def fig4(effort: Effort) -> list[Row]:
     """
     table_rows: list[Row] = []
     for replicas in effort.progress([2, 4, 8], "fig4"):
-        case = Case("8B", replicas, replicas * 512 * K, 512 * K)
+        case = DistcaCase("8B", replicas, replicas * 512 * K, 512 * K)
         tokens: list[float] = []
         idle: list[tuple[float, float]] = []
         for batch in case.batches("pretrain", effort.batches):
@@ -119,7 +119,7 @@ def fig5(effort: Effort) -> list[Row]:
     """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are
     drawn, over that at 4K.
     """
-    case, generator = Case("8B", 8, 1024 * K, 128 * K), np.random.default_rng(0)
+    case, generator = DistcaCase("8B", 8, 1024 * K, 128 * K), np.random.default_rng(0)
     rates: dict[int, float] = {}
     for length in (32, 64, 128, 256, 512, 1024, 4096):
         count = 32 * K // length
@@ -143,7 +143,7 @@ def fig6(effort: Effort) -> list[Row]:
     """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64
     GPUs, chunks of 512K).
     """
-    case = Case("8B", 8, 1024 * K, 512 * K)
+    case = DistcaCase("8B", 8, 1024 * K, 512 * K)
     samples: dict[int, list[float]] = {degree: [] for degree in degrees(8)}
     for batch in case.batches("pretrain", effort.batches):
         by_degree: dict[int, float] = {}

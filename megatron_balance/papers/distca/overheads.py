@@ -12,7 +12,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.base import Ints
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.distca.cases import TENSOR, Case
+from megatron_balance.papers.distca.cases import TENSOR, DistcaCase
 from megatron_balance.papers.distca.fig9 import TABLE_4
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.workloads.distributions import K
@@ -45,7 +45,7 @@ BANDWIDTH_NOTE = (
 COVERED_NOTE = "not the paper's quantity: the other nano-batch's attention hides bytes, too, as in our schedule"
 
 
-def received(plan: MicrobatchPlan, case: Case) -> tuple[Ints, Ints]:
+def received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
     """Bytes that reach each rank in a layer's forward pass: queries, keys and values; outputs."""
     report = plan_statistics(plan, case.model)
     of_token = int(case.cost.query_bytes(1))
@@ -59,7 +59,7 @@ def table6(effort: Effort) -> list[Row]:
     table_rows: list[Row] = []
     for (model, nodes), printed in effort.progress(list(TABLE_6.items()), "table6"):
         per_node = TABLE_4[model, 128][0] * 128 * K // 8
-        case = Case(model, nodes, nodes * per_node, 128 * K)
+        case = DistcaCase(model, nodes, nodes * per_node, 128 * K)
         # A pass over all of a rank's tensors forward, and one over their gradients backward.
         of_all = (per_node * (case.cost.query_bytes(1) + case.cost.kv_bytes(1)), per_node * case.cost.query_bytes(1))
         shares: list[list[float]] = []
@@ -88,7 +88,7 @@ def table7(effort: Effort) -> list[Row]:
     """Bytes per second and GPU that hide all exchanges, documents of up to 512K."""
     table_rows: list[Row] = []
     for (model, size, nodes), (tolerance, printed) in effort.progress(list(TABLE_7.items()), "table7"):
-        case = Case(model, nodes, size * 512 * K, 512 * K)
+        case = DistcaCase(model, nodes, size * 512 * K, 512 * K)
         rates: list[tuple[float, float]] = []
         for batch in case.batches("pretrain", effort.batches):
             nano_batches = case.ping_pong(batch, tolerance)
@@ -103,7 +103,7 @@ def table7(effort: Effort) -> list[Row]:
     return table_rows
 
 
-def _rates(case: Case, moving: MicrobatchPlan, computing: MicrobatchPlan) -> tuple[float, float]:
+def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) -> tuple[float, float]:
     """Bytes per second and GPU, beside the modules outside attention, and beside attention too."""
     inputs, outputs = received(moving, case)
     pairs = np.array(plan_statistics(computing, case.model)["attention_pairs_per_rank"], dtype=np.float64)

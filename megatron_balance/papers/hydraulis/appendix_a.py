@@ -6,16 +6,16 @@ from itertools import count, islice
 
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.papers.base import ITSELF, Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, SPREAD, Job, K, full, megatron, row
+from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, SPREAD, K, TrainedCase, full, megatron, row
 
-LARGE = Job("32b", 1024, 1_600_000)
+LARGE = TrainedCase("32b", 1024, 1_600_000)
 TOKENS = "1.6M tokens a step, as printed here; section 8.3 says 16M of the same, Appendix F 3.2M"
 CUT = f"{TOKENS}; pages are cut at 32K, the context length"
 LEAST, MOST = published(15 * K, 32 * K)
 SET = (ITSELF, SPREAD)
 STEPS = 30
 MICROBATCHES = 4
-SMALL = Job("7b", 8, 100_000)
+SMALL = TrainedCase("7b", 8, 100_000)
 SETTINGS = {"PP without DP, <4,2,1>": "tp4-pp2-cp1", "DP without PP, <4,1,1> x 2": "2*tp4-pp1-cp1"}
 FLUCTUATES = Published(0.20)
 FIGURE_18 = "schemes are not printed and assumed"

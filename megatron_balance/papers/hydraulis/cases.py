@@ -24,7 +24,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.papers.base import Published, Row
-from megatron_balance.planners.pipelines import Microbatches, Moving, fastest, pipeline_s
+from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
 from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost
@@ -44,7 +44,7 @@ Lengths = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainedCase:
     """A model on GPUs, and the steps that it trains on. `longest`: the context length."""
 
     size: str
@@ -59,7 +59,7 @@ class Job:
         return [tuple(min(length, self.longest) for length in batch) for batch in drawn]
 
 
-B32 = Job("32b", 64)
+B32 = TrainedCase("32b", 64)
 HOMOGENEOUS = Strategy.parse("4*tp16-pp1-cp1")
 HETEROGENEOUS = Strategy.parse("tp16-pp1-cp1+6*tp8-pp1-cp1")
 """A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences."""
@@ -84,7 +84,7 @@ def cluster_and_model(size: str, num_ranks: int = 64) -> tuple[Cluster, Model]:
 
 
 @lru_cache(maxsize=64)
-def candidates(source: str, job: Job) -> tuple[Strategy, ...]:
+def candidates(source: str, job: TrainedCase) -> tuple[Strategy, ...]:
     """The strategies that Hydraulis chooses among, proposed and ranked on steps of their own."""
     known = costs(source, job.size)
     ranked_on = job.batches(RANK_BATCHES, RANK_SEED)
@@ -94,7 +94,7 @@ def candidates(source: str, job: Job) -> tuple[Strategy, ...]:
     return tuple(each.strategy for each in rank(proposed, ranked_on, known, job.num_ranks))
 
 
-def seconds(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
+def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
     """Seconds of each pipeline under dispatch (Eq. 3) and packing (Eq. 1)."""
     return pipelines_s(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))
 
@@ -104,14 +104,14 @@ def row(source: str, name: str, printed: Published | None, ours: float, unit: st
     return Row(f"{name}, {source}", printed, ours, unit, "exact", note=note, inputs=INPUTS[source])
 
 
-def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
+def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:
     """The candidate that Hydraulis takes for a step, and its seconds."""
     strategy, _, found_s = chosen_step(source, job, batch)
     return strategy, found_s
 
 
 def chosen_step(
-    source: str, job: Job, batch: Lengths, base: Strategy | None = None
+    source: str, job: TrainedCase, batch: Lengths, base: Strategy | None = None
 ) -> tuple[Strategy, Microbatches, float]:
     """The candidate that Hydraulis takes for a step, its microbatches, and its seconds.
 
@@ -127,7 +127,7 @@ def chosen_step(
     return held[best], made, max(found) + added_s
 
 
-def exchange_s(source: str, job: Job, batch: Lengths) -> tuple[float, float]:
+def exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
     """Seconds of pull and push under the chosen candidate, by links alone, from weights that
     `HOMOGENEOUS` owns: without overlap, and what is left of them with it.
     """
@@ -138,14 +138,14 @@ def exchange_s(source: str, job: Job, batch: Lengths) -> tuple[float, float]:
     return without, overlapped
 
 
-def moving(job: Job, base: Strategy, strategy: Strategy, *, overlap: bool) -> Moving:
+def moving(job: TrainedCase, base: Strategy, strategy: Strategy, *, overlap: bool) -> CandidateMovement:
     """The way of weights that `base` owns to a strategy, and of gradients back, by links alone."""
     cluster, model = cluster_and_model(job.size, job.num_ranks)
     moved = None if strategy == base else change(base, strategy, model, cluster)
-    return Moving(moved, sum(base_sync_s(base, model, cluster)), model.num_layers, overlap)
+    return CandidateMovement(moved, sum(base_sync_s(base, model, cluster)), model.num_layers, overlap)
 
 
-def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
+def megatron(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
     """Seconds of each pipeline; microbatches are packed to the context length and dealt in turn."""
     pipelines = costs_of(strategy, costs(source, job.size), job.num_ranks)
     packed = full(batch, job.longest)
@@ -153,7 +153,7 @@ def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple
 
 
 def packed_to_the_most(
-    source: str, job: Job, strategy: Strategy, batch: Lengths, dispatch: Callable[..., Sequence[Sequence[int]]]
+    source: str, job: TrainedCase, strategy: Strategy, batch: Lengths, dispatch: Callable[..., Sequence[Sequence[int]]]
 ) -> tuple[float, ...]:
     """Seconds of each pipeline; sequences are dispatched, then packed to the context length."""
     pipelines: tuple[PipelineCost, ...] = costs_of(strategy, costs(source, job.size), job.num_ranks)

@@ -15,10 +15,10 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.collectives import all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.cost.parallel import WEIGHT_BYTES
-from megatron_balance.papers.hydraulis.cases import Job, Lengths, cluster_and_model, full
+from megatron_balance.papers.hydraulis.cases import Lengths, TrainedCase, cluster_and_model, full
 
 
-def deepspeed(job: Job, degree: int, batch: Lengths, *, recompute: bool) -> float:
+def deepspeed(job: TrainedCase, degree: int, batch: Lengths, *, recompute: bool) -> float:
     """Seconds of the slowest replica.
 
     Args:
@@ -32,7 +32,7 @@ def deepspeed(job: Job, degree: int, batch: Lengths, *, recompute: bool) -> floa
     return max(sum(times[at::replicas]) for at in range(replicas))
 
 
-def _microbatch_s(job: Job, degree: int, lengths: Lengths, *, recompute: bool) -> float:
+def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute: bool) -> float:
     cluster, model = cluster_and_model(job.size)
     cost = AnalyticCost(cluster, model)
     node = cluster.node_size

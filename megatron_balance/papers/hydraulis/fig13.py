@@ -19,9 +19,9 @@ from megatron_balance.papers.base import Effort, PaperTable, Row, published
 from megatron_balance.papers.hydraulis.cases import (
     OURS,
     SOURCES,
-    Job,
     K,
     Lengths,
+    TrainedCase,
     candidates,
     chosen_step,
     megatron,
@@ -78,7 +78,7 @@ RANGE = (
 PROPAGATION = "not the paper's quantity: nobody's exchanges and switches are counted, but DeepSpeed's"
 
 
-def hotspa(source: str, job: Job, strategies: Sequence[str], batch: Lengths) -> float:
+def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Lengths) -> float:
     """Seconds of propagation of a step in which each strategy trains its range of lengths, one after
     the other.
     """
@@ -90,13 +90,13 @@ def hotspa(source: str, job: Job, strategies: Sequence[str], batch: Lengths) -> 
     return total_s
 
 
-def exchanged_s(job: Job, strategies: Sequence[str]) -> float:
+def exchanged_s(job: TrainedCase, strategies: Sequence[str]) -> float:
     """Seconds of weights to each strategy from what the first one owns, and of gradients back."""
     base, *_ = each = [Strategy.parse(text) for text in strategies]
     return sum(moving(job, base, strategy, overlap=False).least_s for strategy in each)
 
 
-def step_s(source: str, job: Job, text: str, batches: Sequence[Lengths], *, whole: bool) -> tuple[float, float]:
+def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths], *, whole: bool) -> tuple[float, float]:
     """Mean seconds of the best of the others, and of Hydraulis. `whole`: exchanges count.
 
     The authors have no coefficients for CP (Megatron-LM, 32B with 32K) and for 7B on one GPU (HotSPa).
@@ -123,7 +123,7 @@ def rows(effort: Effort) -> list[Row]:
         gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
         for size, ranks, longest, text in effort.progress(CELLS, f"fig13, {source}"):
             for dataset in ("commoncrawl", "github-code"):
-                job = Job(size, ranks, TOKENS, longest, dataset)
+                job = TrainedCase(size, ranks, TOKENS, longest, dataset)
                 batches = job.batches(effort.batches)
                 for whole, by_cell in gains.items():
                     before_s, after_s = step_s(source, job, text, batches, whole=whole)
@@ -138,7 +138,7 @@ def rows(effort: Effort) -> list[Row]:
             row(source, "most of all, propagation alone", None, max(alone), "x", PROPAGATION),
         ]
     for ranks, (printed,) in SWITCHES.items():
-        switch_s = exchanged_s(Job("32b", ranks), HOTSPA["32b", ranks, LONG])
+        switch_s = exchanged_s(TrainedCase("32b", ranks), HOTSPA["32b", ranks, LONG])
         name = f"HotSPa's switches in a step, 32B, {ranks} GPUs"
         found.append(Row(name, printed, switch_s, "s", "exact", note=SWITCH_NOTE))
     return found

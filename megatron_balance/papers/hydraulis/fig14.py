@@ -7,9 +7,9 @@ from statistics import fmean
 
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.hydraulis.cases import SOURCES, Job, K, chosen, row
+from megatron_balance.papers.hydraulis.cases import SOURCES, K, TrainedCase, chosen, row
 
-BASE = Job("7b", 16)
+BASE = TrainedCase("7b", 16)
 JOBS = {
     "16 GPUs, 32K, 200K tokens": BASE,
     "32 GPUs": replace(BASE, num_ranks=32),

@@ -9,13 +9,21 @@ from __future__ import annotations
 from time import process_time
 
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row
-from megatron_balance.papers.hydraulis.cases import AUTHORS, B32, INPUTS, SAMPLE_BATCHES, SAMPLE_SEED, Job, costs
+from megatron_balance.papers.hydraulis.cases import (
+    AUTHORS,
+    B32,
+    INPUTS,
+    SAMPLE_BATCHES,
+    SAMPLE_SEED,
+    TrainedCase,
+    costs,
+)
 from megatron_balance.planning.strategies import costs_of, propose
 from megatron_balance.solvers.dispatch import dispatch, greedy
 from megatron_balance.solvers.microbatches import pack
 
 STEPS = 10
-JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": Job("32b", 1024, 3_200_000)}
+JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": TrainedCase("32b", 1024, 3_200_000)}
 GREEDY_S = {"64 GPUs, 200K tokens": Published(5.46), "1024 GPUs, 3.2M tokens": Published(38.56)}
 MACHINE = "published: ten processes; ours: processor time of one process of this machine; ten steps and one strategy"
 NOT_EQ4 = "not the paper's: Eq. 4's limit for small steps, in closed form; its dynamic program took 2.03 and 107.21 s"

@@ -57,7 +57,7 @@ ByGpu = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SystemResult:
     """One system on one batch: imbalance of work, seconds, tokens per second, share of the peak."""
 
     wir: float
@@ -111,12 +111,12 @@ def flops(lengths: Sequence[int]) -> float:
 
 
 @lru_cache(maxsize=256)
-def run(system: str, loaded: ByGpu) -> Result:
+def run(system: str, loaded: ByGpu) -> SystemResult:
     """Plan and simulate one batch."""
     planned = plan(system, loaded)
     step = simulate_step([planned], machine(), Setup(recompute="full"))
     fbl_s = step.step_s - step.phases_s["optimizer"]
-    return Result(
+    return SystemResult(
         imbalance(planned),
         fbl_s,
         planned.num_tokens / fbl_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from megatron_balance.papers.base import ITSELF, Effort, Kind, PaperTable, Published, Row, published
-from megatron_balance.papers.knapformer.cases import TOPOLOGIES, WITHOUT, WORKLOADS, Result, batches, run
+from megatron_balance.papers.knapformer.cases import TOPOLOGIES, WITHOUT, WORKLOADS, SystemResult, batches, run
 
 AUTO = "auto"
 
@@ -53,7 +53,7 @@ def rows(effort: Effort) -> list[Row]:
             printed = PUBLISHED[workload].get(system, (None,) * len(COLUMNS))
             each = [run(system, loaded) for loaded in drawn]
             fitted = (ITSELF,) if (workload, system) == ("low-resolution images", "g1n32") else ()
-            for (what, unit, kind), known, field in zip(COLUMNS, printed, Result.__slots__, strict=True):
+            for (what, unit, kind), known, field in zip(COLUMNS, printed, SystemResult.__slots__, strict=True):
                 inputs = (GAMMA,) if kind == "exact" else (*fitted, RATE, GAMMA)
                 ours = fmean(getattr(one, field) for one in each)
                 note = OURS if system == AUTO else ""

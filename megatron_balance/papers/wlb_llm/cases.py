@@ -50,7 +50,7 @@ ROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class WlbCase:
     """A model and a context window on GPUs: a row of Table 1."""
 
     model_name: str
@@ -142,14 +142,14 @@ def samples(documents: Iterator[int], window: int) -> Iterator[Lengths]:
         sample.append(document)
 
 
-TABLE_1: Sequence[Case] = (
-    Case("llama-550m", 64 * K, 2, 2, 4, 2),
-    Case("llama-550m", 128 * K, 2, 4, 4),
-    Case("llama-7b", 64 * K, 4, 2, 4),
-    Case("llama-7b", 128 * K, 8, 2, 4),
-    Case("llama-30b", 64 * K, 8, 2, 4),
-    Case("llama-30b", 128 * K, 8, 4, 4),
-    Case("llama-70b", 64 * K, 16, 4, 4),
-    Case("llama-70b", 128 * K, 16, 4, 4),
+TABLE_1: Sequence[WlbCase] = (
+    WlbCase("llama-550m", 64 * K, 2, 2, 4, 2),
+    WlbCase("llama-550m", 128 * K, 2, 4, 4),
+    WlbCase("llama-7b", 64 * K, 4, 2, 4),
+    WlbCase("llama-7b", 128 * K, 8, 2, 4),
+    WlbCase("llama-30b", 64 * K, 8, 2, 4),
+    WlbCase("llama-30b", 128 * K, 8, 4, 4),
+    WlbCase("llama-70b", 64 * K, 16, 4, 4),
+    WlbCase("llama-70b", 128 * K, 16, 4, 4),
 )
 B7_128K = TABLE_1[3]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.wlb_llm.cases import COUNTED, FITTED, SKEW, TABLE_1, Case
+from megatron_balance.papers.wlb_llm.cases import COUNTED, FITTED, SKEW, TABLE_1, WlbCase
 from megatron_balance.papers.wlb_llm.systems import MIXED, PLAIN, WLB, fixed_blocks, speedups, with_error
 from megatron_balance.workloads.distributions import K
 
@@ -19,11 +19,11 @@ OVER_PLAIN, OVER_FIXED, FIXED_GAINS = published(1.23, 1.19, 1.03)
 BY_WINDOW = {64 * K: Published(1.15), 128 * K: Published(1.30)}
 
 
-Found = Mapping[Case, Mapping[str, Sequence[float]]]
+Found = Mapping[WlbCase, Mapping[str, Sequence[float]]]
 """By case and system, speedup over Plain-4D: of all blocks together, then of each."""
 
 
-def over_plain(case: Case, dataset: str, num_batches: int) -> dict[str, list[float]]:
+def over_plain(case: WlbCase, dataset: str, num_batches: int) -> dict[str, list[float]]:
     """Tokens per second over those of Plain-4D."""
     plain = PLAIN.blocks(case, dataset, num_batches)
     return {

@@ -11,13 +11,13 @@ from statistics import fmean
 import numpy as np
 
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.wlb_llm.cases import B7_128K, FITTED, SKEW, TABLE_1, Case
+from megatron_balance.papers.wlb_llm.cases import B7_128K, FITTED, SKEW, TABLE_1, WlbCase
 from megatron_balance.papers.wlb_llm.fig12 import OURS_NOTE
 from megatron_balance.papers.wlb_llm.systems import (
     ADAPTIVE,
     PER_DOCUMENT,
     PLAIN,
-    System,
+    WlbSystem,
     in_blocks,
     speedups,
     with_error,
@@ -31,11 +31,11 @@ PER_DOCUMENT_PUBLISHED = published(1.01, 1.07)
 ADAPTIVE_PUBLISHED = published(1.075, 1.034)
 OPTIMAL = "optimal"
 OPTIMAL_NOTE = "the better of both for each microbatch; in the paper very close"
-MIXED = System("a choice for each document", "mixed")
+MIXED = WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED)
 
 
-def layer_s(case: Case, system: System, lengths: Lengths) -> float:
+def layer_s(case: WlbCase, system: WlbSystem, lengths: Lengths) -> float:
     """Seconds of a layer, forward and backward, until its slowest rank is done."""
     plan = system.plan(case, lengths)
     tokens = linear_tokens(plan).tolist()

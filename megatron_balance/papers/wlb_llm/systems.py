@@ -22,7 +22,7 @@ from typing import Any
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
-from megatron_balance.papers.wlb_llm.cases import Case
+from megatron_balance.papers.wlb_llm.cases import WlbCase
 from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS, WINDOW
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_sharding import WlbShardingOptions
@@ -42,7 +42,7 @@ QUEUES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class WlbSystem:
     """How documents come to microbatches, and how a microbatch is cut."""
 
     name: str
@@ -50,7 +50,7 @@ class System:
     packing: Mapping[str, Any] = field(default_factory=dict[str, Any])
     delays: bool = False
 
-    def steps(self, case: Case, dataset: str, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
+    def steps(self, case: WlbCase, dataset: str, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
         """The documents of each microbatch of each step; further steps train what waits at the end."""
         if not self.packing:
             return list(batches)
@@ -72,17 +72,17 @@ class System:
             packed.append(tuple(plan.lengths for plan in planned.plans))
         return packed
 
-    def plan(self, case: Case, lengths: Lengths) -> MicrobatchPlan:
+    def plan(self, case: WlbCase, lengths: Lengths) -> MicrobatchPlan:
         """The plan of a microbatch on the context-parallel ranks of a stage."""
         options = WlbShardingOptions(sharding=self.sharding)  # pyright: ignore[reportArgumentType]  one of SHARDINGS
         return shard(Batch(lengths), case.cluster, case.model, case.cost, options)
 
-    def blocks(self, case: Case, dataset: str, num_batches: int) -> list[Block]:
+    def blocks(self, case: WlbCase, dataset: str, num_batches: int) -> list[Block]:
         """The steps of the run in order, in `BLOCKS` blocks (of fewer steps: one each)."""
         steps = self.steps(case, dataset, case.batches(dataset, num_batches))
         return in_blocks([(sum(map(sum, step)), self.step_s(case, step)) for step in steps])
 
-    def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
+    def step_s(self, case: WlbCase, step: Sequence[Lengths]) -> float:
         """Simulated seconds of a step: of its slowest replica."""
         replicas = [step[first :: case.replicas] for first in range(case.replicas)]
         return max(_step_s(case, tuple(self.plan(case, lengths) for lengths in own)) for own in replicas)
@@ -90,23 +90,23 @@ class System:
 
 FIXED: dict[str, Any] = {"packing": "fixed"}
 WORKLOAD: dict[str, Any] = {"packing": "workload"}
-PLAIN = System("Plain-4D", "sequence")
-PER_DOCUMENT = System("per-document sharding", "document")
-ADAPTIVE = System("adaptive sharding", "adaptive")
-FIXED_SEQUENCE = System("Fixed-4D, per sequence", "sequence", FIXED)
-FIXED_DOCUMENT = System("Fixed-4D, per document", "document", FIXED)
-PACKED = System("packing and delay", "sequence", WORKLOAD, delays=True)
-WLB = System("WLB-LLM", "adaptive", WORKLOAD, delays=True)
-MIXED = System("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
+PLAIN = WlbSystem("Plain-4D", "sequence")
+PER_DOCUMENT = WlbSystem("per-document sharding", "document")
+ADAPTIVE = WlbSystem("adaptive sharding", "adaptive")
+FIXED_SEQUENCE = WlbSystem("Fixed-4D, per sequence", "sequence", FIXED)
+FIXED_DOCUMENT = WlbSystem("Fixed-4D, per document", "document", FIXED)
+PACKED = WlbSystem("packing and delay", "sequence", WORKLOAD, delays=True)
+WLB = WlbSystem("WLB-LLM", "adaptive", WORKLOAD, delays=True)
+MIXED = WlbSystem("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
 
 
 @lru_cache(maxsize=4096)
-def _step_s(case: Case, plans: tuple[MicrobatchPlan, ...]) -> float:
+def _step_s(case: WlbCase, plans: tuple[MicrobatchPlan, ...]) -> float:
     """Several tables and systems share steps."""
     return simulate_step(plans, case.machine, case.setup).step_s
 
 
-def fixed_blocks(case: Case, dataset: str, num_batches: int) -> list[Block]:
+def fixed_blocks(case: WlbCase, dataset: str, num_batches: int) -> list[Block]:
     """Fixed-4D's run: the better of its two shardings."""
     each = (system.blocks(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
     return min(each, key=lambda found: sum(seconds for _, seconds in found))

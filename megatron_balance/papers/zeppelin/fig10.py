@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megatron_balance.papers.base import STATED, Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DEFAULT_NOTE, DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, TE, ZEPPELIN, Case, tokens_per_s
+from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, TE, ZEPPELIN, ZeppelinCase, tokens_per_s
 
 CLUSTERS = {"A": "a800", "B": "h800"}
 NIC_NOTE = "the paper prints no NIC rate for cluster B; 400 Gb/s a GPU is assumed (configs/cluster/h800.yaml)"
@@ -14,7 +14,7 @@ NIC_NOTE = "the paper prints no NIC rate for cluster B; 400 Gb/s a GPU is assume
 
 def rows(effort: Effort) -> list[Row]:
     """Speedups on both clusters, and what the text says of them."""
-    cases = {name: Case("llama-3b", cluster, 32) for name, cluster in CLUSTERS.items()}
+    cases = {name: ZeppelinCase("llama-3b", cluster, 32) for name, cluster in CLUSTERS.items()}
     table_rows: list[Row] = []
     for dataset, label in effort.progress(list(DATASETS.items()), "fig10"):
         rate: dict[tuple[str, str], float] = {}

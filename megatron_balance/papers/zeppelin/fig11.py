@@ -16,7 +16,7 @@ from megatron_balance.papers.zeppelin.systems import (
     TE,
     TE_ROUTED,
     ZEPPELIN,
-    Case,
+    ZeppelinCase,
     tokens_per_s,
 )
 
@@ -43,7 +43,7 @@ REMAP_NOTE = 'the paper says "minimal" for GitHub and prints 3.64 / 3.51 for ArX
 
 def rows(effort: Effort) -> list[Row]:
     """Each variant's speedup over TE's ring, by data set."""
-    case = Case("llama-3b", "a800", 32)
+    case = ZeppelinCase("llama-3b", "a800", 32)
     table_rows: list[Row] = []
     for dataset, label in effort.progress(list(DATASETS.items()), "fig11"):
         batches = case.batches(dataset, effort.batches)

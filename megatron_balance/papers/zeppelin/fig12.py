@@ -16,8 +16,8 @@ from megatron_balance.compile.order import LEGS
 from megatron_balance.cost import kernel
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, Case, System
-from megatron_balance.simulator.attention import Call, attention_call, events
+from megatron_balance.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, ZeppelinCase, ZeppelinSystem
+from megatron_balance.simulator.attention import BothPhases, attention_call, events
 from megatron_balance.simulator.engine import Outcome
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import K
@@ -45,7 +45,7 @@ SERIAL_NOTE = (
 SERIES_NOTE = "lengths are not printed: 32k on one node; 16k, 8k, 4k and 4k on the other"
 
 
-def call_of(case: Case, system: System, lengths: Sequence[int]) -> Call:
+def call_of(case: ZeppelinCase, system: ZeppelinSystem, lengths: Sequence[int]) -> BothPhases:
     """One attention call on the event engine, traced."""
     plan, enter = system.plans(case, lengths)[0], np.zeros(case.cluster.num_ranks)
     return events(plan, case.machine, "keep", (enter, enter), trace=True)
@@ -61,7 +61,7 @@ def leg_ms(outcome: Outcome, rank: int, leg: str, stream: str) -> float:
     return 1e3 * median(took)
 
 
-def serial_round_s(case: Case, num_tokens: float, longest: float, *, backward: bool = False) -> float:
+def serial_round_s(case: ZeppelinCase, num_tokens: float, longest: float, *, backward: bool = False) -> float:
     """Seconds of a routed round whose legs follow one another (Eq. 1), each after a thread block of
     attention.
 
@@ -77,7 +77,7 @@ def serial_round_s(case: Case, num_tokens: float, longest: float, *, backward: b
     return 2 * inside + across + len(LEGS) * (cost.call_s + block_s)
 
 
-def serial_routing_s(case: Case, lengths: Sequence[int]) -> float:
+def serial_routing_s(case: ZeppelinCase, lengths: Sequence[int]) -> float:
     """The step of TE's ring, routed, if a round's legs followed one another and the next round
     waited for them; in closed form.
     """
@@ -94,7 +94,7 @@ def serial_routing_s(case: Case, lengths: Sequence[int]) -> float:
 
 def rows(_: Effort) -> list[Row]:
     """The rounds of the three traces, and their sums."""
-    case = Case("llama-3b", "a800", 16)
+    case = ZeppelinCase("llama-3b", "a800", 16)
     ring, routed, several = (
         call_of(case, TE, SINGLE),
         call_of(case, TE_ROUTED, SINGLE),
@@ -103,7 +103,7 @@ def rows(_: Effort) -> list[Row]:
     return [*_ring_rows(ring), *_routed_rows(case, routed), *_several_rows(ring, several)]
 
 
-def _ring_rows(ring: Call) -> list[Row]:
+def _ring_rows(ring: BothPhases) -> list[Row]:
     forward, back = (
         leg_ms(outcome, rank, "direct", "inter_node")
         for outcome, rank in ((ring.forward, ACROSS), (ring.backward, ACROSS - 1))
@@ -114,7 +114,7 @@ def _ring_rows(ring: Call) -> list[Row]:
     ]
 
 
-def _routed_rows(case: Case, routed: Call) -> list[Row]:
+def _routed_rows(case: ZeppelinCase, routed: BothPhases) -> list[Row]:
     size, tokens = case.cluster.num_ranks, SINGLE[0] / case.cluster.num_ranks
     across = leg_ms(routed.forward, ACROSS, "across", "inter_node")
     period = 1e3 * float(routed.forward.end_s.max()) / size
@@ -136,7 +136,7 @@ def _routed_rows(case: Case, routed: Call) -> list[Row]:
     ]
 
 
-def _several_rows(ring: Call, several: Call) -> list[Row]:
+def _several_rows(ring: BothPhases, several: BothPhases) -> list[Row]:
     rounds, total = 8, _total_ms(ring, 0)
     forward, backward = (1e3 * float(outcome.end_s[0]) / rounds for outcome in several)
     zeppelin = _total_ms(several, 0)
@@ -165,7 +165,7 @@ def _several_rows(ring: Call, several: Call) -> list[Row]:
     ]
 
 
-def _total_ms(call: Call, rank: int) -> float:
+def _total_ms(call: BothPhases, rank: int) -> float:
     """Both phases, on this rank."""
     return 1e3 * float(call.forward.end_s[rank] + call.backward.end_s[rank])
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.papers.base import Effort, PaperTable, Published, Row
-from megatron_balance.papers.zeppelin.systems import DATASETS, TE, Case
+from megatron_balance.papers.zeppelin.systems import DATASETS, TE, ZeppelinCase
 from megatron_balance.planners.packing import redundant_pairs
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.workloads.distributions import K
@@ -52,7 +52,7 @@ class CostShares:
 
 def rows(effort: Effort) -> list[Row]:
     """Shares that packing wastes, and that even splitting waits, by data set and range of lengths."""
-    case = Case("llama-3b", "a800", 16)
+    case = ZeppelinCase("llama-3b", "a800", 16)
     packed: dict[str, dict[str, CostShares]] = {}
     split: dict[str, dict[str, CostShares]] = {}
     for dataset in effort.progress(list(SHOWN), "fig3"):
@@ -86,7 +86,7 @@ def rows(effort: Effort) -> list[Row]:
     return table_rows
 
 
-def packing_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
+def packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[CostShares]:
     """Each sequence's part where all are one causal sequence over all ranks: attention by pairs,
     waiting by tokens.
     """
@@ -101,7 +101,7 @@ def packing_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     ]
 
 
-def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
+def even_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[CostShares]:
     """Each sequence's part where every one is split evenly over all ranks."""
     computing, waiting = _call_s(case, lengths)
     size = 2 * case.cluster.num_ranks
@@ -113,7 +113,7 @@ def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     ]
 
 
-def _call_s(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
+def _call_s(case: ZeppelinCase, lengths: Sequence[int]) -> tuple[float, float]:
     """Seconds of an attention call, forward and backward, that ranks compute (their mean), and the
     rest.
     """

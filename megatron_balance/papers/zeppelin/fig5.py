@@ -16,7 +16,7 @@ from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, Case
+from megatron_balance.papers.zeppelin.systems import DATASETS, ZeppelinCase
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins
 
 MODELS = {"3B": "llama-3b", "7B": "llama-7b"}
@@ -24,7 +24,7 @@ ZONES = ("local", "intra-node", "inter-node")
 BOTH_WAYS_NOTE = "the caption's 400 GB/s is both directions of the A800's NVLink together; a GPU sends 200 GB/s"
 
 
-def boundary(case: Case, link: Link) -> int:
+def boundary(case: ZeppelinCase, link: Link) -> int:
     """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long
     as its keys and values on `link`.
     """
@@ -37,7 +37,7 @@ def boundary(case: Case, link: Link) -> int:
 def rows(_: Effort) -> list[Row]:
     """The boundaries, and how the tokens of each data set fall into the zones."""
     table_rows: list[Row] = []
-    cases = {label: Case(model, "a800", 16) for label, model in MODELS.items()}
+    cases = {label: ZeppelinCase(model, "a800", 16) for label, model in MODELS.items()}
     for label, case in cases.items():
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)

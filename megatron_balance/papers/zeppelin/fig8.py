@@ -24,7 +24,7 @@ from megatron_balance.papers.zeppelin.systems import (
     TE,
     TOKENS_PER_GPU,
     ZEPPELIN,
-    Case,
+    ZeppelinCase,
 )
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
@@ -63,9 +63,9 @@ class Panel:
     tensor: int = 1
     experts: int = 1
 
-    def case(self, context: int) -> Case:
+    def case(self, context: int) -> ZeppelinCase:
         """On as many GPUs as the context fills."""
-        return Case(self.model, self.cluster, context // TOKENS_PER_GPU, self.tensor, self.experts)
+        return ZeppelinCase(self.model, self.cluster, context // TOKENS_PER_GPU, self.tensor, self.experts)
 
 
 B7, B13 = Panel("7B", "llama-7b", "a800"), Panel("13B", "llama-13b", "a800", tensor=2)
@@ -76,7 +76,7 @@ Cell = tuple[str, int, str]
 """Label of a model, context length, data set."""
 
 
-def speedups(case: Case, batches: list[Lengths]) -> dict[str, float]:
+def speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
     """Throughput of every system over that of TE's ring."""
     seconds = {system.name: sum(system.step_s(case, lengths) for lengths in batches) for system in SYSTEMS}
     return {name: seconds[TE.name] / each for name, each in seconds.items()}

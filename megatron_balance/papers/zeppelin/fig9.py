@@ -9,7 +9,16 @@ from itertools import product
 
 from megatron_balance.papers.base import STATED, Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DEFAULT_NOTE, DRAWN
-from megatron_balance.papers.zeppelin.systems import DATASETS, DEFAULT, HYBRID, LLAMA, TE, ZEPPELIN, Case, tokens_per_s
+from megatron_balance.papers.zeppelin.systems import (
+    DATASETS,
+    DEFAULT,
+    HYBRID,
+    LLAMA,
+    TE,
+    ZEPPELIN,
+    ZeppelinCase,
+    tokens_per_s,
+)
 
 SCALES = (16, 32, 64, 128)
 SMALL = SCALES[:2]
@@ -21,7 +30,7 @@ RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 
 def rows(effort: Effort) -> list[Row]:
     """Throughput by scale, growth from the smallest to the largest scale, and the text's claims."""
-    cases = {scale: Case("llama-3b", "a800", scale) for scale in SCALES}
+    cases = {scale: ZeppelinCase("llama-3b", "a800", scale) for scale in SCALES}
     by_case: dict[tuple[str, int], dict[str, float]] = {}
     for dataset, scale in effort.progress(list(product(DATASETS, SCALES)), "fig9"):
         case = cases[scale]

@@ -32,7 +32,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ZeppelinCase:
     """A model on GPUs of a cluster, 4k tokens each.
 
     `tensor`: GPUs of a tensor-parallel group; `experts`: ranks that share a layer's experts, and
@@ -80,7 +80,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class ZeppelinSystem:
     """A planner with its options and the layers around it."""
 
     name: str
@@ -89,30 +89,30 @@ class System:
     routing: When | None = None
     remap: bool | None = None
 
-    def plans(self, case: Case, lengths: Sequence[int]) -> tuple[MicrobatchPlan, ...]:
+    def plans(self, case: ZeppelinCase, lengths: Sequence[int]) -> tuple[MicrobatchPlan, ...]:
         """The microbatches of a step: one, unless the system makes its own."""
         choice = choose_planner(
             self.planner, self.options, layers=choose_layers(self.planner, self.routing, self.remap)
         )
         return choice.plan_step((tuple(lengths),), StepContext(case.cluster, case.model, case.cost))[0].plans
 
-    def step_s(self, case: Case, lengths: Sequence[int]) -> float:
+    def step_s(self, case: ZeppelinCase, lengths: Sequence[int]) -> float:
         """Simulated seconds of a training step."""
         return simulate_step(self.plans(case, lengths), case.machine, case.setup).step_s
 
 
-TE = System("TE CP", "te_ring")
-TE_ROUTED = System("TE CP, routed", "te_ring", routing="always")
-LLAMA = System("LLaMA CP", "llama_all_gather")
-HYBRID = System("Hybrid DP", "hybrid_dp")
+TE = ZeppelinSystem("TE CP", "te_ring")
+TE_ROUTED = ZeppelinSystem("TE CP, routed", "te_ring", routing="always")
+LLAMA = ZeppelinSystem("LLaMA CP", "llama_all_gather")
+HYBRID = ZeppelinSystem("Hybrid DP", "hybrid_dp")
 PRINTED: dict[str, Any] = {"rule": "paper"}
-ENGINE = System("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
-ENGINE_ROUTED = System("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
-ZEPPELIN = System("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
-OURS = System("zeppelin, rule cost", "zeppelin", {"rule": "cost"})
-DEFAULT = System("zeppelin, default", "zeppelin")
+ENGINE = ZeppelinSystem("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
+ENGINE_ROUTED = ZeppelinSystem("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
+ZEPPELIN = ZeppelinSystem("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
+OURS = ZeppelinSystem("zeppelin, rule cost", "zeppelin", {"rule": "cost"})
+DEFAULT = ZeppelinSystem("zeppelin, default", "zeppelin")
 
 
-def tokens_per_s(system: System, case: Case, batches: Sequence[Lengths]) -> float:
+def tokens_per_s(system: ZeppelinSystem, case: ZeppelinCase, batches: Sequence[Lengths]) -> float:
     """Tokens per second over all batches."""
     return sum(map(sum, batches)) / sum(system.step_s(case, lengths) for lengths in batches)

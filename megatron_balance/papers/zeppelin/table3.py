@@ -23,7 +23,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.papers.base import Effort, PaperTable, Row, published
 from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_round_s
-from megatron_balance.papers.zeppelin.systems import ZEPPELIN, Case
+from megatron_balance.papers.zeppelin.systems import ZEPPELIN, ZeppelinCase
 from megatron_balance.simulator.attention import attention_call, linear_tokens
 from megatron_balance.workloads.distributions import K
 
@@ -46,7 +46,7 @@ REPEATS = 5
 
 def rows(_: Effort) -> list[Row]:
     """The smallest and the largest rank of every row of the table, for both distributions."""
-    case = Case("llama-7b", "h200", 32)
+    case = ZeppelinCase("llama-7b", "h200", 32)
     of_batch = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
     table: list[Row] = []
     for part, printed in PUBLISHED.items():
@@ -68,7 +68,7 @@ def rows(_: Effort) -> list[Row]:
     return [*table, *_closed_forms(case)]
 
 
-def _closed_forms(case: Case) -> list[Row]:
+def _closed_forms(case: ZeppelinCase) -> list[Row]:
     """Closed forms for the paper's own way of communicating, where ours differs."""
     layers, group = (
         case.model.num_layers,
@@ -98,7 +98,7 @@ def _closed_forms(case: Case) -> list[Row]:
     ]
 
 
-def _parts(case: Case, lengths: Sequence[int]) -> dict[str, Floats]:
+def _parts(case: ZeppelinCase, lengths: Sequence[int]) -> dict[str, Floats]:
     """Seconds of each part by rank; planning by repetition."""
     plans, planning = list[MicrobatchPlan](), list[float]()
     for _ in range(REPEATS):
@@ -123,7 +123,7 @@ def _parts(case: Case, lengths: Sequence[int]) -> dict[str, Floats]:
     return {**parts, "forward, sequence partition": np.array(planning)}
 
 
-def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
+def remap_s(case: ZeppelinCase, plan: MicrobatchPlan) -> Floats:
     """Seconds by rank of a layer's remap in one phase: queries, keys and values one way, outputs
     back.
 

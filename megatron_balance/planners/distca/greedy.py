@@ -17,7 +17,7 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.parts import Parts, at_hand, at_least, at_most, num_bytes
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Items, Piece, Sizes
+from megatron_balance.planners.distca.shards import Items, Piece, TaskSizes
 from megatron_balance.planners.distca.shedding import shed_light_work
 
 _ROUNDING = 1e-9
@@ -43,7 +43,7 @@ class Rule:
 
     limit: float
     tolerance: float
-    sizes: Sizes
+    sizes: TaskSizes
     least_score: float
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Piece, Shards, Sizes
+from megatron_balance.planners.distca.shards import Piece, Shards, TaskSizes
 
 Parts: TypeAlias = tuple[Ints, int, Floats]
 """Parts of a piece: where each begins, where the first one stops (the next one a block later), the
@@ -46,7 +46,7 @@ def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
     return low, stop, ends - mass[low]
 
 
-def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: Sizes) -> Floats:
+def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: TaskSizes) -> Floats:
     """Bytes that a server receives for each of the parts of a piece."""
     low, stop, _ = parts
     costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)

@@ -17,7 +17,7 @@ from megatron_balance.planners.distca.caps import enforce_caps
 from megatron_balance.planners.distca.greedy import Drain, Rule
 from megatron_balance.planners.distca.light_servers import empty_light_servers
 from megatron_balance.planners.distca.servers import Caps, Servers
-from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
+from megatron_balance.planners.distca.shards import HeadTail, Plain, TaskSizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 _AIM = 0.95
@@ -85,7 +85,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     owned = owned[np.argsort(owned[:, RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
     edges = Edges.of(owned, min(scheduling.block, max(lengths)), seconds)
-    sizes = Sizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
+    sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(
         scheduling.max_kv_tokens or inf,

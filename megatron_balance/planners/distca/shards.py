@@ -33,7 +33,7 @@ from megatron_balance.planners.distca.work import Edges
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TaskSizes:
     """Bytes of a query and its output, and of a key and its value."""
 
     query: float
@@ -77,7 +77,7 @@ _ALL = 1 - 1e-14
 class PlainItems:
     """Plain shards of items [start, stop), of which the squares are kept."""
 
-    def __init__(self, size: int, sizes: Sizes) -> None:
+    def __init__(self, size: int, sizes: TaskSizes) -> None:
         self._sizes = sizes
         ratio = sizes.kv / (2 * sizes.query + sizes.kv)
         self._best = (1 / ratio + ratio) / 4 + 1 / 2
@@ -200,7 +200,7 @@ class Shards(Protocol):
 class Plain:
     """Shards [low, high) of edges."""
 
-    def __init__(self, edges: Edges, sizes: Sizes) -> None:
+    def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
         self.edges, self.sizes = edges, sizes
         self._before: Floats = np.multiply(
             edges.positions, sizes.query, dtype=np.float64
@@ -260,7 +260,7 @@ class HeadTail:
     of an odd number is its own mirror.
     """
 
-    def __init__(self, edges: Edges, sizes: Sizes) -> None:
+    def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
         self.edges, self.sizes = edges, sizes
         blocks = edges.last - edges.first
         pairs = (blocks + 1) // 2

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_balance.planners.distca.parts import at_least, at_most, num_bytes
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Piece, Sizes
+from megatron_balance.planners.distca.shards import Piece, TaskSizes
 
 _GIVERS, _MOST_GIVERS = 2, 32
 """Servers with most headroom that are tried as givers; and how many if none of the first ones can.
@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 """Relative differences of headroom below this are none."""
 
 
-def shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: Sizes) -> bool:
+def shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: TaskSizes) -> bool:
     """Move light work off a server so that a block of `block` seconds, which is on `source`, fits
     it.
 
@@ -89,7 +89,7 @@ def _cheapest_first(
 
 
 def _light_parts(
-    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: Sizes
+    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: TaskSizes
 ) -> Iterator[tuple[float, int, int, int]]:
     """For each of the takers the cheapest part of a piece that takes at least `need` and at most
     the taker's headroom.

@@ -35,7 +35,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.knapformer.auto import Search
+from megatron_balance.planners.knapformer.auto import TopologySearch
 from megatron_balance.planners.knapformer.knapsack import assign
 from megatron_balance.planners.knapformer.topology import Topology, check_heads, parse
 from megatron_balance.solvers.capacity import check_pool
@@ -88,7 +88,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     tokens = np.fromiter(lengths, dtype=np.int64, count=len(lengths))  # of integers, which is twice as fast
     work = sequence_work(tokens.astype(np.float64), model, gamma)
     if options.topology == AUTO:
-        found = Search(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
+        found = TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
         return _planned(lengths, found.topology, found.group_of, (cluster, model), "uneven")
     topology = topology_of(options, cluster)
     if options.heads == "equal":

@@ -4,7 +4,7 @@ Groups have sizes that divide the heads, lie in a node or are made of whole node
 sequences in memory. Topologies of one size are priced first; from the best of them groups are split
 and merged, as long as that makes the slowest group faster. Every topology is filled by the same
 knapsack, so a price is that of the plan that would run. One that no filling makes as fast as the best
-so far is not filled (`Prices.is_slower`).
+so far is not filled (`TopologyPrices.is_slower`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planners.knapformer.knapsack import assign
-from megatron_balance.planners.knapformer.price import Prices
+from megatron_balance.planners.knapformer.price import TopologyPrices
 from megatron_balance.planners.knapformer.topology import Topology
 
 
@@ -35,7 +35,7 @@ class Found:
     seconds: float
 
 
-class Search:
+class TopologySearch:
     """Topologies for one batch."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Search:
     ) -> None:
         self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
         self.sizes = allowed_sizes(cluster, model.num_heads)
-        self._prices = Prices(lengths, cluster, model, cost)
+        self._prices = TopologyPrices(lengths, cluster, model, cost)
         self._tried: set[tuple[int, ...]] = set()
 
     def best(self, tries: int) -> Found:

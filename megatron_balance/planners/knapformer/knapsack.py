@@ -59,7 +59,7 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     whole = (work * 2.0 ** (61 - bits - np.ceil(np.log2(total)))).astype(np.int64)
     order = np.sort(((int(whole.max()) - whole) << bits) | np.arange(len(work)))
     order &= (1 << bits) - 1
-    filling = _Filling(sizes, int(whole.sum()), bits)
+    filling = _FilledGroups(sizes, int(whole.sum()), bits)
     ordered = whole[order]
     done = filling.in_runs(ordered) if len(sizes) >= _MANY * len(filling.kinds) else 0
     if done < len(ordered):
@@ -69,7 +69,7 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     return chosen
 
 
-class _Filling:
+class _FilledGroups:
     """Groups while they are filled with sequences in descending order of work.
 
     Attributes:

@@ -35,7 +35,7 @@ configs/cluster, which is some seven times the link's.
 _ROUNDING = 1 + 1e-9
 
 
-class Prices:
+class TopologyPrices:
     """Costs of a batch's sequences under any topology; holds no decisions."""
 
     def __init__(self, lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel) -> None:

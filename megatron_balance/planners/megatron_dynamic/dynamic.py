@@ -36,7 +36,7 @@ def _next(lengths: Sequence[int], order: list[int], tokens: int, num_ranks: int)
     allowed = sizes(num_ranks)
     first, *others = order
     most_work = lengths[first] * tokens * (1 + SLACK)
-    making = _Making(lengths, tokens, allowed, most_work)
+    making = _DynamicMicrobatch(lengths, tokens, allowed, most_work)
     making.put(first, Group(needed(lengths[first], tokens, allowed), [], 0.0, 0.0))
     left: list[int] = []
     for seq in others:
@@ -50,7 +50,7 @@ def _next(lengths: Sequence[int], order: list[int], tokens: int, num_ranks: int)
     return _everywhere(lengths, order, tokens, num_ranks)
 
 
-class _Making:
+class _DynamicMicrobatch:
     """One microbatch in the making.
 
     `free`: ranks without a group; `highest`: the largest work of a rank.

@@ -32,7 +32,7 @@ def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microb
     left = sorted(range(len(lengths)), key=lambda seq: -lengths[seq])
     microbatches: list[Microbatch] = []
     while left:
-        made = _Making(lengths, tokens, num_ranks)
+        made = _HybridMicrobatch(lengths, tokens, num_ranks)
         left = made.take(_buckets(made, left))
         left += made.put_back()
         if not fill(made.groups, sizes(num_ranks), num_ranks):
@@ -42,7 +42,7 @@ def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microb
     return microbatches
 
 
-class _Making:
+class _HybridMicrobatch:
     """One microbatch in the making."""
 
     def __init__(self, lengths: Sequence[int], tokens: int, num_ranks: int) -> None:
@@ -113,7 +113,7 @@ class _Making:
         return most - (0.0 if self.free else min(loads)) <= EVEN * most
 
 
-def _buckets(making: _Making, seqs: Sequence[int]) -> list[deque[int]]:
+def _buckets(making: _HybridMicrobatch, seqs: Sequence[int]) -> list[deque[int]]:
     """Consecutive sequences of about equal work, as many buckets as there are sizes, give or take."""
     num_buckets = len({making.size[making.lengths[seq]] for seq in seqs})
     target = sum(making.work(seq) for seq in seqs) / num_buckets

@@ -37,7 +37,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm.delay import check_thresholds, release
 from megatron_balance.planners.wlb_llm.packing import (
     Document,
-    Packed,
+    PackedDocuments,
     Work,
     by_workload,
     longest_first,
@@ -196,7 +196,7 @@ def _queued_and_new(lengths: Lengths, carry: Carry) -> tuple[list[Document], lis
     return queued, [Document(*each) for each in enumerate(chain.from_iterable(lengths))]
 
 
-def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> Packed:
+def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> PackedDocuments:
     """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them."""
     microbatches: list[list[Document]] = []
     first = 0
@@ -214,12 +214,12 @@ def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> P
             continue
         tokens[m] += document.length
         microbatches[m].append(document)
-    return Packed(tuple(map(tuple, microbatches)), tuple(left))
+    return PackedDocuments(tuple(map(tuple, microbatches)), tuple(left))
 
 
 def _of_one_length(
     documents: Sequence[Document], lengths: Lengths, most: float, options: WlbLlmOptions, work: Work
-) -> Packed:
+) -> PackedDocuments:
     """Eq. 1, greedy or by integer program, over all microbatches; then those of like work together.
 
     A global batch takes as long as its largest microbatch, so the microbatches of a window come by
@@ -228,7 +228,7 @@ def _of_one_length(
     ordered = longest_first(documents)
     context = options.context_tokens or max((sum(each) for each in lengths), default=0)
     longest = max((each.length for each in ordered), default=0)
-    problem = fixed_packing.Problem(
+    problem = fixed_packing.PackingProblem(
         [each.length for each in ordered], len(lengths), int(min(most, max(context, longest)))
     )
     bins = fixed_packing.greedy(problem)
@@ -243,10 +243,10 @@ def _of_one_length(
         (left if at is None else microbatches[at]).append(document)
     if options.window > 1:
         microbatches.sort(key=lambda each: -sum(work(document.length) for document in each))
-    return Packed(tuple(map(tuple, microbatches)), tuple(left))
+    return PackedDocuments(tuple(map(tuple, microbatches)), tuple(left))
 
 
-def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> Packed:
+def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> PackedDocuments:
     """All documents, where nothing may be carried: best fit by length, or else as dealt.
 
     Raises:
@@ -259,7 +259,7 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ra
         for document, at in zip(ordered, bins, strict=True):
             assert at is not None
             microbatches[at].append(document)
-        return Packed(tuple(map(tuple, microbatches)), ())
+        return PackedDocuments(tuple(map(tuple, microbatches)), ())
     packed = _as_dealt(lengths, ordered, most)
     fullest = max((sum(each.length for each in m) for m in packed.microbatches), default=0)
     if packed.left or fullest > most:

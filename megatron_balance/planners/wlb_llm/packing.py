@@ -23,7 +23,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedDocuments:
     """Documents by microbatch, in the order in which they were packed, and those that fit none."""
 
     microbatches: tuple[tuple[Document, ...], ...]
@@ -48,7 +48,9 @@ def workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     return work
 
 
-def by_workload(documents: Sequence[Document], num_microbatches: int, most_tokens: float, work: Work) -> Packed:
+def by_workload(
+    documents: Sequence[Document], num_microbatches: int, most_tokens: float, work: Work
+) -> PackedDocuments:
     """Each document in turn into the microbatch with the least work, or else with the fewest tokens.
 
     WLB-LLM, Algorithm 1, lines 17 to 31. Ties go to the lower microbatch.
@@ -77,7 +79,7 @@ def by_workload(documents: Sequence[Document], num_microbatches: int, most_token
         tokens[m] += length
         packed[m].append(document)
         heapq.heappush(heap, (loads[m], m))
-    return Packed(tuple(map(tuple, packed)), tuple(left))
+    return PackedDocuments(tuple(map(tuple, packed)), tuple(left))
 
 
 def rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:

@@ -56,7 +56,7 @@ from typing import Literal, NamedTuple
 
 from megatron_balance.analysis.estimate import Bounds, best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.estimate.times import Machine
+from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
@@ -162,16 +162,19 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
 
 
-def _in_waves(nothing: MicrobatchPlan, rings: _Rings) -> room.Placed | None:
+def _in_waves(nothing: MicrobatchPlan, rings: _Rings) -> room.PlannedInWaves | None:
     """`nothing` with the cheapest shares; None: none keeps to the capacity."""
     lengths, cluster, model, cost, capacity, options, memory, _ = rings
 
-    def search(replays: bool) -> room.Placed | None:
-        asked = waves.Asked(capacity, options.group_size, options.num_waves, cost.call_s, replays)
+    def search(replays: bool) -> room.PlannedInWaves | None:
+        asked = waves.WaveLimits(capacity, options.group_size, options.num_waves, cost.call_s, replays)
         placed = waves.place(lengths, cluster, model, cost, asked, rings.over)
-        return None if placed is None else room.Placed(replace(nothing, zones=(placed[0],)), placed[1])
+        return None if placed is None else room.PlannedInWaves(replace(nothing, zones=(placed[0],)), placed[1])
 
-    replays, machine = room.replays(sum(lengths), cluster, model, memory), Machine.of(cluster, model, cost, memory)
+    replays, machine = (
+        room.replays(sum(lengths), cluster, model, memory),
+        PricedMachine.of(cluster, model, cost, memory),
+    )
     found = search(replays)
     if found is None or replays or room.surely_keeps(found, machine):
         return found
@@ -267,7 +270,7 @@ def _cheapest(
     """The best placement with a remap or, where that hardly pays, without one."""
     own, (model, cost) = pricing(options), priced
     prices = Prices(lengths, cluster, cost, own, model.mask)
-    search = costed.Search(prices)
+    search = costed.CostedSearch(prices)
     chosen = costed.place(search, capacity, own)
     if not options.remapped or options.weight_tokens is not None:
         return chosen.placement

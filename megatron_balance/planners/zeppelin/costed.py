@@ -66,7 +66,7 @@ Placed: TypeAlias = Filling | Trivial
 """A `placement` and its `prediction`."""
 
 
-def place(search: Search, capacity: int, pricing: Pricing) -> Placed:
+def place(search: CostedSearch, capacity: int, pricing: Pricing) -> Placed:
     """The ranks of each sequence, judged by `pricing`. `capacity`: tokens a rank holds.
 
     Never of a higher price than the trivial plan, all sequences over all ranks, which is also what
@@ -93,7 +93,7 @@ def place(search: Search, capacity: int, pricing: Pricing) -> Placed:
 class _Best:
     """The placement of the lowest price so far, at first the trivial one."""
 
-    def __init__(self, search: Search, pricing: Pricing) -> None:
+    def __init__(self, search: CostedSearch, pricing: Pricing) -> None:
         self.search, self.pricing = search, pricing
         self.placed: Placed = search.trivial
         self.price_s = search.prices.judge_s(search.trivial.prediction, pricing)
@@ -114,7 +114,7 @@ class _Best:
             self.placed, self.price_s = filling, price_s
 
 
-class Search:
+class CostedSearch:
     """Placements of a batch under targets.
 
     Keeps what it has tried, so that judging a batch twice takes little longer than once.

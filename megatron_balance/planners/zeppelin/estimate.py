@@ -178,7 +178,7 @@ class GroupCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class PlacementEstimate:
     """Seconds of one layer of a placement, and the waves and the lead it takes for them.
 
     `exposed_s`: by how much uneven work, keys that are waited for, and what waves cost, make it
@@ -215,7 +215,7 @@ class Lead(NamedTuple):
     work: Floats
 
 
-def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES) -> Estimate:
+def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES) -> PlacementEstimate:
     """Attention and linear modules of one layer, forward and backward, under the best of `waves`."""
     found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs, waves)
     assert found is not None
@@ -229,7 +229,7 @@ def cheapest(
     *,
     capacity: float = inf,
     below_s: float = inf,
-) -> tuple[int, Estimate] | None:
+) -> tuple[int, PlacementEstimate] | None:
     """The first of the cheapest placements in which no group holds more tokens than `capacity`, and
     its estimate; None: none is below `below_s`.
 
@@ -243,7 +243,7 @@ def cheapest(
     if seconds >= below_s:
         return None
     bound_s = costs.bound_s(float(placed.held[at].sum()), float(placed.load[at].sum()))
-    return at, Estimate(seconds, waves[wave], seconds - bound_s)
+    return at, PlacementEstimate(seconds, waves[wave], seconds - bound_s)
 
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
@@ -258,7 +258,7 @@ def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
     return seconds[0], seconds[1]
 
 
-class _Flow(NamedTuple):
+class _KeyFlow(NamedTuple):
     """Of each group [placements, groups, 1]: seconds of keys on the links, forward; bytes that it
     sends and receives; work on others' keys; seconds that pieces of them cost in every wave; the most
     keys in a row, all at once and of one wave's share; when it and those with which it shares a
@@ -361,7 +361,7 @@ class _Met:
         return latest.reshape(when.shape)
 
 
-def _flow(placed: Trimmed, costs: GroupCosts) -> _Flow:
+def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
     shape, share, count = placed.load.shape, placed.share, placed.count
     length, index = placed.tokens[placed.seq], placed.placement * shape[1] + placed.group
 
@@ -383,7 +383,7 @@ def _flow(placed: Trimmed, costs: GroupCosts) -> _Flow:
     # The most keys in a row: all that come of a sequence, and all from two neighbouring sources.
     whole, part = most_of_group(others), most_of_group(np.minimum(others, length / count))
     each = costs.key_bytes
-    return _Flow(
+    return _KeyFlow(
         np.maximum(received, sent) * costs.keys_s(1.0, 0), sent * each, received * each, far, pieces, whole, part
     )
 

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from megatron_balance.patterns.waves import ALIGN
-from megatron_balance.planners.zeppelin.estimate import Estimate, GroupCosts, Lead, layer_s
+from megatron_balance.planners.zeppelin.estimate import GroupCosts, Lead, PlacementEstimate, layer_s
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 
 _LEADS = (0.75, 1.0, 1.5)
@@ -22,8 +22,12 @@ _LEADS = (0.75, 1.0, 1.5)
 
 
 def with_lead(
-    price: Estimate, lengths: Sequence[int], of: Sequence[dict[int, float]], costs: GroupCosts, waves: Sequence[int]
-) -> Estimate:
+    price: PlacementEstimate,
+    lengths: Sequence[int],
+    of: Sequence[dict[int, float]],
+    costs: GroupCosts,
+    waves: Sequence[int],
+) -> PlacementEstimate:
     """The price of a placement with the lead, and the number of waves, that make it cheapest. `of`: of
     each sequence the share of each group; `price`: without a lead.
     """

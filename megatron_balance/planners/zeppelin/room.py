@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_balance.analysis.backward import Decision, MicrobatchBytes
 from megatron_balance.analysis.estimate import Estimate, best_first, estimate
-from megatron_balance.analysis.estimate.times import Machine
+from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
@@ -26,7 +26,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.planners.zeppelin.waves import Chosen
 
 
-class Placed(NamedTuple):
+class PlannedInWaves(NamedTuple):
     """A plan in waves and its placement."""
 
     plan: MicrobatchPlan
@@ -44,7 +44,7 @@ def replays(num_tokens: int, cluster: Cluster, model: Model, memory: StepMemory 
     return _mostly_replays(memory.decide(MicrobatchBytes(tokens, received), cluster.memory_bytes))
 
 
-def surely_keeps(found: Placed, machine: Machine) -> bool:
+def surely_keeps(found: PlannedInWaves, machine: PricedMachine) -> bool:
     """Whether most layers keep even if a rank receives all keys of the sequences that its group has a
     share of.
     """
@@ -52,7 +52,7 @@ def surely_keeps(found: Placed, machine: Machine) -> bool:
     return not _mostly_replays(memory.decide(most_bytes(found, machine), machine.cluster.memory_bytes))
 
 
-def most_bytes(found: Placed, machine: Machine) -> MicrobatchBytes:
+def most_bytes(found: PlannedInWaves, machine: PricedMachine) -> MicrobatchBytes:
     """The most that a rank may own and receive, as of one rank."""
     plan, chosen = found
     size, heads = chosen.size, (plan.num_heads, plan.num_kv_heads)
@@ -68,8 +68,11 @@ def most_bytes(found: Placed, machine: Machine) -> MicrobatchBytes:
 
 
 def with_room(
-    found: Placed, search_again: Callable[[], Placed | None], numbers: Sequence[int], machine: Machine
-) -> Placed:
+    found: PlannedInWaves,
+    search_again: Callable[[], PlannedInWaves | None],
+    numbers: Sequence[int],
+    machine: PricedMachine,
+) -> PlannedInWaves:
     """`found`, or where most of its layers would receive keys again, the best of it (`best_first`),
     itself in the fewest of `numbers` of waves that leave them room, and what `search_again` finds for
     such layers.
@@ -84,7 +87,7 @@ def with_room(
         if number > zone.waves:
             more = replace(plan, zones=(replace(zone, waves=number),))
             known = estimate(more, machine)
-            if known is not None and not (each := _Priced(Placed(more, chosen), known)).replays:
+            if known is not None and not (each := _Priced(PlannedInWaves(more, chosen), known)).replays:
                 priced.append(each)
                 break
     other = search_again()
@@ -94,7 +97,7 @@ def with_room(
 
 
 class _Priced(NamedTuple):
-    placed: Placed
+    placed: PlannedInWaves
     estimate: Estimate
 
     @property

@@ -102,9 +102,9 @@ class Shares:
         of, load, held = list(self.of), list(self.load), list(self.held)
         return Shares(self.work, self.tokens, of, load, held, on, set(self.cut), *means)
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptShares:
         """As it stands now."""
-        return Kept(list(self.of), sorted(self.cut), list(self.load), list(self.held))
+        return KeptShares(list(self.of), sorted(self.cut), list(self.load), list(self.held))
 
     def put(self, seq: int, group: int) -> None:
         """Add a whole sequence."""
@@ -150,7 +150,7 @@ class Shares:
             self.cut.discard(seq)
 
 
-class Kept(NamedTuple):
+class KeptShares(NamedTuple):
     """A placement on the way, as in `Shares`; `cut` ascending."""
 
     of: list[dict[int, float]]
@@ -182,7 +182,7 @@ class Trimmed:
     held: Floats
 
     @classmethod
-    def of(cls, placed: Shares, kept: Sequence[Kept], least: Sequence[float]) -> Trimmed:
+    def of(cls, placed: Shares, kept: Sequence[KeptShares], least: Sequence[float]) -> Trimmed:
         """Leave out shares below `least` [placements] or half the largest of their sequence,
         whichever is less; the others are so much larger.
 
@@ -217,7 +217,7 @@ class Trimmed:
         place, count = np.arange(len(piece)) - first, counts[piece]
         return cls(work, tokens, placement, seq, group, share, place, count, so_far - so_far[first], load, held)
 
-    def shares(self, kept: Kept, number: int) -> list[dict[int, float]]:
+    def shares(self, kept: KeptShares, number: int) -> list[dict[int, float]]:
         """Shares of every sequence of placement `number`, which was `kept`."""
         found = [dict.fromkeys(own, 1.0) for own in kept.of]
         for seq in kept.cut:

@@ -27,10 +27,10 @@ from megatron_balance.ir.intervals import union
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
-from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
+from megatron_balance.planners.zeppelin.estimate import WAVES, GroupCosts, PlacementEstimate, cheapest
 from megatron_balance.planners.zeppelin.lead import with_lead
 from megatron_balance.planners.zeppelin.shares import (
-    Kept,
+    KeptShares,
     Shares,
     Trimmed,
     num_parts,
@@ -87,7 +87,7 @@ way to begin; None: there are no such rings.
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WaveLimits:
     """Limits and wishes. `capacity`: tokens that a rank holds at most; `size`, `num_waves`: of groups
     of this many ranks, in this many waves; `call_s`, `replays`: as in `GroupCosts`.
     """
@@ -108,12 +108,12 @@ class Chosen:
     of: list[dict[int, float]]
     lengths: Sequence[int]
     size: int
-    estimate: Estimate
+    estimate: PlacementEstimate
     costs: GroupCosts
 
 
 def place(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: Asked, rings: Rings
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: WaveLimits, rings: Rings
 ) -> tuple[SharedZone, Chosen] | None:
     """The cheapest placement and its zone; None: it does not keep to the capacity.
 
@@ -133,7 +133,7 @@ def place(
 
 
 def choose(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: Asked, rings: Rings
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost, asked: WaveLimits, rings: Rings
 ) -> Chosen | None:
     """The cheapest placement within the capacity, over groups of the cheapest size."""
     sizes = group_sizes(cluster)
@@ -164,21 +164,21 @@ def choose(
     return replace(found, estimate=with_lead(found.estimate, lengths, found.of, costs.of_size(found.size), numbers))
 
 
-def _direction(price: Estimate) -> int:
+def _direction(price: PlacementEstimate) -> int:
     """Where a cheaper size of groups may be: wider groups exchange more heads and fewer keys."""
     if price.exposed_s < _HIDDEN * price.seconds:
         return -1
     return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
-def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Rings) -> Chosen | None:
+def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: WaveLimits, rings: Rings) -> Chosen | None:
     """As `choose`, over groups of one size, without a lead."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     search = _OF_MANY if costs.num_groups > _MANY else _SEARCH
     placed = Shares.empty(costs.works_s(lengths), lengths, costs.num_groups)
     capacity = asked.capacity * costs.size
 
-    def best(kept: Sequence[Kept], least: float, so_far: Chosen | None) -> Chosen | None:
+    def best(kept: Sequence[KeptShares], least: float, so_far: Chosen | None) -> Chosen | None:
         trimmed, below_s = Trimmed.of(placed, kept, [least] * len(kept)), so_far.estimate.seconds if so_far else inf
         found = cheapest(trimmed, costs, numbers, capacity=capacity, below_s=below_s)
         if found is None:
@@ -198,19 +198,19 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked, rings: Ri
     return best(kept, _LEAST_OF_FEW, found)
 
 
-def _is_good(price: Estimate, placed: Shares, costs: GroupCosts, search: _Search) -> bool:
+def _is_good(price: PlacementEstimate, placed: Shares, costs: GroupCosts, search: _Search) -> bool:
     """Whether a placement is good enough to look no further."""
     hidden = price.exposed_s < search.showing * price.seconds
     return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(placed.tokens), sum(placed.work))
 
 
-def _tried(placed: Shares, costs: GroupCosts, search: _Search) -> Iterator[tuple[list[Kept], float]]:
+def _tried(placed: Shares, costs: GroupCosts, search: _Search) -> Iterator[tuple[list[KeptShares], float]]:
     """Placements, and the smallest share of them: those that are always tried, then those of fewer
     cuts. `placed`: of no sequence.
     """
     work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
     for starts, least in ((search.always, _LEAST_SHARE), (search.fewer_cuts, _LEAST_OF_FEW)):
-        kept: list[Kept] = []
+        kept: list[KeptShares] = []
         for above in _distinct(starts, work, num_groups) if num_groups > 1 else starts[:1]:
             kept += [each.kept() for each in placements(work, lengths, num_groups, above)]
         yield kept, least

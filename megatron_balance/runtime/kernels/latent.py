@@ -38,7 +38,7 @@ def check_latent(plan: MicrobatchPlan) -> None:
             )
 
 
-class _Prepared(NamedTuple):
+class _LatentEntries(NamedTuple):
     """Entries as the inner kernel has them, and their key rows."""
 
     inner: Any
@@ -68,14 +68,14 @@ class LatentKernel:
     def launches(self, entries: Entries) -> int:
         return self.kernel.launches(entries)
 
-    def prepare(self, entries: Entries, device: torch.device) -> _Prepared:
-        return _Prepared(self.kernel.prepare(entries, device), entries.k)
+    def prepare(self, entries: Entries, device: torch.device) -> _LatentEntries:
+        return _LatentEntries(self.kernel.prepare(entries, device), entries.k)
 
-    def forward(self, entries: _Prepared, q: Tensor, latent: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, entries: _LatentEntries, q: Tensor, latent: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return self.kernel.forward(entries.inner, q, *self.keys_and_values(latent), scale)
 
     def backward(
-        self, entries: _Prepared, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, latent: Tensor, scale: float
+        self, entries: _LatentEntries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, latent: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Packed dq [N, H, D] and the latent's gradient [M, 1, L]; `weight_grad` grows."""
         assert self.weight is not None, "a layer's weight makes keys of a latent"

@@ -33,7 +33,7 @@ class _MaskGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _VarlenEntries:
     groups: tuple[_MaskGroup, ...]
     num_q: int
     num_k: int
@@ -48,7 +48,7 @@ class VarlenKernel:
     def launches(self, entries: Entries) -> int:
         return len(set(_masks(entries)))
 
-    def prepare(self, entries: Entries, device: torch.device) -> _Prepared:
+    def prepare(self, entries: Entries, device: torch.device) -> _VarlenEntries:
         packed_q, packed_k = _packed(entries.q), _packed(entries.k)
         groups: list[_MaskGroup] = []
         masks = _masks(entries)
@@ -73,9 +73,9 @@ class VarlenKernel:
                     _rows([packed_k[i] for i in chosen], device),
                 )
             )
-        return _Prepared(tuple(groups), packed_q[-1][1], packed_k[-1][1])
+        return _VarlenEntries(tuple(groups), packed_q[-1][1], packed_k[-1][1])
 
-    def forward(self, entries: _Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, entries: _VarlenEntries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         parts = [
             self.calls.forward(group.at, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale)
             for group in entries.groups
@@ -90,7 +90,13 @@ class VarlenKernel:
         return out, lse
 
     def backward(
-        self, entries: _Prepared, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+        self,
+        entries: _VarlenEntries,
+        dout: tuple[Tensor, Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
         for group in entries.groups:

@@ -14,14 +14,14 @@ from typing import TypeAlias
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import GRADS
-from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import ExchangeStep, Message
+from megatron_balance.runtime.lower.regions import RowRun
+from megatron_balance.runtime.lower.steps import ExchangeStep, PeerMessage
 
 _Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
 """Kind and buffer, heads [start, stop), and rows [start, stop) that hold all that a run names."""
 
 
-def arrivals(receives: Sequence[Message]) -> tuple[tuple[int, ...], ...]:
+def arrivals(receives: Sequence[PeerMessage]) -> tuple[tuple[int, ...], ...]:
     """Numbers of messages in the order in which they are taken, those of one call together."""
     calls: dict[Kind, list[list[int]]] = {}
     boxes: dict[Kind, list[list[_Box]]] = {}
@@ -54,7 +54,7 @@ def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = Fal
     return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
 
 
-def _box(kind: Kind, run: Run) -> _Box:
+def _box(kind: Kind, run: RowRun) -> _Box:
     rows = (run.start, run.stop) if run.index is None else (int(run.index.min()), int(run.index.max()) + 1)
     return (kind, run.buffer), run.buffer_head, run.buffer_head + run.num_heads, *rows
 

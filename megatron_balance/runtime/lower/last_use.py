@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Start, Step
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    FinishStep,
+    GradLaunch,
+    IssueStep,
+    Launch,
+    PeerMessage,
+    Step,
+)
 
 INPUTS = (Kind.Q, Kind.KV)
 GRADS = (Kind.Q_GRAD, Kind.KV_GRAD)
@@ -18,9 +26,9 @@ def last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
     last: dict[Value, int] = {}
     for index, step in enumerate(steps):
         match step:
-            case Start(exchange):
+            case IssueStep(exchange):
                 touched = _sent_inputs(exchange)
-            case Finish(exchange):
+            case FinishStep(exchange):
                 touched = {(m.kind, m.buffer) for m in exchange.receives}
             case Launch() | GradLaunch():
                 touched = step.reads
@@ -36,9 +44,9 @@ def last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
 def grads_of(step: Step) -> set[Value]:
     """The gradients that a step adds to or sends."""
     match step:
-        case Start(exchange):
+        case IssueStep(exchange):
             return _grads(exchange.sends)
-        case Finish(exchange):
+        case FinishStep(exchange):
             return _grads(exchange.receives)
         case GradLaunch():
             return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {
@@ -48,7 +56,7 @@ def grads_of(step: Step) -> set[Value]:
             return set()
 
 
-def _grads(messages: Sequence[Message]) -> set[Value]:
+def _grads(messages: Sequence[PeerMessage]) -> set[Value]:
     return {(m.kind, run.buffer) for m in messages if m.kind in GRADS for run in m.packed.runs}
 
 

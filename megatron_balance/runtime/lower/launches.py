@@ -22,7 +22,7 @@ from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS
-from megatron_balance.runtime.lower.regions import RegionIndex, RowRange, Run, grouped_runs
+from megatron_balance.runtime.lower.regions import RegionIndex, RowRange, RowRun, grouped_runs
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed
 
 _NOTHING = Packed((), 0, 0)
@@ -198,7 +198,7 @@ def attended_pairs(ops: Sequence[Op], mask: Mask) -> int:
     return int((visible * (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START])).sum())
 
 
-def pack_runs(runs: tuple[Run, ...], num_rows: int, num_heads: int, device: torch.device) -> Packed:
+def pack_runs(runs: tuple[RowRun, ...], num_rows: int, num_heads: int, device: torch.device) -> Packed:
     """Runs as `Packed` rows, indices on the device."""
     if len(runs) == 1 and runs[0].index is None:
         return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)

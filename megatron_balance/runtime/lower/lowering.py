@@ -17,7 +17,7 @@ from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.compile.pipeline import PhaseOrder
 from megatron_balance.compile.transpose import Policy
-from megatron_balance.compile.zones import Places
+from megatron_balance.compile.zones import OpZones
 from megatron_balance.compile.zones import places as places_of
 from megatron_balance.ir.arrays import Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Transfer
@@ -29,7 +29,7 @@ from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, Looke
 from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Messages
 from megatron_balance.runtime.lower.regions import RegionIndex, without
 from megatron_balance.runtime.lower.routes import lower_routes
-from megatron_balance.runtime.lower.steps import Finish, Launch, Packed, Phase, PhaseName, Start, Step, Work
+from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Launch, Packed, Phase, PhaseName, Step, Work
 from megatron_balance.runtime.lower.sums import mark_sums
 from megatron_balance.runtime.shape import AttentionShape
 
@@ -157,7 +157,7 @@ class Lowering:
         self,
         ops: Sequence[Op],
         sides: tuple[Messages, Messages],
-        places: Places,
+        places: OpZones,
         launches: LaunchesOf,
         *,
         forward: bool,
@@ -185,10 +185,10 @@ class Lowering:
             begins.append(len(steps))
             match step:
                 case order.Start(op):
-                    steps.append(Start(exchanges[op]))
+                    steps.append(IssueStep(exchanges[op]))
                 case order.Finish(op):
-                    steps.append(Finish(exchanges[op]))
-                case order.Run(op):
+                    steps.append(FinishStep(exchanges[op]))
+                case order.RunLaunches(op):
                     steps += launches[op]
         begins.append(len(steps))
         blank: tuple[int, ...] = ()
@@ -208,7 +208,9 @@ class Lowering:
         Buffers where that differs row by row start blank: they are returned, too.
         """
         outputs = [s.out for s in steps if isinstance(s, Launch)]
-        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.exchange.receives if m.kind == Kind.OUT]
+        outputs += [
+            m.packed for s in steps if isinstance(s, FinishStep) for m in s.exchange.receives if m.kind == Kind.OUT
+        ]
         sizes = self.sizes[Kind.Q]
         # No run splits heads: a flag a row is enough.
         by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)
@@ -243,11 +245,11 @@ class Lowering:
         for step in steps:
             if isinstance(step, Launch):
                 marked.append(step._replace(merges=mark(step.out)))
-            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange.receives):
+            elif isinstance(step, FinishStep) and any(m.kind == Kind.OUT for m in step.exchange.receives):
                 receives = tuple(
                     m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives
                 )
-                marked.append(Finish(step.exchange._replace(receives=receives)))
+                marked.append(FinishStep(step.exchange._replace(receives=receives)))
             else:
                 marked.append(step)
         return marked, tuple(sorted(blank))

@@ -20,7 +20,7 @@ from megatron_balance.runtime.lower.last_use import INPUTS
 from megatron_balance.runtime.lower.launches import pack_runs
 from megatron_balance.runtime.lower.regions import Instance, RegionIndex, RowRange, grouped_runs
 from megatron_balance.runtime.lower.routes import Routed, tag_base
-from megatron_balance.runtime.lower.steps import ExchangeStep, Message, Packed
+from megatron_balance.runtime.lower.steps import ExchangeStep, Packed, PeerMessage
 
 _BOTH = (False, True)
 _DIRECT = {
@@ -174,12 +174,12 @@ class MessageLookup:
                 )
         return exchanges
 
-    def by_op(self, side: Messages, indexes: Indexes) -> dict[int, tuple[Message, ...]]:
+    def by_op(self, side: Messages, indexes: Indexes) -> dict[int, tuple[PeerMessage, ...]]:
         """One side of all exchanges by op index."""
         moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
         node, size = self.program.rank // self.ranks_per_node, self.ranks_per_node
         messages = [
-            Message(peer, kind, packed, buffer, (), _DIRECT[peer // size != node, (op, peer) in moved])
+            PeerMessage(peer, kind, packed, buffer, (), _DIRECT[peer // size != node, (op, peer) in moved])
             for op, peer, kind, buffer, packed in zip(
                 side.op, side.peer, side.kind, side.buffer, self.packed(side, indexes), strict=True
             )

@@ -17,17 +17,17 @@ import torch
 from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, Place, Shape, places_of
+from megatron_balance.runtime.lower.parcels import BytesPlace, CallForm, Shape, places_of
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
-    Finish,
+    FinishStep,
     GradLaunch,
+    IssueStep,
     Launch,
-    Message,
     Operand,
     Packed,
+    PeerMessage,
     Phase,
-    Start,
     Sums,
 )
 from megatron_balance.runtime.lower.sums import is_whole, whole_of
@@ -77,7 +77,7 @@ class Moved(NamedTuple):
     fresh: tuple[tuple[int, tuple[int, int]], ...] = ()
 
 
-class Move(NamedTuple):
+class MoverCall(NamedTuple):
     """A call of a mover."""
 
     call: Call
@@ -100,11 +100,11 @@ Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 def moves_of(
     phase: Phase,
     sizes: tuple[Sizes, Sizes],
-    form: Form,
+    form: CallForm,
     forms: Forms,
     sites: Sites | None = None,
     rooms: Rooms | None = None,
-) -> Iterator[Move]:
+) -> Iterator[MoverCall]:
     """The calls that one run of a phase makes.
 
     `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
@@ -116,17 +116,17 @@ def moves_of(
         walk.step = index
         match step:
             case Launch():
-                yield Move("fill", walk.operands(step))
-                yield Move("partial", (Moved(step.out),))
+                yield MoverCall("fill", walk.operands(step))
+                yield MoverCall("partial", (Moved(step.out),))
             case GradLaunch():
-                yield Move("fill", walk.operands(step))
+                yield MoverCall("fill", walk.operands(step))
                 yield from walk.summing(walk.launched(step))
-            case Start(exchange):
-                yield Move("send", walk.merged(exchange, forms[exchange.id]))
+            case IssueStep(exchange):
+                yield MoverCall("send", walk.merged(exchange, forms[exchange.id]))
                 filled = list(walk.sent(exchange, forms[exchange.id]))
-                yield Move("fill", tuple(one.moved for one in filled if not one.maybe))
-                yield Move("fill", tuple(one.moved for one in filled))
-            case Finish(exchange):
+                yield MoverCall("fill", tuple(one.moved for one in filled if not one.maybe))
+                yield MoverCall("fill", tuple(one.moved for one in filled))
+            case FinishStep(exchange):
                 yield from walk.received(exchange, forms[exchange.id])
     if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
         yield from walk.ended()
@@ -154,14 +154,14 @@ class _Walk:
     """
 
     def __init__(
-        self, queries: Sizes, keys: Sizes, form: Form, sites: Sites, phase: Phase, gathered: dict[int, Together]
+        self, queries: Sizes, keys: Sizes, form: CallForm, sites: Sites, phase: Phase, gathered: dict[int, Together]
     ) -> None:
         self.gathered = gathered
         self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, id(phase)
         self.let_go = {value: index for index, values in enumerate(phase.last_uses) for value in values}
         self.step = self.launches = 0
         self.fresh: set[Value] = set()
-        self.shared: dict[tuple[int, int], list[tuple[Value, tuple[Place, ...]]]] = {}
+        self.shared: dict[tuple[int, int], list[tuple[Value, tuple[BytesPlace, ...]]]] = {}
         self.finals = {0}
         self.rows: Alike = (form.dtype, form.dtype, form.dim)
         self.values: Alike = (form.dtype, form.dtype, form.value_width)
@@ -188,7 +188,7 @@ class _Walk:
                 self.sites[what, buffer, part] = sites[part]
 
     @staticmethod
-    def placed(messages: Sequence[Sequence[Place]], memory: Hashable) -> list[list[Site]]:
+    def placed(messages: Sequence[Sequence[BytesPlace]], memory: Hashable) -> list[list[Site]]:
         """Where messages lie that fill one memory: of each the tensors of rows, pairs as two."""
         return [[site for place in places for site in _halves(place, memory)] for places in messages]
 
@@ -244,7 +244,7 @@ class _Walk:
         for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):
             yield from self.filled(message, at, together=number >= 0)
 
-    def filled(self, message: Message, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
+    def filled(self, message: PeerMessage, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
         """The tensors of a message that are filled, the others being sent from where they lie.
 
         Outputs are merged. `at`: where its tensors lie; `together`: packed with others, so never from
@@ -302,7 +302,7 @@ class _Walk:
         """Widths of the gradients of queries, or of those of keys and values."""
         return (self.form.dim,) if kind == Kind.Q_GRAD else self.form.kv_widths
 
-    def heads(self, message: Message) -> int:
+    def heads(self, message: PeerMessage) -> int:
         of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
         return of[message.packed.runs[0].buffer][1]
 
@@ -369,16 +369,16 @@ class _Walk:
             found |= dict.fromkeys(together.values, together)
         return found
 
-    def summing(self, added: tuple[Moved, ...]) -> Iterator[Move]:
+    def summing(self, added: tuple[Moved, ...]) -> Iterator[MoverCall]:
         """The calls that add gradients, behind those that begin their sums."""
         if self.begun:
-            yield Move("place", tuple(self.begun))
+            yield MoverCall("place", tuple(self.begun))
             self.begun = []
-        yield Move("add", added)
+        yield MoverCall("add", added)
         self.fresh -= {(kind, run.buffer) for kind, packed in self.named for run in packed.runs}
         self.named = []
 
-    def ended(self) -> Iterator[Move]:
+    def ended(self) -> Iterator[MoverCall]:
         """The conversion of sums to the caller's type."""
         form, moved = self.form, list[Moved]()
         for kind, sizes in ((Kind.Q_GRAD, self.queries), (Kind.KV_GRAD, self.keys)):
@@ -389,7 +389,7 @@ class _Walk:
                     Moved(whole, (form.wide, form.dtype, width), self.of(whole, kind, part))
                     for part, width in enumerate(self.widths(kind))
                 ]
-        yield Move("fill", tuple(moved))
+        yield MoverCall("fill", tuple(moved))
 
     def launched(self, step: GradLaunch) -> tuple[Moved, ...]:
         """The additions of a launch's gradients, which kernels leave in the type of the inputs."""
@@ -422,13 +422,13 @@ class _Walk:
             for part, (width, site) in enumerate(zip(self.widths(kind), own, strict=True))
         )
 
-    def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[Move]:
+    def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[MoverCall]:
         """The calls for the messages that an exchange brings."""
         sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
         for together in form.together:
             yield from self.arrived([(form.brought[at], sites[at], form.become[at]) for at in together])
 
-    def arrived(self, coming: Sequence[tuple[Message, Sequence[Site], bool]]) -> Iterator[Move]:
+    def arrived(self, coming: Sequence[tuple[PeerMessage, Sequence[Site], bool]]) -> Iterator[MoverCall]:
         """The calls for messages of one kind that arrive together, each with where it lies, and
         whether it becomes buffers.
         """
@@ -436,17 +436,17 @@ class _Walk:
         match arrived[0][0].kind:
             case Kind.OUT:
                 for message, _ in arrived:
-                    yield Move("partial", (Moved(message.packed),))
+                    yield MoverCall("partial", (Moved(message.packed),))
             case Kind.OUT_GRAD:
                 rest = [(m, at) for m, at, becomes in coming if not self.adopted(m, at, becomes=becomes)]
-                yield Move("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
+                yield MoverCall("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
             case Kind.Q_GRAD | Kind.KV_GRAD:
                 yield from self.summing(tuple(moved for m, at in arrived for moved in self.received_grads(m, at)))
             case Kind.Q | Kind.KV:  # they become buffers
                 for message, at in arrived:
                     self.lie(message.kind, message.buffer, at)
 
-    def adopted(self, message: Message, at: Sequence[Site], *, becomes: bool) -> bool:
+    def adopted(self, message: PeerMessage, at: Sequence[Site], *, becomes: bool) -> bool:
         """Whether a message of output gradients, all of some buffers, becomes them."""
         named = {run.buffer for run in message.packed.runs}
         becomes = becomes and not named & self.finals
@@ -460,7 +460,7 @@ class _Walk:
                 self.lie(_LSE, run.buffer, own[2:])
         return becomes
 
-    def received_grads(self, message: Message, at: Sequence[Site]) -> tuple[Moved, ...]:
+    def received_grads(self, message: PeerMessage, at: Sequence[Site]) -> tuple[Moved, ...]:
         packed, kind = message.packed, message.kind
         value = (kind, packed.runs[0].buffer)
         if self.adopts(packed, value):
@@ -481,7 +481,7 @@ class _Walk:
         return value[1] > 0 or form.gradient == form.wide != form.dtype
 
 
-def _halves(place: Place, memory: Hashable) -> list[Site]:
+def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:
     """Where a tensor of rows [N, heads, ...] lies, or the two of a pair [2, N, heads, dim]."""
     row = place.strides[0] if len(place.shape) < 4 else place.strides[1]
     halves = place.shape[0] if len(place.shape) == 4 else 1

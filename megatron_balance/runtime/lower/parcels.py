@@ -23,7 +23,7 @@ Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """Element types of one attention call, and widths of its heads.
 
     `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same; `latent_dim`: of
@@ -39,7 +39,7 @@ class Form:
     latent_dim: int | None = None
 
     @classmethod
-    def of(cls, shape: AttentionShape, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, gradient_wire: GradientWire) -> CallForm:
         """The form of tensors of these heads in `dtype`."""
         wide = wide_dtype(dtype)
         gradient = torch.bfloat16 if gradient_wire == "bf16" else wide
@@ -62,10 +62,10 @@ class Form:
         return self.value_dim is None and self.latent_dim is None
 
     @property
-    def sizes(self) -> wire.Sizes:
+    def sizes(self) -> wire.HeadSizes:
         """Widths of a head and bytes of the elements."""
         elements = (self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
-        return wire.Sizes(self.dim, *elements, self.value_dim, self.latent_dim)
+        return wire.HeadSizes(self.dim, *elements, self.value_dim, self.latent_dim)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,13 +73,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
+def shapes(message: Carried, form: CallForm) -> tuple[Shape, ...]:
     """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
     types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
     return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.sizes)])
 
 
-class Place(NamedTuple):
+class BytesPlace(NamedTuple):
     """A contiguous tensor in packed bytes, from byte `begin` on."""
 
     begin: int
@@ -92,12 +92,12 @@ class Place(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def places_of(shapes: Sequence[Shape], behind: Place | None = None) -> tuple[Place, ...]:
+def places_of(shapes: Sequence[Shape], behind: BytesPlace | None = None) -> tuple[BytesPlace, ...]:
     """Tensors one after the other, `behind` a place of the same memory if there is one."""
-    places: list[Place] = []
+    places: list[BytesPlace] = []
     for shape, dtype in shapes:
         begin = 0 if behind is None else padded(behind.begin + behind.num_bytes)
-        behind = Place(begin, dtype, shape, tuple(prod(shape[at:]) for at in range(1, len(shape) + 1)))
+        behind = BytesPlace(begin, dtype, shape, tuple(prod(shape[at:]) for at in range(1, len(shape) + 1)))
         places.append(behind)
     return tuple(places)
 
@@ -106,26 +106,26 @@ class Layout(NamedTuple):
     """Messages packed one after the other: bytes of all, and the tensors of each."""
 
     num_bytes: int
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[BytesPlace, ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def layout(messages: tuple[Carried, ...], form: Form) -> Layout:
+def layout(messages: tuple[Carried, ...], form: CallForm) -> Layout:
     """The layout of messages; every layer asks for the same ones."""
-    places: list[tuple[Place, ...]] = []
+    places: list[tuple[BytesPlace, ...]] = []
     begin = end = 0
     for message in messages:
-        own: list[Place] = []
+        own: list[BytesPlace] = []
         for shape, dtype in shapes(message, form):
             strides = tuple(prod(shape[at:]) for at in range(1, len(shape) + 1))
-            own.append(Place(begin, dtype, shape, strides))
+            own.append(BytesPlace(begin, dtype, shape, strides))
             end = begin + prod(shape) * dtype.itemsize
             begin = padded(end)
         places.append(tuple(own))
     return Layout(end, tuple(places))
 
 
-def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
+def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
     """Bytes of all messages from one rank to another in one exchange, packed."""
     return layout(tuple(messages), form).num_bytes
 
@@ -164,7 +164,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return raw
 
 
-def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
+def unpack(raw: Tensor, messages: Sequence[Carried], form: CallForm) -> list[list[Tensor]]:
     """The tensors of each message, as views of the bytes that `pack` made of them."""
     whole = raw.narrow(0, 0, raw.shape[0] // ALIGN * ALIGN)  # what can be seen as elements of any type
     seen: dict[torch.dtype, tuple[Tensor, int]] = {}

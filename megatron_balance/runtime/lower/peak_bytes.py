@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
-    Finish,
+    FinishStep,
     GradLaunch,
+    IssueStep,
     Launch,
-    Message,
     Operand,
+    PeerMessage,
     Phase,
     PhaseName,
-    Start,
 )
 
 AHEAD = 2
@@ -47,7 +47,9 @@ class PeakBytes:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def peak_bytes(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> PeakBytes:
+def peak_bytes(
+    phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
+) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
     kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
     forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
@@ -55,12 +57,12 @@ def peak_bytes(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], fo
     return PeakBytes(forward, backward, kept)
 
 
-def _forward_bytes(phase: Phase, queries: Sizes, form: Form) -> int:
+def _forward_bytes(phase: Phase, queries: Sizes, form: CallForm) -> int:
     partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in queries.values())
     return partials + _peak(phase, form, {})
 
 
-def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int:
+def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:
     queries, keys = sizes
     wide = form.wide.itemsize
     finals = sum(
@@ -76,16 +78,16 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int
     return owned + finals + _peak(phase, form, grads)
 
 
-def message_bytes(message: Message, form: Form) -> int:
+def message_bytes(message: PeerMessage, form: CallForm) -> int:
     """Bytes of the tensors that carry a message, each aligned."""
     return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
 
-def _received(phase: Phase) -> list[Message]:
-    return [m for step in phase.steps if isinstance(step, Finish) for m in step.exchange.receives]
+def _received(phase: Phase) -> list[PeerMessage]:
+    return [m for step in phase.steps if isinstance(step, FinishStep) for m in step.exchange.receives]
 
 
-def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
+def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
     """Most bytes of messages, gathered operands and gradients beside received inputs, at any step.
 
     `grads`: bytes of each.
@@ -93,20 +95,20 @@ def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
     live = peak = 0
     made: dict[Value, int] = {}  # gradients so far
     held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
-    upcoming = [step.exchange for step in phase.steps if isinstance(step, Start)]
+    upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
         new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
         made |= new
         live += sum(new.values())
         match step:
-            case Start(exchange):
+            case IssueStep(exchange):
                 started += 1
                 live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
                 expected = started + AHEAD
                 live += _side(exchange.sends, form) + _call(exchange, form)
                 peak = max(peak, live)
-            case Finish(exchange):
+            case FinishStep(exchange):
                 live -= (
                     _side(exchange.sends, form)
                     + _call(exchange, form)
@@ -118,11 +120,11 @@ def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
     return peak
 
 
-def _side(messages: list[Message] | tuple[Message, ...], form: Form) -> int:
+def _side(messages: list[PeerMessage] | tuple[PeerMessage, ...], form: CallForm) -> int:
     return sum(message_bytes(m, form) for m in messages)
 
 
-def _call(exchange: ExchangeStep, form: Form) -> int:
+def _call(exchange: ExchangeStep, form: CallForm) -> int:
     """Bytes that a collective call takes beside its messages, which an all-to-all has in place."""
     if exchange.collective in ("p2p", "all_to_all"):
         return 0
@@ -135,7 +137,7 @@ def _call(exchange: ExchangeStep, form: Form) -> int:
     return sum(sends.values()) + sum(receives.values())
 
 
-def _gathered(step: Launch | GradLaunch, form: Form) -> int:
+def _gathered(step: Launch | GradLaunch, form: CallForm) -> int:
     """Bytes of a launch's operands that are no views."""
 
     def rows(operand: Operand, width: int) -> int:

@@ -139,7 +139,7 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     return left[low < high]
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
 
     `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads
@@ -160,7 +160,7 @@ class Run(NamedTuple):
 
 def grouped_runs(
     sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *, distinct: bool = False
-) -> list[tuple[Run, ...]]:
+) -> list[tuple[RowRun, ...]]:
     """For each group of regions, its rows packed one after the other, in as few runs as possible.
 
     Args:
@@ -171,7 +171,7 @@ def grouped_runs(
         distinct: no run names a row twice. For writing: partials of one query come from several
             entries of a launch.
     """
-    runs_of: list[list[Run]] = [[] for _ in range(num_groups)]
+    runs_of: list[list[RowRun]] = [[] for _ in range(num_groups)]
     if not row_ranges.shape[1]:
         return [tuple(runs) for runs in runs_of]
     offsets = sizes.cumsum() - sizes
@@ -201,11 +201,11 @@ def grouped_runs(
                     row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True
                 ):
                     runs_of[of].append(
-                        Run(packed_row, many, buffer, lies, lies + many, None, head, num_heads, buffer_head)
+                        RowRun(packed_row, many, buffer, lies, lies + many, None, head, num_heads, buffer_head)
                     )
                 continue
             index = ranges(begin[a:b], begin[a:b] + count[a:b])[1]
-        runs_of[of].append(Run(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))
+        runs_of[of].append(RowRun(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))
     return [tuple(runs) for runs in runs_of]
 
 

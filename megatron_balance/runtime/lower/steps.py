@@ -16,7 +16,7 @@ from megatron_balance.analysis.wire import Carried
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.regions import RowRun
 
 
 class Packed(NamedTuple):
@@ -26,7 +26,7 @@ class Packed(NamedTuple):
     with the wanted heads, so a view serves.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     num_rows: int
     num_heads: int
     indices: tuple[torch.Tensor | None, ...] = ()
@@ -53,7 +53,7 @@ class Sums(NamedTuple):
         added: the others, which are added to what their buffers hold.
     """
 
-    kept: tuple[Run, ...] = ()
+    kept: tuple[RowRun, ...] = ()
     added: Packed = Packed((), 0, 0)
 
 
@@ -104,7 +104,7 @@ class GradLaunch(NamedTuple):
     dk_sums: Sums = Sums()
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """Rows of one kind and one head span between this rank and `peer`.
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes
@@ -206,8 +206,8 @@ class ExchangeStep(NamedTuple):
     zone: str
     collective: str
     group: tuple[int, ...]
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[PeerMessage, ...]
+    receives: tuple[PeerMessage, ...]
     tag: int
     routed_sends: dict[int, tuple[Piece, ...]]
     routed_receives: dict[int, tuple[Piece, ...]]
@@ -226,19 +226,19 @@ class ExchangeStep(NamedTuple):
         return sorted(places)
 
 
-class Start(NamedTuple):
+class IssueStep(NamedTuple):
     """Issue an exchange."""
 
     exchange: ExchangeStep
 
 
-class Finish(NamedTuple):
+class FinishStep(NamedTuple):
     """Wait for the tensors of an exchange, and unpack them."""
 
     exchange: ExchangeStep
 
 
-Step: TypeAlias = Launch | GradLaunch | Start | Finish
+Step: TypeAlias = Launch | GradLaunch | IssueStep | FinishStep
 
 
 PhaseName: TypeAlias = Literal["forward", "backward"]
@@ -277,12 +277,12 @@ class Phase:
 def describe(step: Step) -> str:
     """One line for a log: what the step does and with whom."""
     match step:
-        case Start(exchange) | Finish(exchange):
+        case IssueStep(exchange) | FinishStep(exchange):
             sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in exchange.sends)
             receives = ", ".join(
                 f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange.receives
             )
-            what = "start" if isinstance(step, Start) else "end"
+            what = "start" if isinstance(step, IssueStep) else "end"
             exchanged = f"{sends or 'nothing out'}; {receives or 'nothing in'}"
             return f"{what} of exchange {exchange.id} ({exchange.collective}) of zone {exchange.zone!r}: {exchanged}"
         case Launch() | GradLaunch():

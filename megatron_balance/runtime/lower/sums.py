@@ -13,8 +13,8 @@ from functools import lru_cache
 from megatron_balance.analysis.wire import ALIGN
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import GRADS, Value
-from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Packed, Step, Sums
+from megatron_balance.runtime.lower.regions import RowRun
+from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, Packed, Step, Sums
 
 Sizes = Mapping[Kind, Mapping[int, tuple[int, int]]]
 """(rows, heads) of buffers by kind of input and number."""
@@ -32,18 +32,18 @@ def mark_sums(steps: Sequence[Step], sizes: Sizes) -> list[Step]:
                     for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
                 )
                 marked.append(step._replace(dq_sums=dq, dk_sums=dk))
-            case Finish(exchange) if any(m.kind in GRADS for m in exchange.receives):
+            case FinishStep(exchange) if any(m.kind in GRADS for m in exchange.receives):
                 receives = tuple(
                     m._replace(sums=_sums(m.packed, m.kind, begun, sizes)) if m.kind in GRADS else m
                     for m in exchange.receives
                 )
-                marked.append(Finish(exchange._replace(receives=receives)))
+                marked.append(FinishStep(exchange._replace(receives=receives)))
             case _:
                 marked.append(step)
     return marked
 
 
-def is_whole(run: Run, packed: Packed, size: tuple[int, int]) -> bool:
+def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
     """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
     rows, heads = size
     whole_rows = run.index is None and (run.start, run.count) == (0, rows)
@@ -67,7 +67,7 @@ def become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_by
 @lru_cache(maxsize=4096)
 def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
     del kind  # movers know packed rows by identity: each kind has its own
-    return Packed((Run(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
+    return Packed((RowRun(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
 
 
 def whole_of(value: Value, sizes: Mapping[int, tuple[int, int]]) -> Packed:

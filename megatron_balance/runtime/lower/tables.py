@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Launch, Packed, Phase, Start
+from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, IssueStep, Launch, Packed, Phase
 
 ALIGN = 16
 """Bytes. Triton compiles a kernel anew for pointers that are not aligned so."""
@@ -44,9 +44,9 @@ def tables_of(phase: Phase) -> Iterator[Tensor]:
             case GradLaunch():
                 yield from _of_packed(step.q.packed, step.k.packed, step.dout.packed, step.dq, step.dk)
                 yield from tensors_in(step.entries)
-            case Start(exchange):
+            case IssueStep(exchange):
                 yield from _of_packed(*(message.packed for message in exchange.sends))
-            case Finish(exchange):
+            case FinishStep(exchange):
                 yield from _of_packed(*(message.packed for message in exchange.receives))
 
 

@@ -18,9 +18,9 @@ from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.arrivals import taken_together
 from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import Form, Place, layout, shapes
-from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import ExchangeStep, Message
+from megatron_balance.runtime.lower.parcels import BytesPlace, CallForm, layout, shapes
+from megatron_balance.runtime.lower.regions import RowRun
+from megatron_balance.runtime.lower.steps import ExchangeStep, PeerMessage
 from megatron_balance.runtime.lower.sums import become_buffers
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Views:
 
     __slots__ = ("_made", "_typed", "memory", "places")
 
-    def __init__(self, memory: Tensor, places: Sequence[Sequence[Place]]) -> None:
+    def __init__(self, memory: Tensor, places: Sequence[Sequence[BytesPlace]]) -> None:
         self.memory, self.places = memory, places
         self._made: dict[int, list[Tensor]] = {}
         self._typed: dict[torch.dtype, tuple[Tensor, int]] = {}
@@ -72,7 +72,7 @@ class Views:
         whole = self.later(at, part, half)
         return lambda: whole().narrow(0, *rows)
 
-    def _view(self, place: Place) -> Tensor:
+    def _view(self, place: BytesPlace) -> Tensor:
         begin, dtype, shape, strides = place
         seen = self._typed.get(dtype)
         if seen is None:
@@ -86,7 +86,7 @@ class Sources(Sequence[Tensor]):
 
     __slots__ = ("_of", "_runs")
 
-    def __init__(self, runs: Sequence[Run], of: Callable[[int], Tensor]) -> None:
+    def __init__(self, runs: Sequence[RowRun], of: Callable[[int], Tensor]) -> None:
         self._runs, self._of = runs, of
 
     def __len__(self) -> int:
@@ -139,13 +139,13 @@ class Arranged:
         sizes: bytes of each peer's part of the memory, by rank of the exchange's group.
     """
 
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[BytesPlace, ...], ...]
     num_bytes: int
     peers: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, messages: Sequence[Message], group: Sequence[int], form: Form) -> Arranged:
+    def of(cls, messages: Sequence[PeerMessage], group: Sequence[int], form: CallForm) -> Arranged:
         """Of an exchange's messages, those of a peer together."""
         num_bytes, places = layout(tuple([m.carried for m in messages]), form)
         own, parts = dict.fromkeys((m.peer for m in messages), 0), dict.fromkeys(group, 0)
@@ -170,7 +170,7 @@ class Together(NamedTuple):
     """
 
     values: tuple[Value, ...]
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[BytesPlace, ...], ...]
     num_bytes: int
 
 
@@ -213,8 +213,8 @@ class ExchangeForm:
             buffers, which are used where they lie.
     """
 
-    sent: Sequence[Message]
-    brought: Sequence[Message]
+    sent: Sequence[PeerMessage]
+    brought: Sequence[PeerMessage]
     is_block: bool
     packed: tuple[int, ...]
     out: Arranged
@@ -226,8 +226,8 @@ class ExchangeForm:
     def of(
         cls,
         exchange: ExchangeStep,
-        sides: tuple[Sequence[Message], Sequence[Message]],
-        form: Form,
+        sides: tuple[Sequence[PeerMessage], Sequence[PeerMessage]],
+        form: CallForm,
         sizes: tuple[Sizes, Sizes],
         *,
         is_block: bool,
@@ -251,7 +251,7 @@ class ExchangeForm:
         )
 
 
-def _is_packed(message: Message, exchange: ExchangeStep, form: Form, keys: Sizes) -> bool:
+def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, keys: Sizes) -> bool:
     """Whether a message is written to memory in any case, or must lie beside its peer's others."""
     if message.peer in exchange.routed_sends:
         parts = sum(len(shapes(m.carried, form)) for m in exchange.sends if m.peer == message.peer)

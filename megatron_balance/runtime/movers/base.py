@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.lower.moves import Move
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.moves import MoverCall
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.views import Later
 
@@ -122,7 +122,9 @@ class Mover(Protocol):
 
     name: str
 
-    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
+    def prepare(
+        self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
+    ) -> Sequence[Tensor]:
         """Make the tables of calls that will come: tensors on the host, which the caller ships.
 
         `sizes`: (rows, heads) of each query buffer.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
-from megatron_balance.runtime.lower.moves import Move
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.moves import MoverCall
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
@@ -20,7 +20,9 @@ class PlainMover:
 
     name = "plain"
 
-    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
+    def prepare(
+        self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
+    ) -> Sequence[Tensor]:
         del moves, sizes, form  # runs are copied one by one
         return ()
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.lower.steps import ExchangeStep
 from megatron_balance.runtime.lower.views import Block
 
@@ -22,7 +22,7 @@ class Transport(Protocol):
     due.
     """
 
-    traffic: Traffic
+    traffic: PhaseTraffic
     ahead: int
 
     def expect(

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.parcels import as_bytes, pack
-from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Message, Piece
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, PeerMessage, Piece
 from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.transport.base import Parcel
 
@@ -119,14 +119,14 @@ def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
 
 
-def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
+def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
     """The messages that an exchange brings: those of one peer where it sums on the way."""
     if not is_summed(exchange, groups):
         return exchange.receives
     return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
 
-def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
+def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
     """The messages that are packed to be sent: those to one peer where all get the same."""
     if exchange.collective != "all_gather" or not is_collective(exchange, groups):
         return exchange.sends

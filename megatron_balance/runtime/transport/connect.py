@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from megatron_balance.runtime.cuda import Transfer
-from megatron_balance.runtime.groups import Groups, Link
-from megatron_balance.runtime.lower.steps import ExchangeStep, Phase, Start
+from megatron_balance.runtime.cuda import StreamMessage
+from megatron_balance.runtime.groups import Groups, StreamPair
+from megatron_balance.runtime.lower.steps import ExchangeStep, IssueStep, Phase
 from megatron_balance.runtime.transport.comm import is_collective
 
 
@@ -31,14 +31,14 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     if groups.streams is None:
         return 0
     new = {link for phase in phases for link in links(phase, groups)} - groups.connected
-    by_stream: defaultdict[str, list[Link]] = defaultdict(list)
+    by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
     for link in sorted(new):
         by_stream[link.stream].append(link)
     for name, together in by_stream.items():  # sorted, so in one order everywhere
         stream = groups.streams.of(name)
         stream.batch(
             [
-                Transfer(src, dst, 0, src == groups.rank, dst if src == groups.rank else src, stream.empty(1))
+                StreamMessage(src, dst, 0, src == groups.rank, dst if src == groups.rank else src, stream.empty(1))
                 for _, src, dst in together
             ]
         )
@@ -46,29 +46,29 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     return len(new)
 
 
-def links(phase: Phase, groups: Groups) -> Iterator[Link]:
+def links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
     """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:
-        if isinstance(step, Start) and not is_collective(step.exchange, groups):
+        if isinstance(step, IssueStep) and not is_collective(step.exchange, groups):
             yield from _own(step.exchange, rank)
     for together in phase.relay_tasks:
         for relay_task in together:
             arrives, leaves = relay_task.route.arrives, relay_task.route.leaves
-            yield Link(arrives.stream, arrives.peer, rank)
-            yield Link(leaves.stream, rank, leaves.peer)
+            yield StreamPair(arrives.stream, arrives.peer, rank)
+            yield StreamPair(leaves.stream, rank, leaves.peer)
 
 
-def _own(exchange: ExchangeStep, rank: int) -> Iterator[Link]:
+def _own(exchange: ExchangeStep, rank: int) -> Iterator[StreamPair]:
     for message in exchange.sends:
         if message.peer not in exchange.routed_sends:
-            yield Link(message.stream, rank, message.peer)
+            yield StreamPair(message.stream, rank, message.peer)
     for message in exchange.receives:
         if message.peer not in exchange.routed_receives:
-            yield Link(message.stream, message.peer, rank)
+            yield StreamPair(message.stream, message.peer, rank)
     for pieces in exchange.routed_sends.values():
         for piece in pieces:
-            yield Link(piece.hop.stream, rank, piece.hop.peer)
+            yield StreamPair(piece.hop.stream, rank, piece.hop.peer)
     for pieces in exchange.routed_receives.values():
         for piece in pieces:
-            yield Link(piece.hop.stream, piece.hop.peer, rank)
+            yield StreamPair(piece.hop.stream, piece.hop.peer, rank)

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.host_times import SEVERAL, HostTimes
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
 from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.trace import Trace
@@ -37,7 +37,7 @@ from megatron_balance.runtime.transport.relay import Relay
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _GlooCalls:
     """An exchange's calls.
 
     `receiving`: with the pool rank that each comes from, or `SEVERAL`; `keep` holds the tensors that
@@ -83,12 +83,12 @@ class Gloo:
 
     ahead = 2
 
-    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
+    def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None) -> None:
         self.groups = groups
-        self.traffic = Traffic()
+        self.traffic = PhaseTraffic()
         self.expected: dict[int, Sequence[Parcel] | Block] = {}  # receives of collectives not yet issued
-        self.under_way: dict[int, _UnderWay] = {}
-        self.leaving: dict[int, _UnderWay] = {}  # exchanges whose sends may still be under way
+        self.under_way: dict[int, _GlooCalls] = {}
+        self.leaving: dict[int, _GlooCalls] = {}  # exchanges whose sends may still be under way
         self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
 
     def expect(
@@ -104,7 +104,7 @@ class Gloo:
             for _, hop, x in pieces(raw, exchange.routed_receives[peer]):
                 receiving.append((hop.peer, receive(x, hop.peer, exchange.tag + hop.tag, self.groups)))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
-        self.under_way[exchange.id] = _UnderWay(receiving)
+        self.under_way[exchange.id] = _GlooCalls(receiving)
 
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
         if exchange.far:
@@ -112,7 +112,7 @@ class Gloo:
         if exchange.id in self.expected:
             packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
             receiving = [(SEVERAL, work) for work in packed.issue()]
-            self.under_way[exchange.id] = _UnderWay(receiving, keep=packed.memory, packed=packed)
+            self.under_way[exchange.id] = _GlooCalls(receiving, keep=packed.memory, packed=packed)
             return
         assert not isinstance(sends, Block), "a block without a collective"
         under_way = self.leaving[exchange.id] = self.under_way[exchange.id]

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.analysis.wire import piece_bounds
-from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
+from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes
 from megatron_balance.runtime.lower.steps import RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport import comm
-from megatron_balance.runtime.workers import Job
+from megatron_balance.runtime.workers import ThreadCall
 
 _AHEAD = 16  # receives posted before the first of them is waited for
 _BEHIND = 32  # sends under way before the first of them is waited for
@@ -35,10 +35,10 @@ class Relay:
     """All relay tasks of a rank in one run of a phase."""
 
     def __init__(
-        self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None
+        self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: CallForm, groups: Groups, trace: Trace | None
     ) -> None:
         self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
-        self.jobs: list[Job] = groups.workers.run([thread.pass_on for thread in self.threads])
+        self.jobs: list[ThreadCall] = groups.workers.run([thread.pass_on for thread in self.threads])
 
     def raise_error(self) -> None:
         """Raise the error of a relay task, if one met any."""
@@ -54,7 +54,7 @@ class Relay:
         for job in self.jobs:
             job.wait(_PATIENCE_S)
 
-    def finish(self, traffic: Traffic) -> None:
+    def finish(self, traffic: PhaseTraffic) -> None:
         """Wait until everything is sent on, and count it."""
         for job in self.jobs:
             job.wait()
@@ -71,7 +71,7 @@ class _Thread:
     `num_bytes`: sent on so far; `crossed_in`, `crossed_out`: of those, from and to other nodes.
     """
 
-    def __init__(self, relay_tasks: Sequence[RelayTask], form: Form, groups: Groups, trace: Trace | None) -> None:
+    def __init__(self, relay_tasks: Sequence[RelayTask], form: CallForm, groups: Groups, trace: Trace | None) -> None:
         self.relay_tasks, self.form, self.groups, self.trace = relay_tasks, form, groups, trace
         self.num_bytes = self.crossed_in = self.crossed_out = 0
         self.error: RuntimeError | None = None

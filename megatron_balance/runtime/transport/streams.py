@@ -31,11 +31,11 @@ from torch import Tensor
 from megatron_balance.analysis.wire import Carried, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
-from megatron_balance.runtime.counters import Traffic
-from megatron_balance.runtime.cuda import Streams, Transfer
+from megatron_balance.runtime.counters import PhaseTraffic
+from megatron_balance.runtime.cuda import StreamMessage, Streams
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.issue import Behind
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
+from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, Launch, Phase, RelayTask
 from megatron_balance.runtime.lower.views import Block
 from megatron_balance.runtime.pool import Fence
@@ -85,11 +85,11 @@ class _Batches:
 
     def __init__(self, op: int) -> None:
         self.op = op
-        self.transfers: dict[_Place, list[Transfer]] = {}
+        self.transfers: dict[_Place, list[StreamMessage]] = {}
         self.after: dict[_Place, set[_Place]] = {}
         self.ended: dict[_Place, Fence] = {}
 
-    def add(self, place: _Place, transfer: Transfer) -> None:
+    def add(self, place: _Place, transfer: StreamMessage) -> None:
         self.transfers.setdefault(place, []).append(transfer)
 
     def places(self) -> list[_Place]:
@@ -98,7 +98,7 @@ class _Batches:
 
 
 @lru_cache(maxsize=4096)
-def _relayed(carried: tuple[Carried, ...], form: Form, count: int) -> list[tuple[int, int]]:
+def _relayed(carried: tuple[Carried, ...], form: CallForm, count: int) -> list[tuple[int, int]]:
     """Bounds of the pieces of a parcel, alike in every layer."""
     return piece_bounds(parcel_bytes(carried, form), count)
 
@@ -111,11 +111,11 @@ class Streamed:
 
     ahead = 0
 
-    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
+    def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
         assert groups.streams is not None, "no streams were made for this pool"
         self.groups, self.form, self.trace, self.timed = groups, form, trace, timed
         self.streams: Streams = groups.streams
-        self.traffic = Traffic()
+        self.traffic = PhaseTraffic()
         launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
         self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
         self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
@@ -159,7 +159,7 @@ class Streamed:
         self,
         batches: _Batches,
         place: _Place,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[StreamMessage],
         started: tuple[_UnderWay, Any, Sequence[Fence]],
     ) -> None:
         """Issue one batch.
@@ -227,16 +227,16 @@ class Streamed:
         rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
         direct, routed = direct_and_routed(sends, exchange)
         for index, (peer, x) in enumerate(direct):
-            batches.add(("direct", streams[peer]), Transfer(rank, peer, index, True, peer, x))
+            batches.add(("direct", streams[peer]), StreamMessage(rank, peer, index, True, peer, x))
         for index, (peer, x) in enumerate((p, x) for p, x in receives if x.numel()):
-            batches.add(("direct", streams[peer]), Transfer(peer, rank, index, False, peer, x))
+            batches.add(("direct", streams[peer]), StreamMessage(peer, rank, index, False, peer, x))
         for peer, raw in routed.items():
             for piece, hop, x in pieces(raw, exchange.routed_sends[peer]):
-                batches.add((hop.leg, hop.stream), Transfer(rank, peer, piece.index, True, hop.peer, x))
+                batches.add((hop.leg, hop.stream), StreamMessage(rank, peer, piece.index, True, hop.peer, x))
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
         for peer, raw in arriving.items():
             for piece, hop, x in pieces(raw, exchange.routed_receives[peer]):
-                batches.add((hop.leg, hop.stream), Transfer(peer, rank, piece.index, False, hop.peer, x))
+                batches.add((hop.leg, hop.stream), StreamMessage(peer, rank, piece.index, False, hop.peer, x))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
     def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: _Batches) -> None:
@@ -248,7 +248,7 @@ class Streamed:
                 continue
             x = self.streams.of(route.arrives.stream).empty(end - begin)
             for hop, sends in ((route.arrives, False), (route.leaves, True)):
-                batches.add((hop.leg, hop.stream), Transfer(route.src, route.dst, route.index, sends, hop.peer, x))
+                batches.add((hop.leg, hop.stream), StreamMessage(route.src, route.dst, route.index, sends, hop.peer, x))
                 self.record(relay_task, hop)
             leaving = (route.leaves.leg, route.leaves.stream)
             batches.after.setdefault(leaving, set()).add((route.arrives.leg, route.arrives.stream))

@@ -25,7 +25,7 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.emulated.tcp import WORD_BYTES, Network
 from megatron_balance.simulator.events import Events, Occupied
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Flow, GroupExchange, Phase
+from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due (`runtime.gloo.Gloo.ahead`)."""
@@ -35,7 +35,7 @@ HALVES = 2
 
 
 @dataclass(slots=True)
-class _Ring:
+class _RingSender:
     """A rank in an all-gather: its messages in order, and how many have been posted, have left and
     have come.
     """
@@ -50,7 +50,7 @@ class _Ring:
 class Sockets(Events):
     """A phase on clocks, its exchanges on sockets."""
 
-    def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+    def __init__(self, phase: SimulatedPhase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
         flows = list(phase.flows)
         groups: list[tuple[GroupExchange, range]] = []
         for each in phase.collectives:
@@ -78,7 +78,7 @@ class Sockets(Events):
         self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)
         # by rank, what has not left of each exchange that has begun
         self.leaving: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self.rings: dict[tuple[int, int], _Ring] = {}
+        self.rings: dict[tuple[int, int], _RingSender] = {}
         # sends and receives (-1: none), in order
         self.together: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._prepare(len(phase.flows))
@@ -110,7 +110,7 @@ class Sockets(Events):
         for place, rank in enumerate(each.ranks):
             self.arriving[rank, each.exchange] = len(sent[rank]) + len(brought[rank])
             if each.collective == "all_gather":
-                self.rings[rank, each.exchange] = _Ring(sent[rank], brought[rank])
+                self.rings[rank, each.exchange] = _RingSender(sent[rank], brought[rank])
                 continue
             to = {self.flows[index].b: index for index in sent[rank]}
             of = {self.flows[index].a: index for index in brought[rank]}
@@ -225,7 +225,7 @@ class Sockets(Events):
 
     # All-gathers
 
-    def _turn(self, ring: _Ring) -> None:
+    def _turn(self, ring: _RingSender) -> None:
         """Post what may be under way."""
         while ring.posted < min(len(ring.sends), HALVES + min(ring.left, ring.came)):
             self._send(ring.sends[ring.posted])

@@ -115,7 +115,7 @@ class _Connection:
     queued: int = 0
 
 
-class _Segment(NamedTuple):
+class _TcpSegment(NamedTuple):
     """A segment, or its acknowledgement, at its next event. `place` 0, 1: it leaves that queue; 2,
     3: those of the way back; `_LEFT`: the socket has all of a message.
     """
@@ -145,7 +145,7 @@ class Network:
         rates, num_links = machine.capacity().tolist(), 2 * machine.num_ranks
         self._queues = [_Queue(rate, scale * BURST_BYTES[at >= num_links]) for at, rate in enumerate(rates)]
         self._connections: dict[tuple[int, int], _Connection] = {}
-        self._coming: dict[int, _Segment] = {}
+        self._coming: dict[int, _TcpSegment] = {}
         self._count = 0
 
     def give(self, src: int, dst: int, message: int, num_bytes: int) -> None:
@@ -220,5 +220,5 @@ class Network:
 
     def _happens(self, place: int, connection: _Connection, part: _Given, at_s: float) -> None:
         self._count += 1
-        self._coming[self._count] = _Segment(place, connection, part)
+        self._coming[self._count] = _TcpSegment(place, connection, part)
         self._at(at_s, self._count)

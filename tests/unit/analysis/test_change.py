@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.change import (
     Change,
     Layouts,
-    Work,
+    PipelineWork,
     base_for,
     base_sync_s,
     change,
     held_bytes,
     role_bytes,
 )
-from megatron_balance.analysis.link import Traffic, layer_slot
+from megatron_balance.analysis.link import WeightTraffic, layer_slot
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -58,8 +58,8 @@ def test_what_is_uncovered_is_what_a_clock_says(
     """One microbatch a pipeline, four layers, at most four slots of them."""
     slots = max(4 // stages for stages, _, _ in given_works)
     pull_s, push_s = (np.array([*each[: slots + 1], each[5]], dtype=float) for each in (pull, push))
-    moved = Change(4, pull_s, push_s, (0.0, 0.0), Traffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
-    works = [Work(stages, 4.0 * (f + b), f, b) for stages, f, b in given_works]
+    moved = Change(4, pull_s, push_s, (0.0, 0.0), WeightTraffic(np.zeros((2, 1, 2, 2), dtype=np.int64)))
+    works = [PipelineWork(stages, 4.0 * (f + b), f, b) for stages, f, b in given_works]
     arrived, ends = np.cumsum(pull_s), list[float]()
     ready = np.zeros(slots + 2)
     for work in works:
@@ -85,7 +85,7 @@ def test_what_is_uncovered_is_what_a_clock_says(
 
 def test_without_overlap_all_of_it_is_uncovered() -> None:
     moved = change(BASE, Strategy.parse("8*tp1-pp1-cp1"), MODEL, CLUSTER)
-    works = [Work(1, 1.0, 0.05, 0.1)] * 8
+    works = [PipelineWork(1, 1.0, 0.05, 0.1)] * 8
     assert moved.uncovered_s(works, overlap=False) == moved.whole_s
     assert moved.least_s(overlap=False) == sum(moved.whole_s)
     assert sum(moved.uncovered_s(works, overlap=True)) < sum(moved.whole_s)

@@ -11,7 +11,7 @@ import megatron_balance.analysis.estimate as module
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.backward import GB, Decision
 from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, estimate, zones
-from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS, parts_heads

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.analysis.trace_format import Span, Trace
+from megatron_balance.analysis.trace_format import Trace, TrackSpan
 from tests.support import trace_processor, trace_reader
 from tests.support.cli import CommandLine
 from tests.support.trace_reader import Event
@@ -65,11 +65,11 @@ FACTS = ("phase", "microbatch", "call", "exchange", "track")
 def whole() -> list[Event]:
     """Rank 0 sends to rank 1 twice: within a longer stay there, then as both begin together."""
     spans = [
-        Span(0, "inter_node", "direct", 3e-6, 9e-6, "forward", 0, 0, 0, sent={1: 64}),
-        Span(1, "inter_node", "direct", 1e-6, 8e-6, "forward", 0, 0, 0, received={0: 64}),
-        Span(0, "inter_node", "direct", 9e-6, 12e-6, "forward", 0, 0, 1, sent={1: 64}),
-        Span(1, "inter_node", "direct", 9e-6, 11e-6, "forward", 0, 0, 1, received={0: 64}),
-        Span(1, "compute", "attention", 2e-6, 4e-6, "forward", 0, 0),
+        TrackSpan(0, "inter_node", "direct", 3e-6, 9e-6, "forward", 0, 0, 0, sent={1: 64}),
+        TrackSpan(1, "inter_node", "direct", 1e-6, 8e-6, "forward", 0, 0, 0, received={0: 64}),
+        TrackSpan(0, "inter_node", "direct", 9e-6, 12e-6, "forward", 0, 0, 1, sent={1: 64}),
+        TrackSpan(1, "inter_node", "direct", 9e-6, 11e-6, "forward", 0, 0, 1, received={0: 64}),
+        TrackSpan(1, "compute", "attention", 2e-6, 4e-6, "forward", 0, 0),
     ]
     return Trace(spans, {rank: f"rank {rank}" for rank in (0, 1)}).document()["traceEvents"]
 

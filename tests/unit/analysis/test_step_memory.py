@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
 from megatron_balance.analysis.estimate import Estimate, estimate
-from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import ReceivedBytes

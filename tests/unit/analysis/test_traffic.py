@@ -112,7 +112,7 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
     ):
         for dim in (4, 5, 64):
             ours = Payload.of(Model(4, 2, dim, bytes_per_element=element))
-            form = parcels.Form(dim, dtype, wide, wide)
+            form = parcels.CallForm(dim, dtype, wide, wide)
             for _ in range(20):
                 kinds = np.sort(rng.choice(len(Kind), int(rng.integers(1, 4)), replace=False))
                 rows = [[0, 0, 1, int(kind), 0, int(rng.integers(1, 4)), int(rng.integers(1, 50))] for kind in kinds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_balance.analysis.link import Traffic
+from megatron_balance.analysis.link import WeightTraffic
 from megatron_balance.ir.cluster import Cluster
 
 
@@ -15,7 +15,7 @@ def test_seconds_are_those_of_the_fullest_link_or_nic():
     table[0, :, 1] = [[30, 0], [30, 0], [0, 20], [0, 40]]
     table[1, 3, 0] = [0, 500]
     cluster = Cluster(4, 2, intra_bytes_per_s=100.0, nic_bytes_per_s=10.0, ranks_per_nic=2)
-    assert Traffic(table).described(cluster) == {
+    assert WeightTraffic(table).described(cluster) == {
         "pull_bytes": 200,
         "pull_bytes_inter_node": 60,
         "predicted_pull_s": 6.0,
@@ -23,5 +23,5 @@ def test_seconds_are_those_of_the_fullest_link_or_nic():
         "push_bytes_inter_node": 0,
         "predicted_push_s": 5.0,
     }
-    handed_on = Traffic(table, handed_on=True).described(cluster)
+    handed_on = WeightTraffic(table, handed_on=True).described(cluster)
     assert (handed_on["predicted_pull_s"], handed_on["predicted_push_s"]) == (6.0 + 1.0, 0.0 + 5.0)

@@ -12,15 +12,15 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.lower.parcels import Form, pack, parcel_bytes, shapes, unpack  # noqa: E402
+from megatron_balance.runtime.lower.parcels import CallForm, pack, parcel_bytes, shapes, unpack  # noqa: E402
 from megatron_balance.runtime.lower.regions import without  # noqa: E402
 from megatron_balance.runtime.shape import AttentionShape  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 
 FORMS = [
-    Form.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),
-    Form.of(AttentionShape(1, 1, 8, 3), torch.float32, "fp32"),
-    Form.of(AttentionShape(1, 1, 3, latent=(4, 1)), torch.float64, "fp32"),
+    CallForm.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),
+    CallForm.of(AttentionShape(1, 1, 8, 3), torch.float32, "fp32"),
+    CallForm.of(AttentionShape(1, 1, 3, latent=(4, 1)), torch.float64, "fp32"),
 ]
 messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4)
 
@@ -36,7 +36,7 @@ def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count
 
 
 @given(carried=messages, form=st.sampled_from(FORMS), seed=st.integers(0, 99))
-def test_what_is_packed_comes_out_bit_for_bit_without_another_copy(carried: list, form: Form, seed: int) -> None:
+def test_what_is_packed_comes_out_bit_for_bit_without_another_copy(carried: list, form: CallForm, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sent = [
         [torch.rand(shape, generator=generator).to(dtype) for shape, dtype in shapes(message, form)]
@@ -57,7 +57,7 @@ def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
     x = torch.arange(7.0)
     assert pack([x]).data_ptr() == x.data_ptr()
     assert (
-        parcel_bytes([(Kind.Q, 1, 7)], Form.of(AttentionShape(1, 1, 1), torch.float32, "fp32")) == x.nbytes
+        parcel_bytes([(Kind.Q, 1, 7)], CallForm.of(AttentionShape(1, 1, 1), torch.float32, "fp32")) == x.nbytes
     )  # not padded: there is nothing behind it
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis import wire
-from megatron_balance.analysis.wire import ALIGN, Payload, Sizes
+from megatron_balance.analysis.wire import ALIGN, HeadSizes, Payload
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
@@ -32,19 +32,19 @@ messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integ
 )
 def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
     assert (
-        list(wire.tensor_bytes([(kind, 7, 3)], Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)))
+        list(wire.tensor_bytes([(kind, 7, 3)], HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)))
         == num_bytes
     )
 
 
 def test_a_latent_travels_in_place_of_keys_and_values() -> None:
-    sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
+    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3, latent_dim=7)
     found = {kind: list(wire.tensor_bytes([(kind, 1, 1)], sizes)) for kind in (Kind.KV, Kind.OUT, Kind.KV_GRAD)}
     assert found == {Kind.KV: [7 * 2], Kind.OUT: [3 * 2, 4], Kind.KV_GRAD: [7 * 4]}
 
 
 def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
-    sizes = Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
+    sizes = HeadSizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4, value_dim=3)
     expected = {
         Kind.Q: [5 * 2],
         Kind.KV: [5 * 2, 3 * 2],
@@ -57,7 +57,7 @@ def test_keys_and_values_of_two_widths_are_two_tensors() -> None:
 
 
 def test_tensors_begin_aligned_and_the_last_one_is_not_padded() -> None:
-    sizes = Sizes(dim=1, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)
+    sizes = HeadSizes(dim=1, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)
     assert wire.parcel_bytes([], sizes) == 0
     assert wire.parcel_bytes([(Kind.Q, 3, 1)], sizes) == 6
     assert wire.parcel_bytes([(Kind.Q, 3, 1), (Kind.OUT, 1, 1)], sizes) == ALIGN + ALIGN + 4
@@ -89,7 +89,7 @@ def test_arrays_of_messages_have_the_sizes_of_each(
     for row, (kind, rows, heads) in zip(table, carried, strict=True):
         row[Message.KIND], row[Message.HEAD_STOP], row[Message.TOKENS] = kind, heads, rows
     parcels = Payload.of(Model(4, 2, dim, bytes_per_element=element, value_dim=value_dim)).parcels(table)
-    sizes = Sizes(dim, element, max(4, element), max(4, element), value_dim)
+    sizes = HeadSizes(dim, element, max(4, element), max(4, element), value_dim)
     each = list(wire.tensor_bytes(carried, sizes))
     assert parcels.packed.tolist() == [wire.parcel_bytes(carried, sizes)]
     assert parcels.direct.tolist() == [sum(each)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.analysis.trace_format import Span, Trace, file_name, joined
+from megatron_balance.analysis.trace_format import Trace, TrackSpan, file_name, joined
 from tests.support import trace_reader
 from tests.support.cli import CommandLine
 
@@ -22,8 +22,8 @@ def write(folder: Path, step: int, rank: int, late_s: float = 0.0, **facts: obje
     way = {"sent": {1: 64}} if not rank else {"received": {0: 64}}
     start_s, stop_s = (5.0, 7.0) if not rank else (5.5 - late_s, 8.0 - late_s)
     spans = [
-        Span(rank, "inter_node", "direct", start_s, stop_s, "forward", 0, 2, exchange=7, zone="far", **way),
-        Span(rank, "inter_node", "direct", start_s + 0.5, stop_s + 0.5, "forward", 0, 2, exchange=8),
+        TrackSpan(rank, "inter_node", "direct", start_s, stop_s, "forward", 0, 2, exchange=7, zone="far", **way),
+        TrackSpan(rank, "inter_node", "direct", start_s + 0.5, stop_s + 0.5, "forward", 0, 2, exchange=8),
     ]
     facts = {"kind": "measured", "step": step, "rank": rank, "world_size": 2, **facts}
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,8 @@ def test_clocks_of_nodes_that_no_move_puts_right_stay() -> None:
 
     def of(rank: int) -> Trace:
         spans = [
-            Span(rank, "inter_node", "direct", 5.0, 6.0, exchange=0, sent={1 - rank: 64}),
-            Span(rank, "inter_node", "direct", 3.0, 4.0, exchange=0, received={1 - rank: 64}),
+            TrackSpan(rank, "inter_node", "direct", 5.0, 6.0, exchange=0, sent={1 - rank: 64}),
+            TrackSpan(rank, "inter_node", "direct", 3.0, 4.0, exchange=0, received={1 - rank: 64}),
         ]
         return Trace(spans, {rank: f"rank {rank}"}, {"node": rank})
 
@@ -87,7 +87,7 @@ def test_clocks_of_nodes_that_no_move_puts_right_stay() -> None:
 def test_ranks_of_a_node_are_put_on_its_one_clock() -> None:
     def of(rank: int, node: int, began: float) -> Trace:
         facts = {"node": node, "began_unix_s": began}
-        return Trace([Span(rank, "compute", "attention", 1.0, 2.0)], {rank: f"rank {rank}"}, facts)
+        return Trace([TrackSpan(rank, "compute", "attention", 1.0, 2.0)], {rank: f"rank {rank}"}, facts)
 
     spans = joined([of(0, 0, 100.0), of(1, 0, 100.25), of(2, 1, 7.5), of(3, 1, 7.0)]).spans
     assert [span.start_s for span in spans] == [1.0, 1.25, 1.5, 1.0]
@@ -111,7 +111,7 @@ def test_mistakes_are_one_sentence(run: CommandLine, tmp_path: Path) -> None:
         document = Trace([], {0: "rank 0"}, {"step": 13, "rank": 0, "world_size": 1, **facts}).document()
         (tmp_path / file_name(13, 0)).write_text(json.dumps(document))
         assert "is not a trace of this package" in run.error(f"trace {tmp_path} --step 13 --out x.json"), facts
-    spans = [Span(1, "compute", "attention", 1.0, 2.0)]
+    spans = [TrackSpan(1, "compute", "attention", 1.0, 2.0)]
     document = Trace(spans, {0: "rank 0"}, {"step": 13, "rank": 0, "world_size": 1}).document()
     (tmp_path / file_name(13, 0)).write_text(json.dumps(document))
     assert "rank 1 without a name" in run.error(f"trace {tmp_path} --step 13 --out x.json")

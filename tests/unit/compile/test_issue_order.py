@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.batches import Batch, Call, issued, parts, verify_issue_order, verify_order_of
+from megatron_balance.compile.batches import GroupCall, IssuedCall, issued, parts, verify_issue_order, verify_order_of
 from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
 from megatron_balance.compile.order import Start
 from megatron_balance.compile.pipeline import compile_ranks
@@ -107,8 +107,10 @@ def test_issue_order_that_differs_on_one_rank_is_refused_and_hangs(policy: Polic
     assert refused == tried > 50
 
 
-def call(exchange: int, *ranks: int) -> Batch:
-    return Batch(Call((0, 0), exchange, "direct", "inter_node"), exchange, (), frozenset({(ranks[0], ranks[1])}))
+def call(exchange: int, *ranks: int) -> IssuedCall:
+    return IssuedCall(
+        GroupCall((0, 0), exchange, "direct", "inter_node"), exchange, (), frozenset({(ranks[0], ranks[1])})
+    )
 
 
 def test_a_circle_of_three_is_refused_though_no_two_ranks_share_two_calls() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from megatron_balance.compile.order import Finish, Issue, Run, Start, Step, order, roles, streams
+from megatron_balance.compile.order import Finish, Issue, RunLaunches, Start, Step, order, roles, streams
 from megatron_balance.compile.pipeline import compile_rank, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
@@ -42,7 +42,7 @@ def shown(ops: Sequence[Op], steps: Sequence[Step]) -> list[str]:
             case Finish():
                 assert isinstance(op, Exchange)
                 found.append(f"finish {op.id}")
-            case Run():
+            case RunLaunches():
                 assert isinstance(op, Attend | AttendGrad)
                 found.append("run s" + "s".join(str(s) for s in sorted({row[0] for row in op.pairs})))
     return found
@@ -150,13 +150,13 @@ def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(
 def assert_well_ordered(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> None:
     """Every op once, launches in program order, exchanges of a lane by id, and everything read has
     come before it is read."""
-    assert [s.op for s in steps if isinstance(s, Run)] == [
+    assert [s.op for s in steps if isinstance(s, RunLaunches)] == [
         i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)
     ]
     exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
     started = {s.op: at for at, s in enumerate(steps) if isinstance(s, Start)}
     finished = {s.op: at for at, s in enumerate(steps) if isinstance(s, Finish)}
-    ran = {s.op: at for at, s in enumerate(steps) if isinstance(s, Run)}
+    ran = {s.op: at for at, s in enumerate(steps) if isinstance(s, RunLaunches)}
     assert sorted(started) == sorted(finished) == exchanges
     assert len(steps) == len(started) + len(finished) + len(ran)
     for traffic_class in (False, True):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.issue_order import IssueOrder, issue_orders
-from megatron_balance.compile.order import Run, Start, Step, order
+from megatron_balance.compile.order import RunLaunches, Start, Step, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.prefetchable import prefetchable
@@ -119,7 +119,7 @@ def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> 
 def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
     assert cut_segments((), (), frozenset({0})) == Cuts(0, 0)
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
-    assert cut_segments(ops, (Run(0),), frozenset({0})) == Cuts(0, 1)
+    assert cut_segments(ops, (RunLaunches(0),), frozenset({0})) == Cuts(0, 1)
 
 
 # Two programs under way

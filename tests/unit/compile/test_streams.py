@@ -17,7 +17,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone  # noqa: E402
 from megatron_balance.runtime import cuda  # noqa: E402
 from megatron_balance.runtime.attention import balanced_attention  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
-from megatron_balance.runtime.cuda import CudaStreams, Transfer  # noqa: E402
+from megatron_balance.runtime.cuda import CudaStreams, StreamMessage  # noqa: E402
 from megatron_balance.runtime.groups import Groups, stream_names  # noqa: E402
 from tests.support import by_hand  # noqa: E402
 
@@ -54,7 +54,7 @@ class WrittenStream:
     def wait(self, event: str) -> None:
         self.log.append((self.name, "wait", event))
 
-    def batch(self, transfers: Sequence[Transfer]) -> None:
+    def batch(self, transfers: Sequence[StreamMessage]) -> None:
         self.log.append(
             (self.name, "batch", [("to" if t.sends else "from", t.peer, t.tensor.nbytes) for t in transfers])
         )
@@ -206,9 +206,9 @@ def test_calls_and_waits_happen_inside_the_stream(monkeypatch: pytest.MonkeyPatc
     streams.now()
     across.wait("ready")  # pyright: ignore[reportArgumentType]
     x = torch.zeros(1)
-    across.batch([Transfer(0, 1, 0, True, 1, x), Transfer(2, 0, 0, False, 2, x)])
+    across.batch([StreamMessage(0, 1, 0, True, 1, x), StreamMessage(2, 0, 0, False, 2, x)])
     across.record()
-    combine.batch([Transfer(0, 1, 0, True, 1, x)])
+    combine.batch([StreamMessage(0, 1, 0, True, 1, x)])
     streams.wait("event")  # pyright: ignore[reportArgumentType]
     assert fake.log == [
         ("stream", 1, -1),  # between nodes: high priority

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.collectives import (
-    Group,
+    CollectiveGroup,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -22,8 +22,8 @@ from megatron_balance.cost.parallel import expert_exchange_s, gradient_sync_s, s
 from megatron_balance.errors import ConfigError
 
 INTRA, INTER = Link(1e-6, 100e9), Link(10e-6, 25e9)
-NODE, NODES = Group(8, 8, INTRA, INTER), Group(16, 8, INTRA, Link(10e-6, 100e9))
-SPREAD = Group(4, 1, INTRA, INTER)
+NODE, NODES = CollectiveGroup(8, 8, INTRA, INTER), CollectiveGroup(16, 8, INTRA, Link(10e-6, 100e9))
+SPREAD = CollectiveGroup(4, 1, INTRA, INTER)
 
 
 def test_a_ring_takes_one_step_for_every_other_rank() -> None:
@@ -33,11 +33,11 @@ def test_a_ring_takes_one_step_for_every_other_rank() -> None:
 
 def test_a_tree_takes_log2_steps_for_the_same_bytes() -> None:
     assert all_gather_s(1e6, NODE, "tree") == pytest.approx(3 * 1e-6 + 7e-5)
-    assert all_gather_s(1e6, Group(6, 6, INTRA, INTER), "tree") == pytest.approx(3 * 1e-6 + 5e-5)
+    assert all_gather_s(1e6, CollectiveGroup(6, 6, INTRA, INTER), "tree") == pytest.approx(3 * 1e-6 + 5e-5)
 
 
 def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_step() -> None:
-    slow = Group(16, 8, INTRA, INTER)
+    slow = CollectiveGroup(16, 8, INTRA, INTER)
     assert all_gather_s(1e6, slow) == pytest.approx(15 * (10e-6 + 1e6 / 25e9))
     assert all_gather_s(1e6, SPREAD) == pytest.approx(3 * (10e-6 + 1e6 / 25e9))
 
@@ -54,7 +54,7 @@ def test_an_all_to_all_goes_over_the_links_inside_and_the_nics_at_once() -> None
 
 
 def test_one_rank_has_nothing_to_wait_for() -> None:
-    alone = Group(1, 1, INTRA, INTER)
+    alone = CollectiveGroup(1, 1, INTRA, INTER)
     assert all_gather_s(1e9, alone) == all_reduce_s(1e9, alone) == all_to_all_s(1e9, alone) == 0.0
 
 
@@ -97,7 +97,7 @@ def test_tensor_parallelism_that_does_not_fit_a_node_is_refused() -> None:
 def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(
     num_bytes: float, factor: float, nodes: int
 ) -> None:
-    group = Group(8 * nodes, 8, INTRA, INTER)
+    group = CollectiveGroup(8 * nodes, 8, INTRA, INTER)
     better = replace(group, inter=Link(10e-6, factor * 25e9), intra=Link(1e-6, factor * 100e9))
     for collective in (all_gather_s, all_reduce_s, all_to_all_s):
         assert collective(num_bytes, better) <= collective(num_bytes, group) <= collective(num_bytes + 1, group)

@@ -23,7 +23,7 @@ from megatron_balance.papers.distca.baselines import (
     replica_s,
     wlb_by_config,
 )
-from megatron_balance.papers.distca.cases import Case, HeldTokens, chunks
+from megatron_balance.papers.distca.cases import DistcaCase, HeldTokens, chunks
 from megatron_balance.papers.distca.distca import distca_s
 from megatron_balance.workloads.distributions import K
 
@@ -50,7 +50,7 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
 
 
 def test_a_wider_group_computes_less_and_gathers_more() -> None:
-    case = Case("8B", 8, 256 * K, 128 * K)
+    case = DistcaCase("8B", 8, 256 * K, 128 * K)
     alone, four = (sum(layer_s(case, per_document([128 * K], n))) for n in (1, 4))
     assert alone / 4 < four < alone
 
@@ -58,7 +58,7 @@ def test_a_wider_group_computes_less_and_gathers_more() -> None:
 def test_samples_hold_whole_documents_but_for_those_that_pass_their_end() -> None:
     assert chunks([5, 3, 9], 6) == [[5, 1], [2, 4], [5]]
     for dataset in ("pretrain", "prolong"):
-        for batch in Case("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
+        for batch in DistcaCase("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
             assert sum(batch) == 1024 * K
             assert max(batch) <= 256 * K
             assert {256 * K * i for i in range(1, 5)} <= set(np.cumsum(batch).tolist())
@@ -71,7 +71,7 @@ def test_items_go_to_the_bin_with_least_work_that_has_room() -> None:
 
 
 def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
-    case = Case("8B", 8, 1024 * K, 128 * K)
+    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
     share = per_document([128 * K], 4)
     one, two = (ReplicaConfig(stages, 4, "none") for stages in (1, 2))
     head_s = case.cost.head_s(32 * K) + case.cost.head_s(32 * K, backward=True)
@@ -82,7 +82,7 @@ def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
 
 
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
-    case = Case("34B", 8, 1024 * K, 512 * K)
+    case = DistcaCase("34B", 8, 1024 * K, 512 * K)
     assert not case.fits(HeldTokens(512 * K, 0))
     assert case.fits(HeldTokens(64 * K, 0))
     [batch] = case.batches("pretrain", 1)
@@ -92,12 +92,12 @@ def test_what_does_not_fit_the_memory_is_left_out() -> None:
 
 
 def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ() -> None:
-    case = Case("8B", 8, 1024 * K, 128 * K)
+    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
     ours = distca_s(case, batch)
     assert min(megatron_by_config(case, batch).values()) > 1.1 * ours
     assert min(wlb_by_config(case, batch).values()) > 0.97 * ours
-    pipelines = Case("8B", 8, 1024 * K, 128 * K, (2,))
+    pipelines = DistcaCase("8B", 8, 1024 * K, 128 * K, (2,))
     assert ours < distca_s(pipelines, batch) < inf
 
 
@@ -125,7 +125,7 @@ def test_the_bandwidth_that_hides_is_over_the_modules_outside_attention() -> Non
 def test_splitting_whole_tensors_is_their_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overheads, "TABLE_6", {("8B", 8): overheads.TABLE_6["8B", 8]})
     rows = {row.name.removeprefix("8B, 8 nodes: "): row for row in overheads.table6(Effort(1))}
-    case = Case("8B", 8, 1024 * K, 128 * K)
+    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
     size = case.model.num_heads * case.model.head_dim * 2
     # 32 layers, forward and backward, 128K tokens a node, read and written by eight GPUs.

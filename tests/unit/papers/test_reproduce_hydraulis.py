@@ -12,7 +12,7 @@ from megatron_balance.papers.hydraulis.cases import (
     AUTHORS,
     B32,
     HOMOGENEOUS,
-    Job,
+    TrainedCase,
     candidates,
     chosen,
     cluster_and_model,
@@ -94,7 +94,7 @@ def test_microbatches_to_the_context_length_dealt_in_turn() -> None:
 
 
 def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy() -> None:
-    job = Job("13b", 16)
+    job = TrainedCase("13b", 16)
     cost, narrow = (costs(AUTHORS, "13b").pipeline(Scheme(tensor), 16) for tensor in (4, 2))
     one_s = (cost.a * 9000 + cost.b) * 9000 + cost.c
     short_s = (narrow.a * 4000 + narrow.b) * 4000 + narrow.c
@@ -104,7 +104,7 @@ def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy() -> None:
 
 def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_none() -> None:
     """Figure 13 charged HotSPa alone, and by the paper's own seconds."""
-    job, (batch,) = Job("32b", 64, 100_000), Job("32b", 64, 100_000).batches(1)
+    job, (batch,) = TrainedCase("32b", 64, 100_000), TrainedCase("32b", 64, 100_000).batches(1)
     switches_s = fig13.exchanged_s(job, fig13.HOTSPA["32b", 64, fig13.LONG])
     assert 1 < switches_s < 2.21  # published, which bytes over links alone do not reach
     own = Strategy.parse("4*tp8-pp2-cp1")
@@ -118,7 +118,7 @@ def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_non
 
 
 def test_deepspeed_computes_a_part_of_the_heads_and_waits_for_weights() -> None:
-    job = Job("7b", 16, longest=32_000)
+    job = TrainedCase("7b", 16, longest=32_000)
     long = [32_000] * 2
     one_s = deepspeed(job, 8, long, recompute=False)
     assert deepspeed(job, 8, [*long, *long], recompute=False) == pytest.approx(2 * one_s)
@@ -134,7 +134,7 @@ def test_deepspeed_computes_a_part_of_the_heads_and_waits_for_weights() -> None:
 def test_algorithm_1_is_never_ahead_of_the_ideal(monkeypatch) -> None:
     monkeypatch.setattr(fig20, "SOURCES", (AUTHORS,))
     monkeypatch.setattr(fig20, "NODES", 1)
-    monkeypatch.setattr(fig20, "B32", Job("32b", 64, 40_000))
+    monkeypatch.setattr(fig20, "B32", TrainedCase("32b", 64, 40_000))
     least, most, ours = fig20.rows(Effort(1))
     assert 1 <= least.ours <= most.ours < 1.1
     assert 1 <= ours.ours <= most.ours

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.papers.base import ITSELF, Effort
 from megatron_balance.papers.wlb_llm import PAPER, fig12, fig13, fig14, fig15, table2
-from megatron_balance.papers.wlb_llm.cases import SKEW, TABLE_1, Case, samples
+from megatron_balance.papers.wlb_llm.cases import SKEW, TABLE_1, WlbCase, samples
 from megatron_balance.papers.wlb_llm.systems import (
     ADAPTIVE,
     FIXED_DOCUMENT,
@@ -21,7 +21,7 @@ from megatron_balance.papers.wlb_llm.systems import (
     PACKED,
     PLAIN,
     WLB,
-    System,
+    WlbSystem,
     fixed_blocks,
     speedups,
     tokens_per_s,
@@ -30,7 +30,7 @@ from megatron_balance.papers.wlb_llm.systems import (
 from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS
 from megatron_balance.workloads.distributions import K
 
-SMALL = Case("llama-550m", 16 * K, 2, 2, 2)
+SMALL = WlbCase("llama-550m", 16 * K, 2, 2, 2)
 ONE = Effort(1)
 
 
@@ -57,7 +57,7 @@ def test_samples_hold_whole_documents_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("system", [FIXED_SEQUENCE, PACKED, WLB], ids=lambda system: system.name)
-def test_every_system_trains_each_document_of_a_run_once(system: System) -> None:
+def test_every_system_trains_each_document_of_a_run_once(system: WlbSystem) -> None:
     batches = SMALL.batches(SKEW, 3)
     steps = system.steps(SMALL, SKEW, batches)
     assert documents(steps) == documents(batches)

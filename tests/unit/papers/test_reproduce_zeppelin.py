@@ -22,7 +22,7 @@ from megatron_balance.papers.zeppelin.systems import (
     TE,
     TE_ROUTED,
     ZEPPELIN,
-    Case,
+    ZeppelinCase,
     tokens_per_s,
 )
 from megatron_balance.simulator.attention import attention_call
@@ -32,9 +32,9 @@ ONE = Effort(1)
 
 
 @pytest.fixture(scope="module")
-def small() -> Case:
+def small() -> ZeppelinCase:
     """3B on two nodes of cluster A."""
-    return Case("llama-3b", "a800", 16)
+    return ZeppelinCase("llama-3b", "a800", 16)
 
 
 def named(rows: list[Row], start: str) -> Row:
@@ -64,7 +64,7 @@ def test_shares_are_divided_by_the_sum_of_their_row_and_githubs_is_0_945():
 
 
 def test_a_boundary_is_where_flops_over_the_rate_are_bytes_over_the_rate():
-    case = Case("llama-7b", "a800", 16)
+    case = ZeppelinCase("llama-7b", "a800", 16)
     model, cluster = case.model, case.cluster
     pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_share)
     plain = 2 * model.kv_bytes_per_token / cluster.nic_bytes_per_s / pair_s
@@ -204,7 +204,7 @@ def test_gathering_is_ahead_of_a_ring_over_one_nic(small):
 def test_more_nics_leave_less_to_gain(small):
     """Cluster C has a NIC for each GPU; A has one for two."""
     lengths = small.batches("arxiv", 1)[0]
-    other = Case("llama-3b", "h200", 16)
+    other = ZeppelinCase("llama-3b", "h200", 16)
     gain = [TE.step_s(case, lengths) / ZEPPELIN.step_s(case, lengths) for case in (small, other)]
     assert gain[0] > gain[1] > 1
 
@@ -217,7 +217,7 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
     assert plan.num_ranks == 8
     # Twice the GPUs a rank: a layer's products take half as long, and the groups' own transfers
     # come on top.
-    single = Case("llama-13b", "a800", 16)
+    single = ZeppelinCase("llama-13b", "a800", 16)
     assert case.cost.layer_s(8192) > single.cost.layer_s(8192) / 2
     assert case.cost.layer_s(8192) == pytest.approx(
         single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192), rel=1e-6
@@ -246,7 +246,7 @@ def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
     assert {published[name] for name in published} == {2.80, 6.60}
 
 
-def _fixed_speedups(case: Case, batches: list[tuple[int, ...]]) -> dict[str, float]:
+def _fixed_speedups(case: ZeppelinCase, batches: list[tuple[int, ...]]) -> dict[str, float]:
     zeppelin = {"llama-7b": 3.0, "llama-13b": 4.0, "moe-8x550m": 2.0}[case.model_name]
     if case.expert_load is not None:
         zeppelin /= 2
@@ -298,7 +298,7 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
 
 
 def test_a_remap_takes_the_longer_of_link_and_nic():
-    case = Case("llama-7b", "h200", 16)
+    case = ZeppelinCase("llama-7b", "h200", 16)
     plan = replace(ZEPPELIN.plans(case, (4 * K,) * 16)[0], moves=table3.Rows.of(3, [(0, 1, 1000), (2, 9, 1000)]))
     seconds = table3.remap_s(case, plan)
     each = case.cost.kv_bytes(1000) + 2 * case.cost.query_bytes(1000)

@@ -23,7 +23,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, Scheduling, linear_owned, plan, schedule
-from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems, Sizes
+from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems, TaskSizes
 
 MODEL = Model(num_heads=32, num_kv_heads=32, head_dim=128)
 CLUSTER = Cluster(16, 8)
@@ -42,7 +42,7 @@ def plain(
     start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float
 ) -> tuple[float, float]:
     """The best plain shard of one item."""
-    return _cheapest(PlainItems(3, Sizes(size_q, size_kv)), (start, stop), share, resident)
+    return _cheapest(PlainItems(3, TaskSizes(size_q, size_kv)), (start, stop), share, resident)
 
 
 def pair(inner: float, outer: float, share: float) -> tuple[float, float]:

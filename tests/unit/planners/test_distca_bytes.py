@@ -22,7 +22,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, plan_owned
 from megatron_balance.planners.distca.parts import at_hand, num_bytes
 from megatron_balance.planners.distca.servers import Caps, Servers
-from megatron_balance.planners.distca.shards import HeadTail, PairItems, Piece, Plain, Sizes
+from megatron_balance.planners.distca.shards import HeadTail, PairItems, Piece, Plain, TaskSizes
 from megatron_balance.planners.distca.work import Edges, Seconds
 from tests.support.flat_cost import MODEL, FlatCost
 
@@ -114,7 +114,7 @@ def made_servers(owned: list[Owner], num_ranks: int, shards: str, caps: Caps | N
     seconds = Seconds.of(FlatCost(MODEL, pair=PAIR_S), max(stop for _, _, _, stop in owned))
     edges = Edges.of(np.array(owned, dtype=np.int64), BLOCK, seconds)
     kind = Plain if shards == "plain" else HeadTail
-    return Servers(edges, kind(edges, Sizes(QUERY_BYTES, KEY_BYTES)), num_ranks, caps or Caps())
+    return Servers(edges, kind(edges, TaskSizes(QUERY_BYTES, KEY_BYTES)), num_ranks, caps or Caps())
 
 
 def keys_of(spans: list[Span]) -> set[int]:
@@ -158,7 +158,9 @@ def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
             else:
                 assert not any(free)
             queries = [servers.shards.num_queries((piece[0], piece[1], each)) for each in range(stop, piece[2] + 1)]
-            costs = num_bytes(servers, piece, (low, stop, np.zeros(len(low))), server, Sizes(QUERY_BYTES, KEY_BYTES))
+            costs = num_bytes(
+                servers, piece, (low, stop, np.zeros(len(low))), server, TaskSizes(QUERY_BYTES, KEY_BYTES)
+            )
             wanted = np.array(queries) * QUERY_BYTES + (key_stops - np.array(free)) * KEY_BYTES
             assert costs == pytest.approx(wanted)
 

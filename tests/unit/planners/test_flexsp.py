@@ -21,7 +21,15 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.flexsp import FlexSpOptions, blast, plan_batch
 from megatron_balance.solvers import sized_groups
-from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, Problem, bucket, greedy, improve
+from megatron_balance.solvers.sized_groups import (
+    Groups,
+    GroupsProblem,
+    Limits,
+    NoBetterAnswerError,
+    bucket,
+    greedy,
+    improve,
+)
 
 MODEL = Model(32, 8, 128)
 LENGTHS = [24957, 8593, 25756, 17251, 28869, 6177, 5610, 592, 9331, 15506]
@@ -85,7 +93,7 @@ def test_a_capacity_equal_to_the_average_is_legal(lengths: list[int]) -> None:
 def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     pytest.importorskip("scipy")
     cluster = Cluster(32, 8)
-    pricing = flexsp._Pricing(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
+    pricing = flexsp._GroupSeconds(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
     problem = pricing.problem(LENGTHS, 8000)
     by_program, by_greed = (
         problem.makespan(pricing.groups(LENGTHS, 8000, FlexSpOptions(solver=solver))) for solver in ("highs", "greedy")
@@ -135,9 +143,9 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
 
 
 def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sized_groups._Program, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
-    problem = Problem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
-    with pytest.raises(NoAnswerError, match="groups that are not there"):
+    monkeypatch.setattr(sized_groups._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
+    problem = GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
+    with pytest.raises(NoBetterAnswerError, match="groups that are not there"):
         improve(problem, ((2, (0, 1)),), Limits())
 
 
@@ -181,15 +189,15 @@ def test_options_out_of_range_are_errors(option: str, value: object) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> GroupsProblem:
     tokens = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     sizes = (1, 2, 4)
     fixed = draw(st.sampled_from([0.0, 1.0]))  # what each further rank costs
     seconds = [[n * n / size + fixed * (size - 1) for size in sizes] for n in tokens]
-    return Problem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
+    return GroupsProblem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: GroupsProblem) -> float:
     """The lowest makespan over all sizes and assignments."""
     best = float("inf")
     for count in range(1, problem.num_ranks + 1):
@@ -207,13 +215,13 @@ def brute_force(problem: Problem) -> float:
 
 @given(problem=problems())
 @settings(max_examples=40)
-def test_the_program_finds_the_optimum_of_small_problems(problem: Problem) -> None:
+def test_the_program_finds_the_optimum_of_small_problems(problem: GroupsProblem) -> None:
     pytest.importorskip("scipy")
     together: Groups = ((4, tuple(range(len(problem.tokens)))),)
     start = greedy(problem) or together
     try:
         found = improve(problem, start, Limits(nodes=1000))
-    except NoAnswerError:
+    except NoBetterAnswerError:
         found = start
     assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))
     assert sum(size for size, _ in found) <= 4

@@ -21,9 +21,9 @@ from megatron_balance.cost.gamma import gamma_of, gamma_work, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan
-from megatron_balance.planners.knapformer.auto import Search, allowed_sizes
+from megatron_balance.planners.knapformer.auto import TopologySearch, allowed_sizes
 from megatron_balance.planners.knapformer.knapsack import assign
-from megatron_balance.planners.knapformer.price import Prices
+from megatron_balance.planners.knapformer.price import TopologyPrices
 from megatron_balance.planners.knapformer.topology import Topology, parse
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.machine import Machine
@@ -200,7 +200,9 @@ def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
 def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() -> None:
     cluster, cost = Cluster(4, 4), AnalyticCost(Cluster(4, 4), MODEL)
     lengths = (100, 10, 10, 8)
-    search = Search(lengths, sequence_work(np.array(lengths, dtype=float), MODEL, 1.0), cluster, MODEL, cost, 40)
+    search = TopologySearch(
+        lengths, sequence_work(np.array(lengths, dtype=float), MODEL, 1.0), cluster, MODEL, cost, 40
+    )
     found = search.best(100)
     held = np.bincount(found.group_of, weights=lengths, minlength=len(found.topology.sizes))
     assert (held <= 40 * np.array(found.topology.sizes)).all()
@@ -220,18 +222,18 @@ def test_topologies_that_are_not_filled_are_no_better(
     model: Model, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    is_slower = Prices.is_slower
+    is_slower = TopologyPrices.is_slower
 
-    def counted(prices: Prices, sizes: Sequence[int], seconds: float) -> bool:
+    def counted(prices: TopologyPrices, sizes: Sequence[int], seconds: float) -> bool:
         asked.append(is_slower(prices, sizes, seconds))
         return asked[-1]
 
     given = Batch(tuple(lengths)), H100, model, planning_cost(H100, model, None), KnapFormerOptions()
     with monkeypatch.context() as patched:
-        patched.setattr(Prices, "is_slower", counted)
+        patched.setattr(TopologyPrices, "is_slower", counted)
         found = plan(*given)
     assert any(asked)
-    monkeypatch.setattr(Prices, "is_slower", lambda *_: False)
+    monkeypatch.setattr(TopologyPrices, "is_slower", lambda *_: False)
     assert plan(*given) == found
 
 
@@ -247,7 +249,7 @@ def test_experts_wait_for_the_rank_with_the_most_tokens(topology: str) -> None:
     step = simulate_step([planned], machine, Setup("keep", experts=8, engine="rounds"))
     groups, work = parse(topology).repeated(32), sequence_work(np.array(CAUSAL), EXPERTS, gamma_of(cost, EXPERTS))
     group_of = assign(work, CAUSAL, groups.sizes, None)
-    price_s = Prices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
+    price_s = TopologyPrices(CAUSAL, cluster, EXPERTS, cost).seconds(groups, group_of)
     assert price_s == pytest.approx(sum(step.layer_s), rel=0.01)
 
 

@@ -22,8 +22,8 @@ from megatron_balance.planners.wlb_llm.delay import release
 from megatron_balance.planners.wlb_llm.packing import Document, by_workload
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import pipeline
-from megatron_balance.simulator.pipeline import Pass
-from megatron_balance.solvers.fixed_packing import Problem, greedy, improve
+from megatron_balance.simulator.pipeline import ChunkPass
+from megatron_balance.solvers.fixed_packing import PackingProblem, greedy, improve
 
 CLUSTER, MODEL = Cluster(2, 2), Model(4, 2, 16)
 CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL), own_microbatches=False)
@@ -163,7 +163,7 @@ def test_the_longest_microbatches_run_in_the_middle_and_a_pipeline_waits_less() 
     assert members(ordered) == [(1,), (3,), (4,), (0,), (2,), (5,)]
 
     def seconds(step: StepPlan) -> float:
-        def after(_stage: int, one: Pass, ready: Floats) -> Floats:
+        def after(_stage: int, one: ChunkPass, ready: Floats) -> Floats:
             return ready + (1 + one.backward) * step.plans[one.microbatch].num_tokens ** 2
 
         return pipeline.run(3, len(lengths), 1, 1, after, lambda _: np.zeros(1)).total_s
@@ -172,13 +172,13 @@ def test_the_longest_microbatches_run_in_the_middle_and_a_pipeline_waits_less() 
 
 
 def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:
-    problem = Problem((9, 9, 8, 8, 5, 2), 2, 22)
+    problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
     bins = greedy(problem)
     better = improve(problem, bins, 20)
     assert problem.largest(bins) == 170
     assert problem.largest(better) == 166, "the least of all 64 answers"
     assert improve(problem, better, 20) == better
-    assert greedy(Problem((9, 8), 1, 10)) == [0, None]
+    assert greedy(PackingProblem((9, 8), 1, 10)) == [0, None]
 
 
 def test_a_window_of_several_batches_brings_like_microbatches_together() -> None:

@@ -305,10 +305,10 @@ def drawn(seed: int, num_seqs: int = 60) -> list[int]:
 def test_a_batch_judged_twice_is_placed_as_if_each_were_the_first_time(seed: int) -> None:
     lengths = [1000 * length for length in drawn(seed)]
     weights = [pricing(ZeppelinOptions(remapped=on)) for on in (True, False)]
-    shared = costed.Search(prices(lengths))
+    shared = costed.CostedSearch(prices(lengths))
     for own in weights:
         found = costed.place(shared, 80_000, own)
-        alone = costed.place(costed.Search(Prices(lengths, CLUSTER, COST, own)), 80_000, own)
+        alone = costed.place(costed.CostedSearch(Prices(lengths, CLUSTER, COST, own)), 80_000, own)
         assert found.placement == alone.placement
         assert found.prediction == prices(lengths).predict(found.placement)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.received import received_bytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.config import load_cluster, load_model
@@ -113,13 +113,13 @@ def test_plans_with_room_are_not_estimated_for_it(monkeypatch: pytest.MonkeyPatc
 def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: str, ranks: int, size: int) -> None:
     cluster, model = load_cluster("h100").build(num_ranks=ranks), DEEPSEEK if name == "deepseek" else load_model(name)
     cost = AnalyticCost(cluster, model)
-    found = waves.place(lengths, cluster, model, cost, waves.Asked(sum(lengths), size=size), lambda _: None)
+    found = waves.place(lengths, cluster, model, cost, waves.WaveLimits(sum(lengths), size=size), lambda _: None)
     assert found is not None
     zone, chosen = found
     heads = (model.num_heads, model.num_kv_heads)
     plan = MicrobatchPlan("zeppelin", tuple(lengths), ranks, cluster.node_size, *heads, (zone,))
     most, held = (
-        room.most_bytes(room.Placed(plan, chosen), Prices.of(cluster, model, cost)),
+        room.most_bytes(room.PlannedInWaves(plan, chosen), Prices.of(cluster, model, cost)),
         received_bytes(plan, model),
     )
     assert tokens_per_rank(plan).max() <= most.tokens
@@ -130,12 +130,12 @@ def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: 
 def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken() -> None:
     """Of those that fit, the one of the shorter layer."""
     (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
-    own, other = (room.Placed(plan, _chosen(prices)) for plan in (replayed, kept))
+    own, other = (room.PlannedInWaves(plan, _chosen(prices)) for plan in (replayed, kept))
     assert room.with_room(own, lambda: other, (), prices) == other
     assert room.with_room(own, lambda: None, (), prices) == own
     assert room.with_room(own, lambda: own, (2,), prices) == own
     assert room.with_room(own, lambda: None, (1, 2, 3), prices).plan == replace(replayed, zones=_in(replayed, 3))
-    slow = room.Placed(replace(replayed, zones=_in(replayed, 8)), own.chosen)
+    slow = room.PlannedInWaves(replace(replayed, zones=_in(replayed, 8)), own.chosen)
     cramped = replace(prices, cluster=replace(prices.cluster, memory_bytes=70e9))
     seconds = [known.layer_s for each in (own, slow) if (known := estimate(each.plan, cramped))]
     assert seconds[0] < seconds[1]
@@ -149,7 +149,7 @@ def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
 
 
 def _chosen(prices: Prices) -> waves.Chosen:
-    asked = waves.Asked(sum(LONG))
+    asked = waves.WaveLimits(sum(LONG))
     found = waves.choose(LONG, prices.cluster, prices.model, prices.cost, asked, lambda _: None)
     assert found is not None
     return found

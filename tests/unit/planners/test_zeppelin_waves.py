@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance import make_planner
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.estimate.times import Machine as Prices
+from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.batches import verify_order_of
 from megatron_balance.compile.pipeline import compile_ranks
@@ -27,7 +27,7 @@ from megatron_balance.planners import zeppelin
 from megatron_balance.planners.zeppelin.estimate import WAVES, GroupCosts, estimate, rings_s
 from megatron_balance.planners.zeppelin.lead import with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, level_tokens, placements, zigzag_edges
-from megatron_balance.planners.zeppelin.waves import Asked, choose, group_sizes
+from megatron_balance.planners.zeppelin.waves import WaveLimits, choose, group_sizes
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step
 
@@ -172,7 +172,7 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
 
 def test_the_estimate_is_near_the_simulator() -> None:
     own = cluster()
-    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6), {}.get)
+    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), WaveLimits(capacity=10**6), {}.get)
     assert chosen is not None
     simulated = simulate_step([plan_of(MIXED)], Machine(own, MODEL, AnalyticCost(own, MODEL)))
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))

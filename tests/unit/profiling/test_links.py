@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.profiling.links import exchanged  # noqa: E402
-from megatron_balance.runtime.cuda import Transfer  # noqa: E402
+from megatron_balance.runtime.cuda import StreamMessage  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 
 
@@ -37,7 +37,7 @@ class Written:
     def empty(self, num_bytes: int) -> Any:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def batch(self, transfers: list[Transfer]) -> None:
+    def batch(self, transfers: list[StreamMessage]) -> None:
         self.log.append(("batch", *((t.src, t.dst, t.sends, t.peer, t.tensor.nbytes) for t in transfers)))
 
 

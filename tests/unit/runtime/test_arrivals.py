@@ -8,14 +8,14 @@ pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.arrivals import arrivals, taken_together
-from megatron_balance.runtime.lower.regions import Run
-from megatron_balance.runtime.lower.steps import ExchangeStep, Message, Packed
+from megatron_balance.runtime.lower.regions import RowRun
+from megatron_balance.runtime.lower.steps import ExchangeStep, Packed, PeerMessage
 
 
-def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> Message:
+def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> PeerMessage:
     start, stop = rows
-    run = Run(0, stop - start, buffer, start, stop, None, 0, heads[1] - heads[0], heads[0])
-    return Message(peer, kind, Packed((run,), run.count, run.num_heads, (None,)))
+    run = RowRun(0, stop - start, buffer, start, stop, None, 0, heads[1] - heads[0], heads[0])
+    return PeerMessage(peer, kind, Packed((run,), run.count, run.num_heads, (None,)))
 
 
 def test_heads_of_other_peers_are_taken_together() -> None:
@@ -46,5 +46,5 @@ def test_what_meets_an_earlier_message_comes_behind_it_and_behind_what_that_came
 
 
 def test_received_inputs_become_buffers_of_their_own_and_meet_nothing() -> None:
-    received = [Message(peer, kind, Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
+    received = [PeerMessage(peer, kind, Packed((), 8, 2), peer) for peer in (1, 2) for kind in (Kind.Q, Kind.KV)]
     assert arrivals(received) == ((0, 2), (1, 3))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.analysis.trace_format import COMPUTE, Span
+from megatron_balance.analysis.trace_format import COMPUTE, TrackSpan
 from megatron_balance.runtime import recorder
 
 
@@ -27,6 +27,6 @@ def test_a_process_that_is_held_up_while_it_reads_clocks_is_not_late_in_the_trac
         now=lambda: (read(device_s),), timed=lambda _: None, seconds=lambda begin, end: end[0] - begin[0]
     )
     made = recorder.Recorder(0, streams if streamed else None)
-    made.add(Span(0, COMPUTE, "", 0.0, 0.0), made.mark(), made.mark())
+    made.add(TrackSpan(0, COMPUTE, "", 0.0, 0.0), made.mark(), made.mark())
     (span,) = made.spans()
     assert made.began_unix_s + span.stop_s == pytest.approx(clock.now + 7000.0, abs=1e-5)

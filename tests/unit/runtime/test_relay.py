@@ -12,16 +12,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.counters import Traffic  # noqa: E402
+from megatron_balance.runtime.counters import PhaseTraffic  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
-from megatron_balance.runtime.lower.parcels import Form  # noqa: E402
+from megatron_balance.runtime.lower.parcels import CallForm  # noqa: E402
 from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
 from megatron_balance.runtime.shape import AttentionShape  # noqa: E402
 from megatron_balance.runtime.trace import Trace  # noqa: E402
 from megatron_balance.runtime.transport import relay  # noqa: E402
 from megatron_balance.runtime.transport.relay import Relay  # noqa: E402
 
-FORM = Form.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
+FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
 
 
@@ -59,7 +59,7 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
     passing = Relay(
         [[relay_task(exchange) for exchange in range(40)]], FORM, Groups(1, 8, tuple(range(8)), None), trace
     )
-    traffic = Traffic()
+    traffic = PhaseTraffic()
     passing.finish(traffic)
     assert [entry for entry in wire.log if entry[0] == "send"] == [("send", 5, 100 * i + 8, 64) for i in range(40)]
     assert [entry for entry in wire.log if entry[0] == "receive"] == [
@@ -67,7 +67,7 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
     ]
     ahead = [entry[0] for entry in wire.log].index("send")
     assert 1 < ahead < 40
-    assert traffic == Traffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
+    assert traffic == PhaseTraffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
     assert [(e.stream, e.op, e.leg, e.role) for e in trace[:2]] == [
         ("dispatch", 0, "dispatch", "send_proxy"),
         ("inter_node", 0, "across", "send_proxy"),
@@ -79,7 +79,7 @@ def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     # 16 bytes: one piece of the two.
     tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
     whole = tiny._replace(route=tiny.route._replace(index=1))
-    Relay([[tiny, whole]], FORM, Groups(1, 8, tuple(range(8)), None), None).finish(Traffic())
+    Relay([[tiny, whole]], FORM, Groups(1, 8, tuple(range(8)), None), None).finish(PhaseTraffic())
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
 
 
@@ -91,7 +91,7 @@ def test_a_lost_piece_is_named_and_everything_else_broken_off(monkeypatch: pytes
         r"it did not arrive: Connection closed by peer"
     )
     with pytest.raises(RuntimeError, match=expected):
-        passing.finish(Traffic())
+        passing.finish(PhaseTraffic())
     assert wire.log[-1] == ("break off",)
     assert ("send", 5, 308, 64) not in wire.log
     with pytest.raises(RuntimeError, match="exchange 3"):

@@ -19,7 +19,7 @@ from megatron_balance.ir.program import Kind  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
 from megatron_balance.runtime.executor import run_backward, run_forward  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
-from megatron_balance.runtime.lower.steps import Finish, GradLaunch  # noqa: E402
+from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch  # noqa: E402
 from tests.support import by_hand  # noqa: E402
 from tests.unit.compile.test_streams import Written  # noqa: E402
 
@@ -112,6 +112,6 @@ def test_a_gradient_is_kept_where_it_is_the_first_of_its_buffer_and_all_of_it() 
     assert [len(step.dk_sums.added.runs) for step in launches] == [0, 0, 0, 0]
     # Queries of the last chunk only, while the keys of later ranks are there.
     assert [len(step.dq_sums.kept) for step in launches] == [0, 0, 0, 0]
-    received = [m for step in steps if isinstance(step, Finish) for m in step.exchange.receives]
+    received = [m for step in steps if isinstance(step, FinishStep) for m in step.exchange.receives]
     assert {m.kind for m in received} == {Kind.KV_GRAD}
     assert all(not m.sums.kept for m in received), "the launch came first"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
-from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, streams
+from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step, streams
 from megatron_balance.compile.pipeline import compile_rank, expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.compile.transpose import POLICIES
@@ -35,7 +35,7 @@ from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
-from megatron_balance.simulator.phase import Flow, Phase, phase_of
+from megatron_balance.simulator.phase import Flow, SimulatedPhase, phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -161,12 +161,12 @@ def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_in
     ]
     flows = [Flow(0, leg, stream, a, b, 0, 4, num_bytes) for leg, stream, a, b in legs]
     steps: list[tuple[Step, ...]] = [
-        (Start(0), Run(1), Finish(0)) if rank in (0, 1, 4, 5) else (Run(1),) for rank in range(8)
+        (Start(0), RunLaunches(1), Finish(0)) if rank in (0, 1, 4, 5) else (RunLaunches(1),) for rank in range(8)
     ]
-    seconds = [[10.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
-    exchanges = [[-1 if isinstance(step, Run) else 0 for step in own] for own in steps]
-    blocks_s = [[2.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
-    phase = Phase(steps, seconds, exchanges, blocks_s, flows)
+    seconds = [[10.0 if isinstance(step, RunLaunches) else 0.0 for step in own] for own in steps]
+    exchanges = [[-1 if isinstance(step, RunLaunches) else 0 for step in own] for own in steps]
+    blocks_s = [[2.0 if isinstance(step, RunLaunches) else 0.0 for step in own] for own in steps]
+    phase = SimulatedPhase(steps, seconds, exchanges, blocks_s, flows)
     found = engine.play(phase, machine, np.zeros(8), trace=True).occupied
     near, far = CALL + INTRA.time_s(num_bytes), CALL + INTER.time_s(num_bytes)
     stop = {each.name: each.stop_s for each in found if each.name in ("dispatch", "across", "combine")}

@@ -16,7 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s
+from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, all_to_all_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -122,7 +122,7 @@ def test_equal_microbatches_are_simulated_once(monkeypatch):
 def test_the_bubble_of_a_pipeline_is_what_the_closed_form_says(stages, microbatches, chunks):
     forward_s, backward_s = 1.0, 2.0
 
-    def each(_: int, step: pipeline.Pass, ready: np.ndarray) -> np.ndarray:
+    def each(_: int, step: pipeline.ChunkPass, ready: np.ndarray) -> np.ndarray:
         return ready + (backward_s if step.backward else forward_s) / chunks
 
     clocks = pipeline.run(stages, microbatches, chunks, 1, each, lambda _: np.zeros(1))
@@ -138,7 +138,9 @@ def test_every_stage_runs_every_pass_once(stages, groups, chunks):
     microbatches = groups if chunks == 1 else groups * stages
     for stage in range(stages):
         found = pipeline.order(stages, stage, microbatches, chunks)
-        expected = {pipeline.Pass(b, m, c) for b in (False, True) for m in range(microbatches) for c in range(chunks)}
+        expected = {
+            pipeline.ChunkPass(b, m, c) for b in (False, True) for m in range(microbatches) for c in range(chunks)
+        }
         assert len(found) == len(expected)
         assert set(found) == expected
 
@@ -200,7 +202,7 @@ def test_peaks_are_those_of_the_memory_model():
 def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_node):
     machine = flat_machine(8, ranks_per_node, 2)
     group = np.arange(8)
-    here = Group(
+    here = CollectiveGroup(
         8,
         ranks_per_node,
         machine.intra,

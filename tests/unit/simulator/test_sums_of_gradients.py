@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron_balance.analysis.estimate.times import Machine as EstimateMachine
+from megatron_balance.analysis.estimate.times import PricedMachine as EstimateMachine
 from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.ir.plan import MicrobatchPlan, Zone

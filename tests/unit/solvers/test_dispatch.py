@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.simulator.pipeline import Pass, run
+from megatron_balance.simulator.pipeline import ChunkPass, run
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, lower_bound_s, slowest_s
 from megatron_balance.solvers.microbatches import clock_s, pack, step_bound_s, util_tokens
 
@@ -103,7 +103,7 @@ def test_the_clock_is_the_simulators(stages: int, count: int) -> None:
     pipeline = PipelineCost(0.0, 1.0, 0.5, stages, 100)
     lengths = [[int(n)] for n in np.random.default_rng(count).integers(1, 90, count)]
 
-    def each(stage: int, step: Pass, begin: np.ndarray) -> np.ndarray:
+    def each(stage: int, step: ChunkPass, begin: np.ndarray) -> np.ndarray:
         return begin + (lengths[step.microbatch][0] + 0.5) * (2 / 3 if step.backward else 1 / 3)
 
     clocks = run(stages, count, 1, 1, each, lambda _: np.zeros(1))

@@ -16,7 +16,7 @@ from megatron_balance.solvers.dispatch import (
     lower_bound_s,
     problem_of,
 )
-from megatron_balance.solvers.machines import Problem
+from megatron_balance.solvers.machines import MachinesProblem
 from megatron_balance.solvers.makespan_bound import Stairs, by_weights, lower_bound
 from tools.bench.dispatch import drawn, least_of_all, seconds
 
@@ -100,7 +100,7 @@ def test_stairs_open_a_machine_where_those_before_are_full() -> None:
     """Items of 4, 3, 2, 1, 1 and 1 s on two machines that count their largest again."""
     work = np.array([[4.0, 3.0, 2.0, 1.0, 1.0, 1.0]])
     two = np.zeros(2, dtype=np.int64)
-    problem = Problem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
+    problem = MachinesProblem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
     stairs = Stairs.of(problem, np.array([0.5]))
     assert stairs is not None
     # In 10 s the first has room for 10 - 4 s: the item of 3 s opens the second, which has 10 - 3.
@@ -118,7 +118,7 @@ def test_stairs_open_a_machine_where_those_before_are_full() -> None:
 def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
     """Stairs would fill the second machine to the time of the first."""
     sizes = np.array([1000, *[1] * 200])
-    problem = Problem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
+    problem = MachinesProblem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
     loads = problem.seconds(makespan.assign(problem))
     assert loads.max() == pytest.approx(20.0)
     assert sorted(loads)[:2] == [pytest.approx(1.01), pytest.approx(1.01)]
@@ -127,7 +127,7 @@ def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
 def test_what_counts_again_may_be_more_than_an_item_works() -> None:
     """Items of 5 and 1 s, of which the second counts 3 s where it is the largest."""
     kind = np.zeros(2, dtype=np.int64)
-    problem = Problem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
+    problem = MachinesProblem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
     assert problem.seconds(np.array([0, 1])).tolist() == [10, 4]
     assert problem.seconds(np.array([0, 0])).tolist() == [11, 0]
     found, seconds = makespan.in_turn(problem, np.array([[0, 1]]), None)
@@ -162,11 +162,11 @@ def test_where_nothing_counts_again_there_are_no_stairs() -> None:
     assert Stairs.of(alike(5), np.array([0.5])) is None
 
 
-def alike(num_items: int) -> Problem:
+def alike(num_items: int) -> MachinesProblem:
     """Two machines of one kind, items of 3, 3, 2, 2 and 2 seconds, and then of none."""
     work = np.zeros((1, num_items))
     work[0, :5] = 3, 3, 2, 2, 2
-    return Problem(work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.ones(num_items, np.int64))
+    return MachinesProblem(work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.ones(num_items, np.int64))
 
 
 def test_a_swap_makes_the_longest_first_even() -> None:
@@ -194,8 +194,8 @@ def test_the_bound_is_that_of_the_best_weights_of_unlike_machines() -> None:
     """One kind does long items in less time, the other short ones: half a second each is the least."""
     work = np.array([[1.0] * 4 + [2.0] * 4, [2.0] * 4 + [1.0] * 4]) / 8
     kind = np.array([0, 1])
-    problem = Problem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
+    problem = MachinesProblem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
     assert lower_bound(problem) == pytest.approx(0.5)
-    slow = Problem(work * [[1.0], [3.0]], kind, np.zeros(2), np.zeros(2), problem.sizes)
+    slow = MachinesProblem(work * [[1.0], [3.0]], kind, np.zeros(2), np.zeros(2), problem.sizes)
     # All items on the first take 1.5 s; the second takes 2.25 of its 4 at 3/8 s.
     assert lower_bound(slow) == pytest.approx(0.9, rel=1e-3)

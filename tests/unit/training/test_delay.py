@@ -20,7 +20,7 @@ from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.nano_batches import Recalled, by_nano_batch
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
 from megatron_balance.training.sequences import Sequences
-from megatron_balance.workloads.documents import DocumentStream, Piece
+from megatron_balance.workloads.documents import DocumentPiece, DocumentStream
 
 CONTEXT = 512
 STEPS = 200
@@ -37,7 +37,7 @@ def stream(seed: int = 5) -> DocumentStream:
     return DocumentStream(DOCUMENTS, CONTEXT, seed, filling="next_fit")
 
 
-def tokens_of(piece: Piece) -> torch.Tensor:
+def tokens_of(piece: DocumentPiece) -> torch.Tensor:
     """Tokens [n, 1] of a piece of a document."""
     document, start, stop = piece
     return torch.from_numpy(TOKENS[STARTS[document] + start : STARTS[document] + stop])[:, None]
@@ -77,7 +77,7 @@ class Run:
         if self.saved:
             self.plans.restore(*Ledger.from_json(self.saved))
 
-    def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[Piece]]:
+    def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[DocumentPiece]]:
         """Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
         `dies` counts for nothing."""
         draw = self.plans.draw(self.num_microbatches)
@@ -130,7 +130,7 @@ def multiset(documents: list[torch.Tensor]) -> Counter[bytes]:
 
 def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_trained_once() -> None:
     run = Run()
-    drawn: list[Piece] = []
+    drawn: list[DocumentPiece] = []
     trained: list[torch.Tensor] = []
     waited = recalled = changed = 0
     while run.done < STEPS:

@@ -29,7 +29,7 @@ from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training import log
-from megatron_balance.training.figures import Job
+from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.lines import LineFile
 from megatron_balance.training.log import LogTarget, StepLog
@@ -60,7 +60,7 @@ def finished(
     """Finish a step that never began, then step 7 or `numbers`, perhaps under a strategy. `loss`: also
     the norm; None: 1.5 and 0.25.
     """
-    steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
+    steps.describe(JobFacts(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
     steps.finish(1, None, None)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
     step = StepPlan.whole((plan,))

@@ -19,7 +19,7 @@ from megatron_balance.planning.ahead import Ready
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import Held, Ledger
+from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
 
 SAMPLES = tuple((10 + n, 5) for n in range(12))
@@ -284,4 +284,4 @@ def test_evaluation_carries_nothing(planner: StepPlanner) -> None:
 def test_what_another_planner_held_back_is_not_restored_where_nobody_can_train_it(planner: StepPlanner) -> None:
     carry = Carry.of("delays", [], ((-1, 5),))
     with pytest.raises(ConfigError, match="planner counting cannot train the 1 sequences that planner delays held"):
-        Job(planner).plans.restore(Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5))
+        Job(planner).plans.restore(Ledger(carry, (HeldDocument(-1, 0, 1, 5),), drawn=5))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.steps import Finish, Phase, Start
+from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase
 from megatron_balance.runtime.trace import Mark, Traced
 
 
@@ -47,10 +47,10 @@ def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]
     sent: dict[int, Mark] = {}
     for step in phase.steps:
         match step:
-            case Start(exchange):
+            case IssueStep(exchange):
                 for _ in exchange.places():
                     sent[exchange.id] = next(events).stop_s
-            case Finish(exchange):
+            case FinishStep(exchange):
                 event: Traced = next(events)
                 sources = tuple(sorted({message.peer for message in exchange.receives}))
                 sent_s: float = sent.get(exchange.id, event.start_s)

@@ -21,7 +21,7 @@ from megatron_balance.planning.choice import PlannerChoice, choose_planner
 from megatron_balance.planning.layers import Layers
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.pipeline import Clocks, Pass
+from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.workloads.lengths import Lengths, draw
 from tools.bench.distca.pipeline.experiment import cut
 from tools.bench.emulated.point import BYTES_PER_ELEMENT, HEAD_DIM, HEADS, NUM_RANKS, RANKS_PER_NODE, ROUND_PAIRS, Point
@@ -172,7 +172,7 @@ def small_s(lengths: Lengths, point: Point, machine: Machine, *, backward: bool)
     return (attention_s + (2 if backward else 1) * linear_s) / machine.num_ranks
 
 
-def small_step(step: Dealt, point: Point, machine: Machine, stages: int) -> Clocks:
+def small_step(step: Dealt, point: Point, machine: Machine, stages: int) -> PipelineClocks:
     """The trained step on the simulator's clocks of pipelines, `small_s` for each pass; stages of
     all pipelines one after the other.
 
@@ -182,13 +182,13 @@ def small_step(step: Dealt, point: Point, machine: Machine, stages: int) -> Cloc
     done, busy = (
         tuple(chain.from_iterable(each)) for each in zip(*((c.done_s, c.busy_s) for c in clocks), strict=True)
     )
-    return Clocks(done, busy)
+    return PipelineClocks(done, busy)
 
 
-def _pipeline(microbatches: Sequence[Lengths], point: Point, machine: Machine, stages: int) -> Clocks:
+def _pipeline(microbatches: Sequence[Lengths], point: Point, machine: Machine, stages: int) -> PipelineClocks:
     layers = machine.model.num_layers // stages
 
-    def each(_stage: int, one: Pass, ready: Floats) -> Floats:
+    def each(_stage: int, one: ChunkPass, ready: Floats) -> Floats:
         return ready + layers * small_s(microbatches[one.microbatch], point, machine, backward=one.backward)
 
     def transfer(microbatch: int) -> Floats:

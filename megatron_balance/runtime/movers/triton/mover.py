@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_balance.runtime.lower.moves import Alike, Call, Move, Moved, Site
-from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
+from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.lower.tables import tensors_in
 from megatron_balance.runtime.lower.views import made
@@ -78,7 +78,9 @@ class TritonMover:
             self._blank[dtype] = torch.zeros(16, dtype=dtype, device=self.device)
         return self._blank[dtype]
 
-    def prepare(self, moves: Iterable[Move], sizes: Mapping[int, tuple[int, int]], form: Form) -> Sequence[Tensor]:
+    def prepare(
+        self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
+    ) -> Sequence[Tensor]:
         """See `Mover`: tables and row maps of these calls, on the host until they are shipped."""
         tables: list[BlockTable] = []
         maps: list[RowMap] = []
@@ -103,7 +105,7 @@ class TritonMover:
         held = [(table.row_maps, table.out_begins, table.lse_begins) for table in sends]
         return list(tensors_in(([(table.blocks, table.index) for table in tables], maps, held)))
 
-    def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: Form) -> Iterator[SendTable]:
+    def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: CallForm) -> Iterator[SendTable]:
         """The merge of all messages of outputs of an exchange, if that is one and they are several."""
         if sum(len(one.packed.runs) for one in moved) <= 2:
             return

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.lower.moves import Moved, Site
-from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.regions import RowRun
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
 
@@ -175,13 +175,13 @@ def _numbered(
     return numbers[key]
 
 
-def _rows(run: Run) -> tuple[Ints, Ints]:
+def _rows(run: RowRun) -> tuple[Ints, Ints]:
     """Rows of the buffer, and packed rows, of a run, [count] each."""
     of_buffer = np.arange(run.start, run.stop) if run.index is None else run.index
     return of_buffer, np.arange(run.row, run.row + run.count)
 
 
-class _Added(NamedTuple):
+class _AddedRows(NamedTuple):
     """Rows of one run that are added: where both tensors lie, and the rows in each."""
 
     sides: _Sides
@@ -200,7 +200,7 @@ class _Sum:
     head: int
     buffer_head: int
     num_heads: int
-    added: list[_Added] = field(default_factory=list[_Added])
+    added: list[_AddedRows] = field(default_factory=list[_AddedRows])
     low: int = 0
     high: int = 0
 
@@ -208,7 +208,7 @@ class _Sum:
     def target(self) -> Site:
         return self.added[0].sides.buffer
 
-    def append(self, one: _Added) -> None:
+    def append(self, one: _AddedRows) -> None:
         low, high = int(one.of_buffer.min()), int(one.of_buffer.max()) + 1
         self.low, self.high = (min(self.low, low), max(self.high, high)) if self.added else (low, high)
         self.added.append(one)
@@ -246,7 +246,7 @@ def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]
             if run.count:
                 heads = (run.head, run.buffer_head, run.num_heads)
                 key = (sides.buffer, sides.key, *heads)
-                sums.setdefault(key, _Sum(*heads)).append(_Added(sides, (place, run_at), *_rows(run)))
+                sums.setdefault(key, _Sum(*heads)).append(_AddedRows(sides, (place, run_at), *_rows(run)))
     waves: list[list[_Sum]] = [[]]
     for one in sums.values():
         at = next((at + 1 for at in range(len(waves) - 1, -1, -1) if any(map(one.meets, waves[at]))), 0)

@@ -16,7 +16,7 @@ from megatron_balance.runtime.movers.triton.mover import PARTS, PLACES, TritonMo
 from megatron_balance.runtime.movers.triton.tables import BlockTable
 
 
-class Kind(NamedTuple):
+class LaunchTypes(NamedTuple):
     """Types of the sources and targets of one launch, and elements of a head."""
 
     source: torch.dtype
@@ -24,17 +24,17 @@ class Kind(NamedTuple):
     dim: int
 
 
-def copies(dtype: torch.dtype, head_dim: int) -> list[Kind]:
+def copies(dtype: torch.dtype, head_dim: int) -> list[LaunchTypes]:
     """Kinds that are copied: inputs and outputs, LSE, gradients, and these converted."""
     wide = wide_dtype(dtype)
     kinds = [(a, b, head_dim) for a in (dtype, wide) for b in (dtype, wide)]
-    return [Kind(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
+    return [LaunchTypes(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
 
 
-def additions(dtype: torch.dtype, head_dim: int) -> list[Kind]:
+def additions(dtype: torch.dtype, head_dim: int) -> list[LaunchTypes]:
     """Kinds that are added: gradients as a kernel leaves them, and as they travel."""
     wide = wide_dtype(dtype)
-    return [Kind(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
+    return [LaunchTypes(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
 
 
 def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
