@@ -68,8 +68,9 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def _extension() -> None:
-    """What Megatron compiles when it first recomputes a projection: a minute of a quiet core, which is
-    no part of a job's time. The lock of a build that was killed, for which torch waits for ever, goes.
+    """Build what Megatron compiles when it first recomputes a projection: a minute of a quiet core,
+    which is no part of a job's time. The lock of a build that was killed, for which torch waits for
+    ever, goes.
     """
     lock = Path(cpp_extension._get_build_directory("share_storage_ext", verbose=False)) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > 900:
