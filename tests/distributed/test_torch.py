@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,19 @@ def test_a_new_users_script_has_under_20_lines_beyond_its_model_and_trains(world
     losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines()]
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0]
+    assert set(others) == {""}, "one rank prints"
+
+
+@pytest.mark.parametrize("planner", ["zeppelin", "distca"])
+def test_the_corridor_is_one_file_and_ends_with_the_loss_of_dense_attention(world: Pool, planner: str) -> None:
+    script = EXAMPLES / "corridor.py"
+    source = script.read_text(encoding="utf-8")
+    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/corridor.py" in source
+    assert source.count("\n") <= 150
+    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), ["--planner", planner])
+    assert "program lengths 600 250 70 33 9 heads 4 kv_heads 2 policy keep" in printed
+    ours, dense = map(float, re.findall(r"(?:loss|dense) (-?[\d.]+)", printed))
+    assert ours == pytest.approx(dense, rel=1e-8)
     assert set(others) == {""}, "one rank prints"
 
 
