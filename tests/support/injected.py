@@ -26,8 +26,8 @@ PLACES = {
 }
 """Functions, as module:name or module:class.method, at whose call a rank fails; start: before all."""
 OF_CHANGES = {
-    "pull": "megatron_balance.training.weights:Exchange.pull_slot",
-    "push": "megatron_balance.training.weights:Exchange.push_slot",
+    "pull": "megatron_balance.training.weights:WeightExchange.pull_slot",
+    "push": "megatron_balance.training.weights:WeightExchange.push_slot",
     "gradient": "megatron_balance.megatron.roles:Roles._add_to_main_grad",
 }
 """More of them, in runs that change strategies."""

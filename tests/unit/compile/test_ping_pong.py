@@ -94,7 +94,7 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
 def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
     steps = order(ops, rank, issue=IssueOrder(first=may_start))
     where = cut_segments(ops, steps, may_start)
-    words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
+    words = [f"{type(step).__name__.lower().removesuffix('launches')}{_id(ops[step.op])}" for step in steps]
     return " | ".join(
         " ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :])
     )

@@ -106,4 +106,4 @@ def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
         for rank in (0, 3):
             count(plan(planner, case), rank, "replay", "fp32", strided=rank > 0)
     assert all(held)
-    assert kinds == {"Start", "Finish", "Launch", "GradLaunch"}
+    assert kinds == {"IssueStep", "FinishStep", "Launch", "GradLaunch"}
