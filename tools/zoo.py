@@ -33,7 +33,7 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -635,18 +635,39 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         "",
     ]
     for status in STATUSES[::-1]:
-        some = [row for row in rows if row.status == status]
-        if not some:
-            continue
-        lines += [f"## {status[0].upper() + status[1:]}", ""]
-        if status == "equal":
-            lines += ["| configuration | difference |", "|---|---:|"]
-            lines += [f"| {row.name} | {row.difference:.1e} |" for row in some]
-        else:
-            lines += ["| configuration | why |", "|---|---|"]
-            lines += [f"| {row.name} | {_cell(row)} |" for row in some]
-        lines.append("")
+        said = [
+            (row.name, f"{row.difference:.1e}" if status == "equal" else _cell(row))
+            for row in rows
+            if row.status == status
+        ]
+        lines += section_of(status, said)
     return "\n".join(lines)
+
+
+def section_of(status: str, said: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of a page for the configurations of one status, from names and what is said of each (its
+    difference, or why); those of one reason stand together, without the names of layers in it.
+    """
+    if not said:
+        return []
+    title = [f"## {status[0].upper() + status[1:]}", ""]
+    if status == "equal":
+        most = max((apart for _, apart in said), key=float)
+        return [*title, f"The largest difference is {most}.", "", *_wrapped(name for name, _ in said), ""]
+    if status == "untried":
+        why = "They cannot be built from their defaults, or ask for more than tokens."
+        return [*title, why, "", *_wrapped(name for name, _ in said), ""]
+    by_reason: dict[str, list[str]] = {}
+    for name, why in said:
+        first = why.removeprefix(f"{name.split()[0]}: ").partition("; ")[0]
+        reason = re.sub(r"(mix tokens beside attention): .*", r"\1", first)
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    table = [f"| {why} | {', '.join(names)} |" for why, names in by_reason.items()]
+    return [*title, "| why | configurations |", "|---|---|", *table, ""]
+
+
+def _wrapped(names: Iterable[str]) -> list[str]:
+    return textwrap.wrap(", ".join(f"`{name}`" for name in names) + ".", 100, break_on_hyphens=False)
 
 
 def _cell(row: Found) -> str:
