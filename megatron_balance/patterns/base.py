@@ -231,8 +231,8 @@ class HeadsThenHops:
     the first and the last of them.
 
     `groups`: the traffic inside each; `hops`: as in `HopByHop`, with a row for each rank of the zone
-    and a hop for each group: from a rank to the one of the same place in the next group. None: there
-    is one group.
+    and a hop for each group: from a rank to the one of the same place in the next group. In a ring
+    groups have one rank and no traffic is listed for them. None: there is one group.
     """
 
     groups: tuple[GroupTraffic, ...]
@@ -254,7 +254,7 @@ class WaveTraffic:
     late: tuple[GroupTraffic, ...] = ()
 
 
-ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic
+ZoneTraffic: TypeAlias = GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from megatron_balance.patterns.base import (
     ZoneRounds,
     exchange,
 )
-from megatron_balance.patterns.ring import RingPattern
 from megatron_balance.patterns.rows import attend, messages_from, transfers_of
 
 
@@ -278,10 +277,8 @@ class HeadExchange(CommPattern[Zone]):
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """An all-to-all, a launch and an all-to-all; a zone on one rank is a ring of one."""
+        """An all-to-all, a launch and an all-to-all; on one rank the launch alone."""
         size = len(zone.ranks)
-        if size == 1:
-            return RingPattern().rounds(zone, context)
         seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
@@ -289,7 +286,8 @@ class HeadExchange(CommPattern[Zone]):
         runs, queries, keys = (values.astype(np.float64) for values in self._shares(zone, context))
         inputs = {Kind.Q: np.outer(runs, queries), Kind.KV: np.outer(runs, keys)}
         outputs = {Kind.OUT: np.outer(queries, runs)}
-        return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
+        traffic = GroupTraffic(inputs, outputs, gathers=False) if size > 1 else None
+        return ZoneRounds(np.array(zone.ranks), launches, traffic)
 
     def _shares(self, zone: Zone, context: Context) -> GroupShares:
         return GroupShares.of(self.run_tokens(zone, context.lengths), zone, context)
