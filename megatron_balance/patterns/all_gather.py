@@ -11,16 +11,16 @@ next zone of a plan that is to be even begins with the ranks after those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.arrays import Bools, Ints, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns import even_chunks, zigzag
 from megatron_balance.patterns.base import (
@@ -28,17 +28,14 @@ from megatron_balance.patterns.base import (
     Context,
     GroupTraffic,
     Launches,
-    Load,
     Startable,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
     prefix_pairs,
 )
 from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
-from megatron_balance.patterns.rows import attend, messages_from, transfers_of
+from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
 
 Cut: TypeAlias = Callable[[Ints, int], Ints]
 """From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
@@ -71,21 +68,25 @@ class AllGather(CommPattern[Zone]):
         """One, where there are other ranks."""
         return 1 if len(zone.ranks) > 1 else 0
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """One Exchange of all the sequences that several ranks hold, then one Attend of each chunk
-        over its prefix.
-        """
-        chunks, index = self.chunks(zone, context.lengths), zone.ranks.index(rank)
-        ops: list[Op] = []
-        if chunks.shared.any():
-            heads, others = (0, context.num_kv_heads), [at for at in range(len(zone.ranks)) if at != index]
-            ways = [(index, other) for other in others] + [(other, index) for other in others]
-            rows = [transfers_of(Kind.KV, chunks.sent(a), heads, zone.ranks[a], zone.ranks[b]) for a, b in ways]
-            ops.append(exchange(context, 0, np.concatenate(rows), "all_gather", tuple(sorted(zone.ranks))))
-        held = chunks.held(index)
-        if len(held):
-            ops.append(attend(rank, prefix_pairs(held, context)))
-        return ZoneProgram(ops)
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Of every rank one block, to all the others."""
+        del across
+        chunks, ranks = self.chunks(zone, context.lengths), np.array(zone.ranks)
+        if rank is None:
+            src, dst = np.arange(len(ranks)), -1
+        else:  # what it sends to each other rank, then what each sends to it
+            index = zone.ranks.index(rank)
+            others = np.delete(np.arange(len(ranks)), index)
+            src, to = np.append(np.full_like(others, index), others), np.append(others, np.full_like(others, index))
+            dst = ranks[to]
+        rows = table_of(0, ranks[src], dst, Kind.KV, 0, context.num_kv_heads, src, 0)
+        calls = {0: Call("all_gather", tuple(sorted(zone.ranks)))} if chunks.shared.any() else {}
+        return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        """Each chunk over its prefix."""
+        held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
+        yield Work(1, as_rows(prefix_pairs(held, context)))
 
     # Placement
 
@@ -113,27 +114,15 @@ class AllGather(CommPattern[Zone]):
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[Zone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
+    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Pairs of each rank: int64 [num_ranks]."""
+        pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
-            ranks, (_, start, stop) = np.array(zone.ranks), chunks.fragments.T
-            first, last = np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]]
-            pairs = num_pairs(Rectangles(start, stop, first, last), context.mask)
-            load.pairs += sums(ranks[chunks.index], pairs, context.num_ranks)
-            shared = chunks.shared_tokens()
-            load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)
-        return load
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """One block a rank, to all the others."""
-        del across
-        if len(zone.ranks) == 1:
-            return []
-        shared = self.chunks(zone, context.lengths).shared_tokens()
-        rows = messages_from(0, np.array(zone.ranks), -1, Kind.KV, (0, context.num_kv_heads), shared)
-        return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
+            start, stop = chunks.fragments[:, Fragment.START], chunks.fragments[:, Fragment.STOP]
+            every = Rectangles(start, stop, np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]])
+            pairs += sums(np.array(zone.ranks)[chunks.index], num_pairs(every, context.mask), context.num_ranks)
+        return pairs
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """All that others hold of what several ranks hold."""
@@ -178,10 +167,10 @@ class Chunks:
         """Rows (seq, start, stop) of a group index."""
         return self.fragments[slice(*self._bounds[index : index + 2])]
 
-    def sent(self, index: int) -> Ints:
-        """Of them, those of sequences that several ranks hold."""
-        own = slice(*self._bounds[index : index + 2])
-        return self.fragments[own][self.shared[own]]
+    def shared_blocks(self) -> Blocks:
+        """Of each group index, the rows of sequences that several ranks hold."""
+        before = np.append(0, np.cumsum(self.shared))
+        return Blocks(self.fragments[self.shared], before[self._bounds])
 
     def shared_tokens(self) -> Ints:
         """Tokens of each group index of sequences that several ranks hold: int64 [G]."""

@@ -23,20 +23,21 @@ The replay's first hop is another, so there it stays with the holder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import Literal
 
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, sums
-from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Held, Message, Pair, RemoteHeld, Transfer, Value
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Attend, Exchange, Kind, Merge, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
     CommPattern,
@@ -47,16 +48,15 @@ from megatron_balance.patterns.base import (
     HeadsThenHops,
     HopByHop,
     Launches,
-    Load,
     Startable,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
+    group_traffic,
     remote_of,
 )
 from megatron_balance.patterns.head_exchange import (
+    HeadShares,
     HeadSlice,
     Trade,
     head_counts,
@@ -64,10 +64,11 @@ from megatron_balance.patterns.head_exchange import (
     kv_heads_of,
     run_of,
     runs_of,
-    trade_messages,
+    shared_by_heads,
 )
-from megatron_balance.patterns.ring import Blocks, arriving, attention, ring_launches, walks
-from megatron_balance.patterns.rows import messages_from, transfers_of
+from megatron_balance.patterns.ring import attention, forward_hops, hops_of, ring_launches, walks
+from megatron_balance.patterns.rows import transfers_of
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
 
 _BLOCK = 1 << 20
@@ -117,9 +118,52 @@ class Shape:
         """The first id of the last all-to-alls."""
         return self.trades + self.num_groups - 1
 
-    def trade(self, group: int) -> Trade:
-        """The all-to-alls of a group."""
-        return Trade(self.ranks[group], runs_of(fragments(self.placed, group), self.size), self.slices)
+    def hops(
+        self,
+        place: tuple[int, int] | None,
+        among: Callable[[Ints, Ints], Bools] | None,
+        first_block: int,
+        step: Literal[1, -1] = 1,
+    ) -> Ints:
+        """`Send` rows of the blocks that go round, to the group `step` further; `place` and `among` as
+        in `Trade`.
+        """
+        size, ranks = self.num_groups, np.array(self.ranks)
+        sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
+        hop = np.arange(1, size)[::step]
+        tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
+        for index in range(self.size) if place is None else (place[1],):
+            own, group = self.slices[index], sends
+            src, dst = ranks[group % size, index], ranks[(group + step) % size, index]
+            if among is not None:
+                crosses = among(src, dst)
+                src, dst, group = src[crosses], dst[crosses], group[crosses]
+            if own:
+                number = self.trades + (hop if step == 1 else size - hop) - 1
+                block = first_block + (group - step * (hop[:, None] - 1)) % size
+                tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads_of(own), block, hop[:, None]))
+        return np.concatenate(tables)
+
+    def tokens(self) -> Ints:
+        """Tokens of what each rank holds, in hop 0, and of the block of each group in each hop: int64
+        [ranks + groups, groups].
+        """
+        walks, num_runs = forward_hops(self.placed), self.num_groups * self.size
+        runs = np.zeros((num_runs, self.num_groups), dtype=np.int64)
+        runs[:, 0] = self.run_tokens().ravel()
+        return np.concatenate([runs, walks])
+
+    def blocks(self, *, back: bool = False) -> Blocks:
+        """What each rank holds, and the block of each group."""
+        hops, num_groups = hops_of(self.placed, back=back), self.num_groups
+        if self.size == 1:  # blocks of ranks are not sent
+            return Blocks(hops.rows, np.append(np.zeros(num_groups, dtype=np.int64), hops.begin), hops.reach)
+        runs = Blocks.of([run for at in range(num_groups) for run in runs_of(fragments(self.placed, at), self.size)])
+        assert hops.reach is not None
+        reach = np.append(np.zeros(len(runs.rows), dtype=np.int64), hops.reach)
+        return Blocks(
+            np.concatenate([runs.rows, hops.rows]), np.append(runs.begin, runs.begin[-1] + hops.begin[1:]), reach
+        )
 
     def group_tokens(self) -> Ints:
         """Tokens of each group: int64 [groups]."""
@@ -183,58 +227,34 @@ class HeadRing(CommPattern[Zone]):
         group, index = divmod(zone.ranks.index(rank), size)
         return run_of(fragments(_placed(zone, size, lengths), group), size, index)
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """The all-to-all of the rank's group, rounds of Exchange, Attend and Merge with its heads,
-        and the all-to-all back.
-        """
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """The all-to-alls of each group, and the blocks that go round between them."""
+        shape = Shape.of(zone, self.size(zone), context)
+        place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
+        ranks, num_runs, among = np.array(shape.ranks), len(zone.ranks), context.crosses if across else None
+        forward = shape.hops(place, among, num_runs)
+        # In round t the replay brings what the forward brought in hop G - t.
+        back = shape.hops(place, among, num_runs, step=-1)
+        if shape.size == 1:
+            made = Sends(back, shape.tokens, lambda: shape.blocks(back=True))
+            return Sends(forward, shape.tokens, shape.blocks, again=made, silent=range(shape.last))
+        trade, runs = Trade(ranks, HeadShares.of(shape.slices), place, among), shape.run_tokens()
+        rows = np.concatenate([trade.inputs(0, 0), forward, trade.outputs(shape.last, 0)])
+        # A replayed backward begins where the forward ended: there it makes the first all-to-alls,
+        # and nothing where the forward made them.
+        again = np.concatenate([back, trade.inputs(shape.last, 0)])
+        made = Sends(again, shape.tokens, lambda: shape.blocks(back=True), trade.calls(shape.last, runs))
+        calls = trade.calls(0, runs) | trade.calls(shape.last, runs, moves=True)
+        return Sends(rows, shape.tokens, shape.blocks, calls, made, range(shape.last))
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        """The own keys of the group, then those that each round brings."""
         shape = Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
-        trade = shape.trade(group) if shape.size > 1 else None
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        there, back = context.base + group, context.base + shape.last + group
-        if trade is not None and trade.moves:
-            inputs = exchange(context, group, trade.there(index), "all_to_all", trade.ranks)
-            ops.append(inputs)
-            # A replayed backward begins where the forward ended: there it makes the first
-            # all-to-all, and nothing where the forward made it.
-            replays.append((there, exchange(context, group, np.empty((0, Transfer.WIDTH), dtype=np.int64))))
-            replays.append((back, Exchange(back, inputs.transfers, inputs.collective, inputs.group)))
         if shape.slices[index]:
-            ring = self._ring(shape, context, (group, index))
-            ops += ring.ops
-            replays += ring.replays
-        if trade is not None and trade.moves:
-            ops.append(exchange(context, shape.last + group, trade.back(index), "all_to_all", trade.ranks, moves=True))
-        return ZoneProgram(ops, replays if context.replays else [])
-
-    def _ring(self, shape: Shape, context: Context, place: tuple[int, int]) -> ZoneProgram:
-        """The rounds of one rank, at `place` (group, index in it)."""
-        (group, index), size = place, shape.num_groups
-        rank, own = shape.ranks[group][index], shape.slices[index]
-        rounds = np.arange(size)
-        blocks = Blocks(shape.placed, (group - rounds) % size, kv_heads_of(own))
-        pairs, merges = attention(shape.placed, group, blocks, own) if context.attends else ([b""] * size,) * 2
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        if pairs[0]:
-            ops.append(Attend(rank, Rows(Pair.WIDTH, pairs[0])))
-        if size > 1:
-            before, after = shape.ranks[group - 1][index], shape.ranks[(group + 1) % size][index]
-            forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
-            backward: list[bytes] = []
-            if context.replays:
-                mirror = blocks.turned(-rounds % size)
-                backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before)
-            for t in range(1, size):
-                exchange_id = context.base + shape.trades + t - 1
-                if forward[t]:
-                    ops.append(Exchange(exchange_id, Rows(Transfer.WIDTH, forward[t])))
-                if context.replays and (backward[size - t] or forward[t]):
-                    replays.append((exchange_id, Exchange(exchange_id, Rows(Transfer.WIDTH, backward[size - t]))))
-                if pairs[t]:
-                    ops += [Attend(rank, Rows(Pair.WIDTH, pairs[t])), Merge(rank, Rows(Value.WIDTH, merges[t]))]
-        return ZoneProgram(ops, replays)
+            rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
+            for at, (pairs, merges) in enumerate(rounds):
+                yield Work(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
 
     # Placement
 
@@ -313,55 +333,17 @@ class HeadRing(CommPattern[Zone]):
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[Zone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
+    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Visible pairs of each rank, in units of all heads: int64 [num_ranks]."""
         local = [zone for zone in zones if len(zone.ranks) == 1]  # together: a plan may have one for each rank
         ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
         seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
-        load.pairs += sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
+        pairs = sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
         for zone in zones:
-            if len(zone.ranks) == 1:
-                continue
-            shape = Shape.of(zone, self.size(zone), context)
-            queries, keys = shape.heads()
-            ranks, active = np.array(shape.ranks), (queries > 0).astype(np.int64)
-            # Cumulative rounding keeps the sum of the ranks' shares exact.
-            shares = pairs_per_rank(shape.placed)[:, None] * np.cumsum(queries) // context.num_heads
-            load.pairs[ranks] += np.diff(shares, prepend=0)
-            if shape.size > 1:
-                runs = shape.run_tokens()
-                others = (runs.sum(axis=1, keepdims=True) - runs) * active
-                load.receive(Kind.Q, ranks, others, queries)
-                load.receive(Kind.KV, ranks, others, keys)
-                load.tokens[Kind.OUT, ranks] += runs * (active.sum() - active)
-                load.token_heads[Kind.OUT, ranks] += runs * (context.num_heads - queries)
-            load.receive(Kind.KV, ranks, arriving(shape.placed).sum(axis=1)[:, None] * active, keys)
-        return load
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of both all-to-alls of each group, and of the hops between groups."""
-        shape = Shape.of(zone, self.size(zone), context)
-        first: list[ZoneMessages] = []
-        last: list[ZoneMessages] = []
-        if shape.size > 1:
-            for group, runs in enumerate(shape.run_tokens()):
-                there, back = trade_messages(
-                    shape.ranks[group], runs, shape.slices, context, (group, shape.last + group), across=across
-                )
-                first.append(there)
-                last.append(back)
-        return [*first, *_hops(shape, context, across=across), *last]
-
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """Keys and values of the others of the group, or the largest block that comes round, with the
-        heads of a rank.
-        """
-        shape = Shape.of(zone, self.size(zone), context)
-        most = arriving(shape.placed).max(axis=1)[:, None]
-        if shape.size > 1:
-            most = np.maximum(most, shape.group_tokens()[:, None] - shape.run_tokens())
-        return (most * shape.heads()[1]).ravel()
+            if len(zone.ranks) > 1:
+                shape = Shape.of(zone, self.size(zone), context)
+                pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
+        return pairs
 
     # The remap
 
@@ -417,34 +399,19 @@ class HeadRing(CommPattern[Zone]):
         between them.
         """
         shape = Shape.of(zone, self.size(zone), context)
-        queries, keys = shape.heads()
         inside: list[GroupTraffic] = []
-        for held in shape.run_tokens().astype(np.float64) if shape.size > 1 else ():
-            inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
-            outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
-            inside.append(GroupTraffic(inputs, outputs, gathers=False))
+        if shape.size > 1:
+            rows = self.sends(zone, context).messages()
+            number = rows[:, Message.EXCHANGE]
+            inside = group_traffic(rows[(number < shape.trades) | (number >= shape.last)], np.array(shape.ranks))
         hops = None
         if shape.num_groups > 1:
             # A block of some of the heads counts as that part of its tokens.
-            part = np.tile(keys / context.num_kv_heads, shape.num_groups)[:, None]
+            part = np.tile(shape.heads()[1] / context.num_kv_heads, shape.num_groups)[:, None]
             forward, backward = (np.repeat(walk, shape.size, axis=0) * part for walk in walks(shape.placed))
             hops = HopByHop(forward, backward)
         traffic = HeadsThenHops(tuple(inside), hops) if len(zone.ranks) > 1 else None
         return ZoneRounds(np.array(zone.ranks), _launches(shape), traffic)
-
-
-def _hops(shape: Shape, context: Context, *, across: bool) -> list[ZoneMessages]:
-    """Messages of the hops; `across`: of the edges between nodes only."""
-    size, rounds = shape.num_groups, np.arange(1, shape.num_groups)
-    ranks, brought = np.array(shape.ranks), arriving(shape.placed)
-    rows: list[Ints] = []
-    for index, own in enumerate(shape.slices) if size > 1 else ():
-        src, dst = ranks[:, index], np.roll(ranks[:, index], -1)
-        edge = np.flatnonzero(context.crosses(src, dst)) if across else np.arange(size)
-        if own and len(edge):
-            ends, tokens = (src[edge, None], dst[edge, None]), brought[(edge + 1) % size, 1:]
-            rows.append(messages_from(shape.trades + rounds - 1, *ends, Kind.KV, kv_heads_of(own), tokens))
-    return [ZoneMessages(np.concatenate(rows))] if rows else []
 
 
 def _runs(of_group: Ints, size: int) -> Ints:

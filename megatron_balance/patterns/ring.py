@@ -10,20 +10,17 @@ walks the forward path back. Placement is zigzag (`patterns.zigzag`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, sums
-from megatron_balance.ir.columns import Pair, Transfer, Value
+from megatron_balance.ir.columns import Pair, Value
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import (
-    Floats,
-    Launches,
-)
+from megatron_balance.patterns.base import Floats, Launches
 from megatron_balance.patterns.head_exchange import HeadSlice
 from megatron_balance.patterns.rows import split_rows
+from megatron_balance.patterns.sends import Blocks
 from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 
 EXACT = 1 << 18
@@ -35,66 +32,17 @@ _ROWS = 1 << 14
 """About so many rows are made at once, which keeps them in the cache."""
 
 
-class Blocks:
-    """The blocks of keys that pass one rank, key-value heads [start, stop) of them: in round t the
-    one that started at `source[t]`. Arrays are [rounds, S, 2].
-    """
-
-    def __init__(self, placed: Zigzag, source: Ints, kv_heads: tuple[int, int]) -> None:
-        self.placed = placed
-        self.kv_heads = kv_heads
-        self.position = placed.position(source[:, None])
-        lo, hi = placed.lo(self.position), placed.hi(self.position)
-        self.start = np.stack([lo[0], hi[0]], 2)
-        self.stop = np.stack([lo[1], hi[1]], 2)
-        self.there = (self.start < self.stop) & (self.position < placed.parts)[:, :, None]
-
-    def turned(self, rounds: Ints) -> Blocks:
-        """Blocks in another order: in round t the one of `rounds[t]` here."""
-        other = copy(self)
-        other.position, other.start, other.stop, other.there = (
-            array[rounds] for array in (self.position, self.start, self.stop, self.there)
-        )
-        return other
-
-    def reach_forward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning forward."""
-        return np.stack(reach_forward(self.placed, self.position), 2)
-
-    def reach_backward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning the other
-        way.
-        """
-        return np.stack(reach_backward(self.placed, self.position), 2)
-
-    def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
-        """For each round, rows that `rank` sends to `target` (what it held a round ago) and
-        receives from `source`.
-        """
-        arrives = self.there & (reach >= rounds[:, None, None])
-        moves = np.zeros((len(rounds), 2, *arrives.shape[1:]), dtype=bool)  # [rounds, sends or receives, S, 2]
-        moves[1:, 1] = arrives[1:]
-        moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
-        counts = moves.sum(axis=(2, 3))
-        # Every fragment as a row; those that move are copied from there, which is faster than
-        # making them column by column.
-        fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
-        fragments[..., Transfer.KIND] = Kind.KV
-        fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = self.kv_heads
-        fragments[..., Transfer.SEQ] = self.placed.seqs[:, None]
-        fragments[..., Transfer.START], fragments[..., Transfer.STOP] = self.start, self.stop
-        fragments = fragments.reshape(-1, Transfer.WIDTH)
-        # In a round there are two moves to a fragment, the first of which is of the round before.
-        of_round = counts.sum(axis=1)
-        at = np.flatnonzero(moves) - np.repeat((rounds + 1) * self.start[0].size, of_round)
-        ends = np.tile(np.array([(rank, target), (source, rank)]), (len(rounds), 1))
-        tables: list[bytes] = []
-        for block, chosen in _in_turns(of_round):
-            rows = fragments.take(at[chosen], axis=0)
-            both = slice(2 * block.start, 2 * block.stop)
-            rows[:, Transfer.ENDS] = np.repeat(ends[both], counts.ravel()[both], axis=0)
-            tables += split_rows(rows, of_round[block])
-        return tables
+def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
+    """The block of each group index, with the hops that its rows make, turning forward or `back`."""
+    position = placed.position(np.arange(placed.size)[:, None])
+    lo, hi = placed.lo(position), placed.hi(position)
+    rows = np.empty((*position.shape, 2, 3), dtype=np.int64)
+    rows[..., 0] = placed.seqs[:, None]
+    rows[..., 0, 1], rows[..., 0, 2], rows[..., 1, 1], rows[..., 1, 2] = *lo, *hi
+    reach = np.stack((reach_backward if back else reach_forward)(placed, position), 2)
+    reach[(position >= placed.parts)[..., None] | (rows[..., 1] == rows[..., 2])] = 0
+    begin = np.arange(placed.size + 1) * 2 * len(placed.seqs)
+    return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
 
 
 def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
@@ -137,16 +85,15 @@ _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 """(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
-def attention(
-    placed: Zigzag, index: int, blocks: Blocks, slices: Sequence[HeadSlice]
-) -> tuple[list[bytes], list[bytes]]:
+def attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[list[bytes], list[bytes]]:
     """Per round: the pairs that a rank of group `index` attends with its `slices` of the heads, and
     the query regions to merge.
     """
-    mine = placed.position(np.array(index))
+    mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
     own = mine < placed.parts
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
-    theirs = blocks.position
+    theirs = placed.position(source[:, None])
+    k_lo, k_hi = placed.lo(theirs), placed.hi(theirs)
     there = own & (theirs < placed.parts)
     # What is visible follows from whose chunk comes first, if the mask is causal.
     same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
@@ -154,7 +101,7 @@ def attention(
     visible = np.stack(columns, 2)
     query, key = (_CAUSAL if placed.causal else _FULL).T
     q_start, q_stop = np.stack([lo0, hi0], 1)[:, query], np.stack([lo1, hi1], 1)[:, query]
-    k_start, k_stop = blocks.start[:, :, key], blocks.stop[:, :, key]
+    k_start, k_stop = (np.stack(ends, 2)[:, :, key] for ends in zip(k_lo, k_hi, strict=True))
     visible &= (q_start < q_stop) & (k_start < k_stop)
     queries = np.empty((*q_start.shape, 5), dtype=np.int64)  # as rows have them, to be copied
     queries[..., Pair.SEQ], queries[..., Pair.Q_START], queries[..., Pair.Q_STOP] = (
