@@ -433,11 +433,6 @@ class CommPattern(ABC, Generic[Z]):
 
     # The remap
 
-    def first_transfers(self, zone: Z, context: Context) -> Ints:
-        """Transfers of all ranks in the zone's first exchange."""
-        number, rows = self.sends(zone, context).transfers()
-        return rows[number == 0]
-
     def first_senders(self, zone: Z, rank: int, num_ranks: int) -> Ints:
         """Ranks that may send to `rank` in the first exchange something that another rank owns."""
         del rank
@@ -452,9 +447,11 @@ class CommPattern(ABC, Generic[Z]):
         """
         hops = [NO_FIRST_HOPS]
         for index, zone in zones if self.merges_remap else ():
-            rows, own = self.first_transfers(zone, context), remote_of([(index, zone)], remote)
-            if not len(rows) or not len(own):
+            own = remote_of([(index, zone)], remote)
+            if not len(own):
                 continue
+            number, rows = self.sends(zone, context).transfers()
+            rows = rows[number == 0]
             sides = (rows, Transfer.SRC, Transfer.SEQ), (own, RemoteHeld.HOLDER, RemoteHeld.SEQ)
             keys = np.concatenate([table[:, [rank, seq]] for table, rank, seq in sides])
             key = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)  # of a rank and a sequence

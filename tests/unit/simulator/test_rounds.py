@@ -155,11 +155,12 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
     cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
     forward, back = ring.walks(cut)
-    blocks = ring.Blocks(cut, np.arange(size), (0, 1))
-    tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
-    for hop in range(1, size):
-        assert forward[:, hop].tolist() == (tokens * (blocks.reach_forward() >= hop)).sum(axis=(1, 2)).tolist()
-        assert back[:, hop].tolist() == (tokens * (blocks.reach_backward() >= hop)).sum(axis=(1, 2)).tolist()
+    for walked, blocks in ((forward, ring.hops_of(cut)), (back, ring.hops_of(cut, back=True))):
+        assert blocks.reach is not None
+        tokens = (blocks.rows[:, 2] - blocks.rows[:, 1]).reshape(size, -1)
+        for hop in range(1, size):
+            going = blocks.reach.reshape(size, -1) >= hop
+            assert walked[:, hop].tolist() == (tokens * going).sum(axis=1).tolist()
 
 
 def hops_of(zone: tables.ZoneTable) -> tables.Hops:
