@@ -9,27 +9,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.patterns.all_gather import AllGather
+from megatron_balance.patterns.all_gather import ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
 from megatron_balance.patterns.dispatch_once import DispatchOnce
-from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.head_exchange_once import ChunkExchangeOnce, HeadExchangeOnce
 from megatron_balance.patterns.head_ring import HeadRing
-from megatron_balance.patterns.ring import RingPattern
 from megatron_balance.patterns.waves import WavesPattern
 
 PATTERNS: dict[str, CommPattern[Any]] = {
-    "ring": RingPattern(),
-    "all_gather": AllGather(),
+    "ring": HeadRing(grouped=False),
+    "all_gather": ALL_GATHER,
     "gather_documents": GATHER_DOCUMENTS,
     "gather_sequence": GATHER_SEQUENCE,
     "head_exchange": HeadExchange(),
     "chunk_exchange": ChunkExchange(),
     "head_exchange_once": HeadExchangeOnce(),
     "chunk_exchange_once": ChunkExchangeOnce(),
-    "head_ring": HeadRing(),
+    "head_ring": HeadRing(grouped=True),
     "dispatch": Dispatch(),
     "dispatch_once": DispatchOnce(),
     "waves": WavesPattern(),

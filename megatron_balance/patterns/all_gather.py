@@ -1,74 +1,132 @@
-"""All-gather: every rank receives all keys and values, then attends once (LLaMA 3's context
-parallelism).
+"""All-gather: every rank receives all keys and values that it lacks and attends once (LLaMA 3's
+context parallelism; WLB-LLM, section 5).
 
-Placement is zigzag (`patterns.zigzag`). Sequences that one rank holds do not travel.
+The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
+(`patterns.zigzag`), the other two so that every rank has as many tokens as any other
+(`patterns.even_chunks`), `gather_documents` every sequence on its own, `gather_sequence` the
+sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do not
+travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even, so the
+next zone of a plan that is to be even begins with the ranks after those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.columns import Fragment, Transfer
+from megatron_balance.ir.arrays import Bools, Ints, as_rows, sums
+from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Kind, Op
+from megatron_balance.ir.program import Kind
+from megatron_balance.ir.visible import Rectangles, num_pairs
+from megatron_balance.patterns import even_chunks, zigzag
 from megatron_balance.patterns.base import (
+    CommPattern,
     Context,
     GroupTraffic,
     Launches,
-    Load,
     Startable,
-    ZoneMessages,
-    ZoneProgram,
+    Work,
+    ZoneAt,
     ZoneRounds,
-    exchange,
     prefix_pairs,
 )
-from megatron_balance.patterns.ring import RingPattern
-from megatron_balance.patterns.rows import attend, messages_from, transfers_of
-from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, fragments, of_zone, shared_tokens
+from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
+from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
+
+Cut: TypeAlias = Callable[[Ints, int], Ints]
+"""From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
 
 
-class AllGather(ZigzagPattern):
+class AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
     routing = "never"
     merges_remap = False
     traffic = GroupTraffic
 
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+
+    def chunks(self, zone: Zone, lengths: Ints) -> Chunks:
+        """The zone's chunks; `lengths`: of all sequences of the microbatch."""
+        return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
+
+    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        """The zone's."""
+        del num_ranks
+        return zone.ranks
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first."""
+        return self.chunks(zone, lengths).held(zone.ranks.index(rank))
+
     def num_exchanges(self, zone: Zone) -> int:
         """One, where there are other ranks."""
         return 1 if len(zone.ranks) > 1 else 0
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """One Exchange of all the sequences that more than one rank holds, then one Attend of each
-        fragment over its prefix.
-        """
-        placed = of_zone(zone, context.lengths)
-        held = [fragments(placed, index) for index in range(len(zone.ranks))]
-        return gathered(zone, context, rank, held, placed.seqs[placed.parts > 1])
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Of every rank one block, to all the others."""
+        del across
+        chunks, ranks = self.chunks(zone, context.lengths), np.array(zone.ranks)
+        if rank is None:
+            src, dst = np.arange(len(ranks)), -1
+        else:  # what it sends to each other rank, then what each sends to it
+            index = zone.ranks.index(rank)
+            others = np.delete(np.arange(len(ranks)), index)
+            src, to = np.append(np.full_like(others, index), others), np.append(others, np.full_like(others, index))
+            dst = ranks[to]
+        rows = table_of(0, ranks[src], dst, Kind.KV, 0, context.num_kv_heads, src, 0)
+        calls = {0: Call("all_gather", tuple(sorted(zone.ranks)))} if chunks.shared.any() else {}
+        return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        """Each chunk over its prefix."""
+        held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
+        yield Work(1, as_rows(prefix_pairs(held, context)))
+
+    # Placement
+
+    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            chunks = self.chunks(zone, lengths)
+            rank = np.array(zone.ranks)[chunks.index]
+            there = wanted[rank]
+            rows: Ints = np.zeros((int(there.sum()), Held.WIDTH), dtype=np.int64)
+            rows[:, Held.RANK], rows[:, Held.FRAGMENT] = rank[there], chunks.fragments[there]
+            rows[:, Held.ZONE] = index
+            tables.append(rows)
+        return np.concatenate(tables)
+
+    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
+        """Each sequence with the ranks that hold some of it, ascending."""
+        chunks = self.chunks(zone, context.lengths)
+        holders = np.column_stack([chunks.fragments[:, Fragment.SEQ], np.array(zone.ranks)[chunks.index]])
+        ranks: dict[int, list[int]] = {}
+        for seq, rank in np.unique(holders, axis=0).tolist():
+            ranks.setdefault(seq, []).append(rank)
+        yield from ((seq, ranks[seq]) for seq in zone.seqs)
 
     # Plan statistics and traffic between nodes
 
-    def receive(self, load: Load, ranks: Ints, placed: Zigzag, context: Context) -> None:
-        """Add all that others hold of what several ranks hold."""
-        shared = shared_tokens(placed)
-        load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """One block a rank, to all the others."""
-        del across
-        if len(zone.ranks) == 1:
-            return []
-        shared = shared_tokens(of_zone(zone, context.lengths))
-        rows = messages_from(0, np.array(zone.ranks), -1, Kind.KV, (0, context.num_kv_heads), shared)
-        return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
+    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Pairs of each rank: int64 [num_ranks]."""
+        pairs = np.zeros(context.num_ranks, dtype=np.int64)
+        for zone in zones:
+            chunks = self.chunks(zone, context.lengths)
+            start, stop = chunks.fragments[:, Fragment.START], chunks.fragments[:, Fragment.STOP]
+            every = Rectangles(start, stop, np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]])
+            pairs += sums(np.array(zone.ranks)[chunks.index], num_pairs(every, context.mask), context.num_ranks)
+        return pairs
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """All that others hold of what several ranks hold."""
-        shared = shared_tokens(of_zone(zone, context.lengths))
+        shared = self.chunks(zone, context.lengths).shared_tokens()
         return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
@@ -81,48 +139,51 @@ class AllGather(ZigzagPattern):
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """One gather and one launch; a zone on one rank is a ring of one."""
-        size = len(zone.ranks)
-        if size == 1:
-            return RingPattern().rounds(zone, context)
-        placed = of_zone(zone, context.lengths)
-        held = [fragments(placed, i) for i in range(size)]
-        return gather_rounds(zone, context, held, shared_tokens(placed))
+        """One gather and one launch; on one rank the launch alone."""
+        chunks, size = self.chunks(zone, context.lengths), len(zone.ranks)
+        pairs = prefix_pairs(chunks.fragments, context)
+        launches = Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
+        token_heads = (chunks.shared_tokens() * context.num_kv_heads).astype(np.float64)
+        blocks = np.repeat(token_heads[:, None], size, axis=1)
+        traffic = GroupTraffic({Kind.KV: blocks}, {}, gathers=True) if size > 1 else None
+        return ZoneRounds(np.array(zone.ranks), launches, traffic)
 
 
-def gathered(zone: Zone, context: Context, rank: int, held: Sequence[Ints], shared: Ints) -> ZoneProgram:
-    """The ops of `rank`: one Exchange of what several ranks hold, one Attend.
+class Chunks:
+    """The chunks of a zone, by group index, then by place in the zone, then by start.
 
-    `held`: rows (seq, start, stop) of each group index; `shared`: ids of the sequences that several
-    ranks hold.
+    `index` [n]: group index; `fragments` [n, 3]: rows (seq, start, stop); `shared` [n]: whether
+    several ranks hold the sequence.
     """
-    ops: list[Op] = []
-    index = zone.ranks.index(rank)
-    if len(shared):
-        is_shared = np.zeros(len(context.lengths), dtype=bool)
-        is_shared[shared] = True
-        blocks = [rows[is_shared[rows[:, Fragment.SEQ]]] for rows in held]
-        heads = (0, context.num_kv_heads)
-        tables = [transfers_of(Kind.KV, blocks[index], heads, rank, other) for other in zone.ranks if other != rank]
-        tables += [
-            transfers_of(Kind.KV, blocks[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index
-        ]
-        rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
-        ops.append(exchange(context, 0, rows, "all_gather", tuple(sorted(zone.ranks))))
-    if len(held[index]):
-        ops.append(attend(rank, prefix_pairs(held[index], context)))
-    return ZoneProgram(ops)
+
+    def __init__(self, table: Ints, seqs: Ints, size: int) -> None:
+        self.index: Ints = table[:, INDEX]
+        self.fragments: Ints = np.column_stack([seqs[table[:, PLACE]], table[:, START], table[:, STOP]])
+        holders = table[np.append(True, (table[1:, : PLACE + 1] != table[:-1, : PLACE + 1]).any(axis=1))[: len(table)]]
+        self.shared: Bools = (np.bincount(holders[:, PLACE], minlength=len(seqs)) > 1)[table[:, PLACE]]
+        self._bounds = np.searchsorted(self.index, np.arange(size + 1)).tolist()
+
+    def held(self, index: int) -> Ints:
+        """Rows (seq, start, stop) of a group index."""
+        return self.fragments[slice(*self._bounds[index : index + 2])]
+
+    def shared_blocks(self) -> Blocks:
+        """Of each group index, the rows of sequences that several ranks hold."""
+        before = np.append(0, np.cumsum(self.shared))
+        return Blocks(self.fragments[self.shared], before[self._bounds])
+
+    def shared_tokens(self) -> Ints:
+        """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
+        tokens = (self.fragments[:, Fragment.STOP] - self.fragments[:, Fragment.START])[self.shared]
+        return sums(self.index[self.shared], tokens, len(self._bounds) - 1)
 
 
-def gather_rounds(zone: Zone, context: Context, held: Sequence[Ints], shared_tokens: Ints) -> ZoneRounds:
-    """One gather and one launch of each rank.
+@lru_cache(maxsize=64)
+def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunks:
+    """`lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another."""
+    return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
-    `held`: as in `gathered`; `shared_tokens` [G]: of them, the tokens that travel.
-    """
-    size = len(zone.ranks)
-    launch = np.repeat(np.arange(size), [len(rows) for rows in held])
-    pairs = prefix_pairs(np.concatenate(held), context)
-    token_heads = (shared_tokens * context.num_kv_heads).astype(np.float64)
-    blocks = np.repeat(token_heads[:, None], size, axis=1)
-    launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
-    return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic({Kind.KV: blocks}, {}, gathers=True))
+
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(
+    AllGather, (zigzag.chunks, even_chunks.of_documents, even_chunks.of_sequence)
+)

@@ -1,9 +1,9 @@
 """The protocol of a comm pattern: everything that the rest of the package asks of a zone.
 
 A pattern is one class in one file, with one line in `patterns.PATTERNS`. It must say which ranks
-take part, where tokens lie (`place`), and what one rank does (`num_exchanges`, `project`). All
-other questions have answers here that are worked out from those, from the ops of all the zone's
-ranks; a pattern overrides them where it knows a shorter way.
+take part, where tokens lie (`place`), what ranks send one another (`num_exchanges`, `sends`), and
+what one rank attends (`work`). All other questions have answers here that are selections of those;
+a pattern overrides them where it knows a shorter way.
 
 `zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 """
@@ -11,21 +11,24 @@ ranks; a pattern overrides them where it knows a shorter way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer
+from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer, Value
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Op
+from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
+from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns.rows import intersections, messages_of
+from megatron_balance.patterns.sends import Sends
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -98,6 +101,16 @@ class ZoneProgram:
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
+class Work(NamedTuple):
+    """A launch of a rank and the merge behind it: rows of `ir.program.Attend` and `Merge`. `after`:
+    exchanges of the zone with smaller numbers come before it.
+    """
+
+    after: int
+    pairs: Rows
+    merges: Rows = Rows(Value.WIDTH)
+
+
 @dataclass(frozen=True, slots=True)
 class ZoneMessages:
     """Messages of one exchange of a zone: rows of `ir.columns.Message`, EXCHANGE counted from the
@@ -134,10 +147,21 @@ class Load:
         self.tokens = np.zeros((len(Kind), num_ranks), dtype=np.int64)
         self.token_heads = np.zeros((len(Kind), num_ranks), dtype=np.int64)
 
-    def receive(self, kind: Kind, ranks: Ints, num_tokens: Ints, heads: Ints | int) -> None:
-        """Add tokens of one kind that reach distinct `ranks` with this number of their heads."""
-        self.tokens[kind, ranks] += num_tokens
-        self.token_heads[kind, ranks] += num_tokens * heads
+    def receive(self, messages: ZoneMessages) -> None:
+        """Add what the messages of an exchange bring."""
+        rows, num_ranks = messages.rows, len(self.pairs)
+        for kind in (Kind.Q, Kind.KV, Kind.OUT):
+            own = rows[rows[:, Message.KIND] == kind]
+            if not len(own):
+                continue
+            tokens = own[:, Message.TOKENS]
+            amounts = np.stack([tokens, tokens * (own[:, Message.HEAD_STOP] - own[:, Message.HEAD_START])])
+            if messages.collective == "all_gather":  # each brings the blocks of all others
+                ranks, amounts = own[:, Message.SRC], amounts.sum(axis=1, keepdims=True) - amounts
+            else:
+                ranks = own[:, Message.DST]
+            self.tokens[kind] += sums(ranks, amounts[0], num_ranks)
+            self.token_heads[kind] += sums(ranks, amounts[1], num_ranks)
 
     def add(self, other: Load) -> None:
         """Add the load of other zones."""
@@ -231,8 +255,8 @@ class HeadsThenHops:
     the first and the last of them.
 
     `groups`: the traffic inside each; `hops`: as in `HopByHop`, with a row for each rank of the zone
-    and a hop for each group: from a rank to the one of the same place in the next group. None: there
-    is one group.
+    and a hop for each group: from a rank to the one of the same place in the next group. In a ring
+    groups have one rank and no traffic is listed for them. None: there is one group.
     """
 
     groups: tuple[GroupTraffic, ...]
@@ -254,7 +278,7 @@ class WaveTraffic:
     late: tuple[GroupTraffic, ...] = ()
 
 
-ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic
+ZoneTraffic: TypeAlias = GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +333,29 @@ class CommPattern(ABC, Generic[Z]):
         """Exchange ids that the zone uses in the forward."""
 
     @abstractmethod
+    def sends(self, zone: Z, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """What all ranks send one another, or what `rank` sends and is sent, in the order of a
+        program's rows. `across`: what stays inside a node may be left out.
+        """
+
+    @abstractmethod
+    def work(self, zone: Z, context: Context, rank: int) -> Iterable[Work]:
+        """What `rank` attends and merges, in order."""
+
+    # Programs
+
     def project(self, zone: Z, context: Context, rank: int) -> ZoneProgram:
-        """The ops of `rank`."""
+        """The ops of `rank`: each exchange right before the work that needs it."""
+        sends = self.sends(zone, context, rank)
+        exchanges = sends.exchanges(context.base)
+        coming, ops = deque(exchanges.items()), list[Op]()
+        for part in self.work(zone, context, rank) if context.attends else ():
+            while coming and coming[0][0] < part.after:
+                ops.append(coming.popleft()[1])
+            ops += [Attend(rank, part.pairs)] if part.pairs else []
+            ops += [Merge(rank, part.merges)] if part.merges else []
+        ops += [op for _, op in coming]
+        return ZoneProgram(ops, sends.replays(context.base, exchanges) if context.replays else [])
 
     # Placement
 
@@ -347,32 +392,31 @@ class CommPattern(ABC, Generic[Z]):
     def load(self, zones: Sequence[Z], context: Context) -> Load:
         """Attention pairs and received tokens of the zones, over all ranks of the plan."""
         load = Load(context.num_ranks)
+        load.pairs += self.attended(zones, context)
         for zone in zones:
-            for rank, program in self._programs(zone, context):
-                load.pairs[rank] += _pairs_of(program.ops, context)
             for each in self.messages(zone, context):
-                rows = each.each_pair()
-                for kind in (Kind.Q, Kind.KV, Kind.OUT):
-                    chosen = rows[rows[:, Message.KIND] == kind]
-                    num_tokens = chosen[:, Message.TOKENS]
-                    heads = chosen[:, Message.HEAD_STOP] - chosen[:, Message.HEAD_START]
-                    load.tokens[kind] += sums(chosen[:, Message.DST], num_tokens, context.num_ranks)
-                    load.token_heads[kind] += sums(chosen[:, Message.DST], num_tokens * heads, context.num_ranks)
+                load.receive(each)
         return load
+
+    def attended(self, zones: Sequence[Z], context: Context) -> Ints:
+        """Visible pairs of each rank, in units of all heads: int64 [num_ranks]."""
+        pairs = np.zeros(context.num_ranks, dtype=np.int64)
+        for zone in zones:
+            for rank in self.ranks(zone, context.num_ranks):
+                pairs[rank] += _pairs_of(self.work(zone, context, rank), context)
+        return pairs
 
     def messages(self, zone: Z, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """Messages of the forward's exchanges; `across`: those inside a node may be left out."""
-        del across
-        tables: dict[int, list[Ints]] = {}
-        kinds: dict[int, tuple[Collective, tuple[int, ...]]] = {}
-        for rank, program in self._programs(zone, context, attends=False):
-            for op in program.ops:
-                if isinstance(op, Exchange):
-                    rows = as_array(op.transfers)
-                    step = op.id - context.base
-                    tables.setdefault(step, []).append(messages_of(step, rows[rows[:, Transfer.SRC] == rank]))
-                    kinds[step] = ("p2p", ()) if op.collective == "all_gather" else (op.collective, op.group)
-        return [ZoneMessages(np.concatenate(tables[step]), *kinds[step]) for step in sorted(tables)]
+        sends = self.sends(zone, context, across=across)
+        rows = sends.messages()
+        together = np.isin(rows[:, Message.EXCHANGE], list(sends.calls))
+        found = [ZoneMessages(rows[~together])] if not together.all() else []
+        number = rows[:, Message.EXCHANGE]
+        for at, call in sends.calls.items():
+            own = rows[number == at] if len(sends.calls) > 1 else rows[together]
+            found += [ZoneMessages(own, call.collective, call.group)] if len(own) else []
+        return found
 
     def largest_exchange(self, zone: Z, context: Context) -> Ints:
         """The most keys and values, in tokens times heads, that one exchange of the forward brings
@@ -389,16 +433,6 @@ class CommPattern(ABC, Generic[Z]):
 
     # The remap
 
-    def first_transfers(self, zone: Z, context: Context) -> Ints:
-        """Transfers of all ranks in the zone's first exchange."""
-        tables = [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
-        for rank, program in self._programs(zone, context, attends=False):
-            for op in program.ops:
-                if isinstance(op, Exchange) and op.id == context.base:
-                    rows = as_array(op.transfers)
-                    tables.append(rows[rows[:, Transfer.SRC] == rank])
-        return np.concatenate(tables)
-
     def first_senders(self, zone: Z, rank: int, num_ranks: int) -> Ints:
         """Ranks that may send to `rank` in the first exchange something that another rank owns."""
         del rank
@@ -413,9 +447,11 @@ class CommPattern(ABC, Generic[Z]):
         """
         hops = [NO_FIRST_HOPS]
         for index, zone in zones if self.merges_remap else ():
-            rows, own = self.first_transfers(zone, context), remote_of([(index, zone)], remote)
-            if not len(rows) or not len(own):
+            own = remote_of([(index, zone)], remote)
+            if not len(own):
                 continue
+            number, rows = self.sends(zone, context).transfers()
+            rows = rows[number == 0]
             sides = (rows, Transfer.SRC, Transfer.SEQ), (own, RemoteHeld.HOLDER, RemoteHeld.SEQ)
             keys = np.concatenate([table[:, [rank, seq]] for table, rank, seq in sides])
             key = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)  # of a rank and a sequence
@@ -466,38 +502,30 @@ class CommPattern(ABC, Generic[Z]):
         """
         ranks = np.array(self.ranks(zone, context.num_ranks))
         pairs, launch = [np.empty((0, Pair.WIDTH), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for place, (_, program) in enumerate(self._programs(zone, context)):
-            for op in program.ops:
-                if isinstance(op, Attend):
-                    pairs.append(as_array(op.pairs))
-                    launch.append(np.full(len(op.pairs), place))
-        rows = np.concatenate(
-            [np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))]
-        )
+        for place, rank in enumerate(ranks.tolist()):
+            own = [as_array(part.pairs) for part in self.work(zone, context, rank)]
+            pairs += own
+            launch += [np.full(len(rows), place) for rows in own]
+        rows = self.sends(zone, context).messages()
         is_output = rows[:, Message.KIND] == Kind.OUT
         launches = Launches(
             np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None]
         )
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
-    def _programs(self, zone: Z, context: Context, *, attends: bool = True) -> Iterator[tuple[int, ZoneProgram]]:
-        context = replace(context, attends=attends, replays=False)
-        return ((rank, self.project(zone, context, rank)) for rank in self.ranks(zone, context.num_ranks))
-
 
 NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
 
 
-def _pairs_of(ops: Sequence[Op], context: Context) -> int:
+def _pairs_of(work: Iterable[Work], context: Context) -> int:
     """Pairs of a rank's launches, in units of all heads."""
     total = 0
-    for op in ops:
-        if isinstance(op, Attend):
-            rows = as_array(op.pairs)
-            columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-            q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
-            each = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
-            total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
+    for part in work:
+        rows = as_array(part.pairs)
+        columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+        q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
+        each = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
+        total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
 
 
@@ -522,17 +550,25 @@ def prefix_pairs(fragments: Ints, context: Context) -> Ints:
     return pairs
 
 
-def exchange(
-    context: Context,
-    step: int,
-    rows: Ints,
-    collective: Collective = "p2p",
-    group: tuple[int, ...] = (),
-    *,
-    moves: bool = False,
-) -> Exchange:
-    """The exchange number `step` of the zone; `moves`: as in `ir.program.Exchange`."""
-    return Exchange(context.base + step, as_rows(rows), collective, group, moves=moves)
+def group_traffic(messages: Ints, ranks: Ints) -> list[GroupTraffic]:
+    """The all-to-alls inside each group of `ranks` [groups, size] that `messages` make."""
+    place = np.zeros(int(ranks.max()) + 1, dtype=np.int64)
+    place[ranks.ravel()] = np.arange(ranks.size)
+    (group, src), (_, dst) = (np.divmod(place[messages[:, end]], ranks.shape[1]) for end in (Message.SRC, Message.DST))
+    heads = messages[:, Message.HEAD_STOP] - messages[:, Message.HEAD_START]
+    token_heads: dict[Kind, Floats] = {}
+    for kind in (Kind.Q, Kind.KV, Kind.OUT):
+        of = messages[:, Message.KIND] == kind
+        token_heads[kind] = np.zeros((*ranks.shape, ranks.shape[1]))
+        np.add.at(token_heads[kind], (group[of], src[of], dst[of]), (heads * messages[:, Message.TOKENS])[of])
+    return [
+        GroupTraffic(
+            {kind: token_heads[kind][at] for kind in (Kind.Q, Kind.KV)},
+            {Kind.OUT: token_heads[Kind.OUT][at]},
+            gathers=False,
+        )
+        for at in range(len(ranks))
+    ]
 
 
 def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:

@@ -13,27 +13,25 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
+from megatron_balance.ir.columns import Held, Message, Pair, Placed, Task, Transfer, Value
 from megatron_balance.ir.intervals import held_twice, union
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
-from megatron_balance.ir.program import Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.visible import Rectangles, num_pairs, trim
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
     Launches,
-    Load,
     PointToPoint,
     Startable,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
 )
-from megatron_balance.patterns.rows import attend, intersections, merge, messages_of, transfers_of
+from megatron_balance.patterns.rows import intersections, transfers_of
+from megatron_balance.patterns.sends import Blocks, Sends, table_of
 
 
 class Dispatch(CommPattern[TaskTable]):
@@ -59,20 +57,23 @@ class Dispatch(CommPattern[TaskTable]):
         table = as_array(zone.fragments)
         return table[table[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
-    def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
-        """The ops of `rank`."""
-        there, back = _transfers_with(zone, context, rank)
-        ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
-        tasks = _visible(zone, context.mask, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
-        if len(tasks):
-            ops.append(attend(rank, _pairs(tasks, context)))
-        if len(back):
-            ops.append(exchange(context, 1, back))
-        if context.attends:
-            brought = back[back[:, Transfer.DST] == rank]
-            values = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
-            ops += [merge(rank, values)] if len(values) else []
-        return ZoneProgram(ops)
+    def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Queries and keys in, outputs back."""
+        del across
+        if rank is None:
+            there, back = map(as_array, transfers(zone, *_heads(context), context.mask))
+        else:
+            there, back = _transfers_with(zone, _heads(context), context.mask, rank)
+        return sends_of(there, back)
+
+    def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[Work]:
+        """The rank's tasks, then the merges of its own queries, of which outputs came back."""
+        tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
+        yield Work(last - 1, as_rows(_pairs(tasks, context)))
+        _, back = _transfers_with(zone, _heads(context), context.mask, rank)
+        brought = back[back[:, Transfer.DST] == rank]
+        merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
+        yield Work(last, Rows(Pair.WIDTH), as_rows(merges))
 
     # Placement
 
@@ -93,35 +94,15 @@ class Dispatch(CommPattern[TaskTable]):
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[TaskTable], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load, everyone = Load(context.num_ranks), np.arange(context.num_ranks)
+    def attended(self, zones: Sequence[TaskTable], context: Context) -> Ints:
+        """Visible pairs of each rank: int64 [num_ranks]."""
+        attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
             columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
-            q_start, q_stop, k_start, k_stop = (tasks[:, column] for column in columns)
-            pairs = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
-            load.pairs += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
-            for rows in transfers(zone, context.num_heads, context.num_kv_heads, context.mask):
-                table = as_array(rows)
-                for kind in (Kind.Q, Kind.KV, Kind.OUT):
-                    own = table[table[:, Transfer.KIND] == kind]
-                    num_tokens = own[:, Transfer.STOP] - own[:, Transfer.START]
-                    heads = context.num_kv_heads if kind == Kind.KV else context.num_heads
-                    load.receive(kind, everyone, sums(own[:, Transfer.DST], num_tokens, context.num_ranks), heads)
-        return load
-
-    def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of the way in and of the way back, one a transfer."""
-        del across
-        both = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
-        return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(both)]
-
-    # The remap
-
-    def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
-        """The way in."""
-        return as_array(transfers(zone, context.num_heads, context.num_kv_heads, context.mask)[0])
+            pairs = num_pairs(Rectangles(*(tasks[:, column] for column in columns)), context.mask)
+            attended += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
+        return attended
 
     # Starting early, coupling
 
@@ -136,7 +117,7 @@ class Dispatch(CommPattern[TaskTable]):
 
     def coupled(self, zone: TaskTable, context: Context) -> Iterable[tuple[int, int]]:
         """Source and target of all inputs."""
-        there, _ = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
+        there, _ = transfers(zone, *_heads(context), context.mask)
         return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
 
     # Simulation
@@ -151,8 +132,24 @@ class Dispatch(CommPattern[TaskTable]):
             np.zeros(len(ranks)),
             ranks[:, None],
         )
-        there, back = self.messages(zone, context)
-        return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
+        rows = self.sends(zone, context).messages()
+        is_output = rows[:, Message.KIND] == Kind.OUT
+        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
+
+
+def sends_of(*exchanges: Ints) -> Sends:
+    """Sends of the transfers of each exchange, a block each."""
+    rows, counts = np.concatenate(exchanges), [len(each) for each in exchanges]
+    block = np.arange(len(rows))
+    kind, head_start, head_stop = (rows[:, at] for at in (Transfer.KIND, Transfer.HEAD_START, Transfer.HEAD_STOP))
+    ends = rows[:, Transfer.SRC], rows[:, Transfer.DST]
+    table = table_of(np.repeat(np.arange(len(counts)), counts), *ends, kind, head_start, head_stop, block, 0)
+    spans = Blocks(rows[:, Transfer.SPAN], np.arange(len(rows) + 1))
+    return Sends(table, lambda: rows[:, Transfer.STOP] - rows[:, Transfer.START], lambda: spans)
+
+
+def _heads(context: Context) -> tuple[int, int]:
+    return context.num_heads, context.num_kv_heads
 
 
 def listed(zones: Sequence[ZoneAt[TaskTable]] | Sequence[ZoneAt[SharedZone]], wanted: Bools) -> Ints:
@@ -202,14 +199,15 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int, mask: Mask = C
     return as_rows(np.concatenate(there)), as_rows(_sent_back(there[0]))
 
 
-def _transfers_with(zone: TaskTable, context: Context, rank: int) -> tuple[Ints, Ints]:
+@lru_cache(maxsize=4)
+def _transfers_with(zone: TaskTable, of_heads: tuple[int, int], mask: Mask, rank: int) -> tuple[Ints, Ints]:
     """Those of `transfers` of which `rank` is an end, without working out all others: of a window on
     many ranks these are millions.
     """
     owned = as_array(zone.fragments)
     held = owned[owned[:, Placed.RANK] == rank]
     there: list[Ints] = []
-    for needs, kind, heads in _needs(zone, context.mask, (context.num_heads, context.num_kv_heads)):
+    for needs, kind, heads in _needs(zone, mask, of_heads):
         own = needs[:, Placed.RANK] == rank
         there.append(np.concatenate([_sent(needs[own], owned, kind, heads), _sent(needs[~own], held, kind, heads)]))
     return np.concatenate(there), _sent_back(there[0])

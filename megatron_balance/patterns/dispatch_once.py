@@ -22,22 +22,13 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
-from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import (
-    Context,
-    PointToPoint,
-    Startable,
-    ZoneMessages,
-    ZoneProgram,
-    ZoneRounds,
-    exchange,
-)
-from megatron_balance.patterns.dispatch import Dispatch, transfers
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.base import Context, Startable
+from megatron_balance.patterns.dispatch import Dispatch, sends_of, transfers
+from megatron_balance.patterns.sends import Sends
 
 _IN, _ON, _BACK = range(3)
-_NONE = np.empty((0, Transfer.WIDTH), dtype=np.int64)
 
 
 class DispatchOnce(Dispatch):
@@ -49,51 +40,27 @@ class DispatchOnce(Dispatch):
         """In, on and back, whether or not anything moves (unused ids cost nothing)."""
         return 3 if zone.fragments else 0
 
-    def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
-        """The ops of `rank`: those of the dispatch, their exchange in cut in two."""
-        there, on = (_of_rank(as_array(rows), rank) for rows in _of_zone(zone, context))
-        ops: list[Op] = [exchange(context, step, rows) for step, rows in ((_IN, there), (_ON, on)) if len(rows)]
-        for op in super().project(zone, context, rank).ops:
-            if not isinstance(op, Exchange):
-                ops.append(op)
-            elif op.id == context.base + 1:
-                ops.append(replace(op, id=context.base + _BACK))
+    def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Those of the dispatch, the way in cut in two."""
+        del across
+        there, on = map(
+            as_array, once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node, context.mask)
+        )
+        if rank is None:
+            back = as_array(transfers(zone, context.num_heads, context.num_kv_heads, context.mask)[1])
+        else:
+            there, on = (rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)] for rows in (there, on))
+            number, rows = super().sends(zone, context, rank).transfers()
+            back = rows[number == 1]
         # A replayed backward begins where the forward ended: there it brings what crosses, and
         # nothing where the forward did.
-        again = (context.base + _BACK, exchange(context, _BACK, there))
-        nothing = (context.base + _IN, exchange(context, _IN, _NONE))
-        return ZoneProgram(ops, [nothing, again] if len(there) else [])
-
-    def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of the way in, of what is passed on, and of the way back, one a transfer."""
-        del across
-        _, back = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
-        tables = (*_of_zone(zone, context), back)
-        return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(tables)]
-
-    def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
-        """The way in."""
-        return as_array(_of_zone(zone, context)[0])
+        again = sends_of(there[:0], there[:0], there)
+        return replace(sends_of(there, on, back), again=again, silent=(_IN,))
 
     def startable(self, zone: TaskTable) -> Startable:
         """The way in, its replay in the place of the way back, and the gradients of the outputs."""
         del zone
         return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
-
-    def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
-        """Inputs in two exchanges, one launch of every rank, outputs."""
-        there, on, back = (each.rows for each in self.messages(zone, context))
-        launches = Dispatch().rounds(zone, context).launches
-        return ZoneRounds(np.arange(context.num_ranks), launches, PointToPoint(np.concatenate([there, on]), back))
-
-
-def _of_rank(rows: Ints, rank: int) -> Ints:
-    return rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)]
-
-
-def _of_zone(zone: TaskTable, context: Context) -> tuple[Rows, Rows]:
-    """All transfers in, and all that pass them on."""
-    return once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node, context.mask)
 
 
 @lru_cache(maxsize=64)

@@ -10,31 +10,28 @@ owner. With fewer query heads than ranks some ranks attend nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints
-from megatron_balance.ir.columns import Fragment, Held, Message, Pair, Transfer
+from megatron_balance.ir.arrays import Bools, Ints, as_rows
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
     GroupTraffic,
     Launches,
-    Load,
     Startable,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
+    group_traffic,
 )
-from megatron_balance.patterns.ring import RingPattern
-from megatron_balance.patterns.rows import attend, messages_from, transfers_of
+from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
 
 class HeadSlice(NamedTuple):
@@ -96,67 +93,79 @@ def runs_of(rows: Ints, size: int) -> list[Ints]:
     return [run_of(rows, size, index) for index in range(size)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trade:
-    """The two all-to-alls of a group of `ranks`: tokens for heads, and back.
+class HeadShares(NamedTuple):
+    """The heads that each place in a group attends with: int64 [size] each."""
 
-    `runs`: by group index, rows (seq, start, stop) that it holds; `slices`: the heads that it
-    attends.
-    """
-
-    ranks: tuple[int, ...]
-    runs: Sequence[Ints]
-    slices: Sequence[Sequence[HeadSlice]]
-
-    @property
-    def moves(self) -> bool:
-        """Whether there are collectives: every rank takes part, or none does. Nothing moves if the
-        one holder has all the heads.
-        """
-        size = range(len(self.ranks))
-        return any(len(self.runs[i]) and self.slices[j] for i in size for j in size if i != j)
-
-    def there(self, index: int) -> Ints:
-        """Transfers of queries, keys and values that group index `index` sends or receives."""
-        rows: list[Ints] = [_NO_TRANSFERS]
-        for src, dst, ends in self._pairs(index):
-            if self.slices[dst]:
-                rows.append(transfers_of(Kind.Q, self.runs[src], query_heads(self.slices[dst]), *ends))
-                rows.append(transfers_of(Kind.KV, self.runs[src], kv_heads_of(self.slices[dst]), *ends))
-        return np.concatenate(rows)
-
-    def back(self, index: int) -> Ints:
-        """Transfers of outputs that group index `index` sends or receives."""
-        rows: list[Ints] = [_NO_TRANSFERS]
-        for src, dst, ends in self._pairs(index):
-            if self.slices[src]:
-                rows.append(transfers_of(Kind.OUT, self.runs[dst], query_heads(self.slices[src]), *ends))
-        return np.concatenate(rows)
-
-    def _pairs(self, index: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """(source, target, their ranks) of every other group index and `index`, both ways."""
-        rank = self.ranks[index]
-        for i, other in enumerate(self.ranks):
-            if i != index:
-                yield index, i, (rank, other)
-                yield i, index, (other, rank)
-
-
-_NO_TRANSFERS = np.empty((0, Transfer.WIDTH), dtype=np.int64)
-
-
-class GroupShares(NamedTuple):
-    """Tokens that each of G ranks holds and numbers of query and key-value heads that it attends,
-    int64 [G] each.
-    """
-
-    runs: Ints
-    query_heads: Ints
-    kv_heads: Ints
+    query_start: Ints
+    query_stop: Ints
+    kv_start: Ints
+    kv_stop: Ints
 
     @classmethod
-    def of(cls, runs: Ints, zone: Zone, context: Context) -> GroupShares:
-        return cls(runs, *head_counts(slices_of(zone, context)))
+    def of(cls, slices: Sequence[Sequence[HeadSlice]]) -> HeadShares:
+        bounds = [(*query_heads(own), *kv_heads_of(own)) if own else (0,) * 4 for own in slices]
+        return cls(*np.array(bounds, dtype=np.int64).reshape(-1, 4).T)
+
+    @property
+    def attends(self) -> Bools:
+        """Whether a place has any heads."""
+        return self.query_start < self.query_stop
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """All-to-alls inside groups: tokens for heads, and back.
+
+    `ranks` [groups, size]; `heads`: of each place. `place`: (group, place in it) of the rank that is
+    asked for; None: all. `among`: whether transfers between two ranks are wanted.
+    """
+
+    ranks: Ints
+    heads: HeadShares
+    place: tuple[int, int] | None = None
+    among: Callable[[Ints, Ints], Bools] | None = None
+
+    def inputs(self, first: int, block: int) -> Ints:
+        """`Send` rows of queries, keys and values to the ranks that attend; exchanges from `first` on,
+        a group each. Blocks are what each rank holds, rank by rank, from `block` on.
+        """
+        group, src, dst = self._ends(attends_at="dst")
+        ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + src
+        kinds = (Kind.Q, self.heads.query_start, self.heads.query_stop), (Kind.KV, *self.heads[2:])
+        both = [table_of(first + group, *ends, kind, start[dst], stop[dst], of_run, 0) for kind, start, stop in kinds]
+        return np.stack(both, axis=1).reshape(-1, Send.WIDTH)
+
+    def outputs(self, first: int, block: int) -> Ints:
+        """Outputs back to the ranks that hold the tokens; as `inputs`."""
+        group, src, dst = self._ends(attends_at="src")
+        ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + dst
+        heads = self.heads.query_start[src], self.heads.query_stop[src]
+        return table_of(first + group, *ends, Kind.OUT, *heads, of_run, 0)
+
+    def calls(self, first: int, tokens: Ints, *, moves: bool = False) -> dict[int, Call]:
+        """Those of the groups in which anything moves; `tokens` [groups, size]: that are held."""
+        holds, attends = tokens > 0, self.heads.attends
+        # Every holder sends to every rank with heads, but none to itself.
+        num_pairs = holds.sum(axis=1) * attends.sum() - (holds & attends).sum(axis=1)
+        wanted = np.flatnonzero(num_pairs).tolist()
+        groups = wanted if self.place is None else [at for at in wanted if at == self.place[0]]
+        return {first + at: Call("all_to_all", tuple(self.ranks[at].tolist()), moves) for at in groups}
+
+    def _ends(self, *, attends_at: str) -> tuple[Ints, Ints, Ints]:
+        """(group, place that sends, place that receives) of every two ranks of a group."""
+        num_groups, size = self.ranks.shape
+        if self.place is None:
+            group, src, dst = (each.ravel() for each in np.indices((num_groups, size, size)))
+            keep = src != dst
+        else:  # to each other rank, and from it
+            others = np.delete(np.arange(size), self.place[1])
+            mine = np.full_like(others, self.place[1])
+            src, dst = np.stack([mine, others], axis=1).ravel(), np.stack([others, mine], axis=1).ravel()
+            group, keep = np.full_like(src, self.place[0]), np.ones(len(src), dtype=bool)
+        keep &= self.heads.attends[src if attends_at == "src" else dst]
+        if self.among is not None:
+            keep &= self.among(self.ranks[group, src], self.ranks[group, dst])
+        return group[keep], src[keep], dst[keep]
 
 
 class HeadExchange(CommPattern[Zone]):
@@ -186,21 +195,20 @@ class HeadExchange(CommPattern[Zone]):
         """Tokens of every group index: int64 [G]."""
         return np.diff(_run_bounds(zone, lengths))
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs
-        back.
-        """
-        index, seqs = zone.ranks.index(rank), np.array(zone.seqs, dtype=np.int64)
-        slices = slices_of(zone, context)
-        trade = Trade(zone.ranks, self.runs(zone, context.lengths), slices)
-        ops: list[Op] = []
-        if trade.moves:
-            ops.append(exchange(context, 0, trade.there(index), "all_to_all", zone.ranks))
-        if slices[index] and len(seqs):
-            ops.append(attend(rank, _whole_pairs(seqs, context.lengths, slices[index])))
-        if trade.moves:
-            ops.append(exchange(context, 1, trade.back(index), "all_to_all", zone.ranks, moves=True))
-        return ZoneProgram(ops)
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Queries, keys and values there, outputs back."""
+        place = None if rank is None else (0, zone.ranks.index(rank))
+        ranks, runs = np.array([zone.ranks]), self.run_tokens(zone, context.lengths)
+        trade = Trade(ranks, HeadShares.of(slices_of(zone, context)), place, context.crosses if across else None)
+        rows = np.concatenate([trade.inputs(0, 0), trade.outputs(1, 0)])
+        calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
+        return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        """Whole sequences with the rank's heads."""
+        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)[zone.ranks.index(rank)]
+        if slices:
+            yield Work(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
 
     # Placement
 
@@ -231,42 +239,13 @@ class HeadExchange(CommPattern[Zone]):
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[Zone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
+    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Each rank attends all pairs with its share of the heads."""
+        pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
-            ranks, seqs = np.array(zone.ranks), np.array(zone.seqs, dtype=np.int64)
-            runs, queries, keys = self._shares(zone, context)
-            # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the
-            # sum exact.
-            pairs, stops = int(context.mask.num_pairs(context.lengths[seqs]).sum()), np.cumsum(queries)
-            load.pairs[ranks] += [
-                pairs * b // context.num_heads - pairs * a // context.num_heads
-                for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)
-            ]
-            if len(ranks) == 1:
-                continue
-            active = (queries > 0).astype(np.int64)
-            others = (runs.sum() - runs) * active
-            load.receive(Kind.Q, ranks, others, queries)
-            load.receive(Kind.KV, ranks, others, keys)
-            # Every rank with heads sends its partial of each of a rank's tokens; all of them
-            # together are all heads.
-            load.tokens[Kind.OUT, ranks] += runs * (active.sum() - active)
-            load.token_heads[Kind.OUT, ranks] += runs * (context.num_heads - queries)
-        return load
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of both all-to-alls: to and from every rank that has heads."""
-        if len(zone.ranks) == 1:
-            return []
-        runs, slices = self.run_tokens(zone, context.lengths), slices_of(zone, context)
-        return trade_messages(zone.ranks, runs, slices, context, (0, 1), across=across)
-
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All keys and values of others with the heads of a rank."""
-        runs, _, keys = self._shares(zone, context)
-        return (runs.sum() - runs) * keys
+            total = int(context.mask.num_pairs(context.lengths[list(zone.seqs)]).sum())
+            pairs[list(zone.ranks)] += shared_by_heads(np.array([total]), slices_of(zone, context), context)[0]
+        return pairs
 
     # Starting early
 
@@ -278,21 +257,20 @@ class HeadExchange(CommPattern[Zone]):
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """An all-to-all, a launch and an all-to-all; a zone on one rank is a ring of one."""
+        """An all-to-all, a launch and an all-to-all; on one rank the launch alone."""
         size = len(zone.ranks)
-        if size == 1:
-            return RingPattern().rounds(zone, context)
         seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
         launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
-        runs, queries, keys = (values.astype(np.float64) for values in self._shares(zone, context))
-        inputs = {Kind.Q: np.outer(runs, queries), Kind.KV: np.outer(runs, keys)}
-        outputs = {Kind.OUT: np.outer(queries, runs)}
-        return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
-
-    def _shares(self, zone: Zone, context: Context) -> GroupShares:
-        return GroupShares.of(self.run_tokens(zone, context.lengths), zone, context)
+        ranks = np.array(zone.ranks)
+        if size == 1:
+            return ZoneRounds(ranks, launches, None)
+        sends = self.sends(zone, context)
+        rows = sends.messages()
+        together = np.isin(rows[:, Message.EXCHANGE], list(sends.calls))
+        (traffic,) = group_traffic(rows[together], ranks[None])
+        return ZoneRounds(ranks, launches, replace(traffic, passed_on=rows[~together]))
 
 
 class ChunkExchange(HeadExchange):
@@ -341,29 +319,12 @@ def chunk_edges(lengths: Ints, size: int) -> Ints:
     return whole[:, None] * chunk + np.minimum(dealt, over[:, None])
 
 
-def trade_messages(
-    ranks: tuple[int, ...],
-    runs: Ints,
-    slices: Sequence[Sequence[HeadSlice]],
-    context: Context,
-    steps: tuple[int, int],
-    *,
-    across: bool = False,
-) -> list[ZoneMessages]:
-    """Messages of both all-to-alls of a group, which are the exchanges `steps` of their zone.
-
-    `runs`: tokens that each rank holds, int64 [G]; `across`: between nodes only.
+def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: Context) -> Ints:
+    """Pairs of each rank [groups, size], in units of all heads, of groups that attend `pairs` [groups].
+    Cumulative rounding keeps the sum of the ranks' shares exact.
     """
-    members = np.array(ranks)
-    there, back = ([np.empty((0, Message.WIDTH), dtype=np.int64)] for _ in range(2))
-    for rank, own in zip(ranks, slices, strict=True):
-        if own:
-            others = context.crosses(members, rank) if across else members != rank
-            others, tokens = members[others], runs[others]
-            there.append(messages_from(steps[0], others, rank, Kind.Q, query_heads(own), tokens))
-            there.append(messages_from(steps[0], others, rank, Kind.KV, kv_heads_of(own), tokens))
-            back.append(messages_from(steps[1], rank, others, Kind.OUT, query_heads(own), tokens))
-    return [ZoneMessages(np.concatenate(rows), "all_to_all", ranks) for rows in (there, back)]
+    stops = np.cumsum(head_counts(slices)[0])
+    return np.diff(pairs[:, None] * stops // context.num_heads, prepend=0)
 
 
 def slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:

@@ -13,42 +13,29 @@ second one passes on what it brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.columns import Message, Transfer
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Exchange, Kind, Op
-from megatron_balance.patterns.base import (
-    Context,
-    Floats,
-    GroupTraffic,
-    Startable,
-    ZoneMessages,
-    ZoneProgram,
-    ZoneRounds,
-    exchange,
-)
+from megatron_balance.ir.program import Kind
+from megatron_balance.patterns.base import Context, Floats, Startable
 from megatron_balance.patterns.head_exchange import (
     ChunkExchange,
     HeadExchange,
     HeadSlice,
-    Trade,
     head_counts,
     head_slices,
     kv_heads_of,
     slices_of,
-    trade_messages,
 )
-from megatron_balance.patterns.rows import messages_from, transfers_of
+from megatron_balance.patterns.sends import Call, Send, Sends, table_of
 
 _IN, _ON, _BACK = range(3)
-_NO_TRANSFERS = np.empty((0, Transfer.WIDTH), dtype=np.int64)
 
 
 class Way:
@@ -108,35 +95,6 @@ def _rows(owner: Ints, src: Ints, dst: Ints, heads: tuple[int, int]) -> Ints:
     return rows[rows[:, Way.SRC] != rows[:, Way.DST]]
 
 
-@dataclass(frozen=True)
-class OnceTrade(Trade):
-    """The exchanges of a group whose key-value heads cross once to a node."""
-
-    ranks_per_node: int = 1
-
-    @cached_property
-    def ways(self) -> tuple[Ints, Ints]:
-        """As the function of this name."""
-        return ways(self.ranks, self.slices, self.ranks_per_node)
-
-    def there(self, index: int) -> Ints:
-        """Transfers of queries, keys and values that group index `index` sends or receives first."""
-        rows = Trade.there(self, index)
-        return np.concatenate([rows[rows[:, Transfer.KIND] == Kind.Q], self._moved(self.ways[0], index)])
-
-    def on(self, index: int) -> Ints:
-        """Transfers of keys and values that group index `index` passes on, or is passed."""
-        return self._moved(self.ways[1], index)
-
-    def _moved(self, rows: Ints, index: int) -> Ints:
-        own: list[list[int]] = rows[(rows[:, Way.SRC] == index) | (rows[:, Way.DST] == index)].tolist()
-        tables = [
-            transfers_of(Kind.KV, self.runs[owner], (start, stop), self.ranks[src], self.ranks[dst])
-            for owner, src, dst, start, stop in own
-        ]
-        return np.concatenate([_NO_TRANSFERS, *tables])
-
-
 class Rates(NamedTuple):
     """Bytes of a zone's inputs for each of its tokens, which lie evenly on its ranks: over the busiest
     NIC in or out of a node, `plain` and `once`; and `passed_on` by the rank that passes on most.
@@ -194,76 +152,40 @@ class HeadExchangeOnce(HeadExchange):
         """In, on and back, where there are other ranks (unused ids cost nothing)."""
         return 3 if len(zone.ranks) > 1 else 0
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """The ops of `rank`: those of the head exchange, their exchange in cut in two."""
-        index = zone.ranks.index(rank)
-        runs, slices = self.runs(zone, context.lengths), slices_of(zone, context)
-        trade = OnceTrade(zone.ranks, runs, slices, context.ranks_per_node)
-        inputs = exchange(context, _IN, trade.there(index), "all_to_all", zone.ranks)
-        on = trade.on(index)
-        ops: list[Op] = []
-        for op in super().project(zone, context, rank).ops:
-            if not isinstance(op, Exchange):
-                ops.append(op)
-            elif op.id == context.base + _IN:
-                ops += [inputs, exchange(context, _ON, on)] if len(on) else [inputs]
-            else:
-                ops.append(replace(op, id=context.base + _BACK))
-        # A replayed backward begins where the forward ended: there it brings what comes first, and
-        # nothing where the forward did.
-        again = (context.base + _BACK, replace(inputs, id=context.base + _BACK))
-        nothing = (context.base + _IN, exchange(context, _IN, _NO_TRANSFERS))
-        return ZoneProgram(ops, [nothing, again] if trade.moves else [])
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of both all-to-alls, and between them of what is passed on inside nodes."""
-        if len(zone.ranks) == 1:
-            return []
-        slices, tokens = slices_of(zone, context), self.run_tokens(zone, context.lengths)
-        there, back = trade_messages(zone.ranks, tokens, slices, context, (_IN, _BACK), across=across)
-        keys = self._key_messages(zone, context, tokens)
-        if across:
-            rows = keys[_IN]
-            keys = rows[context.crosses(rows[:, Message.SRC], rows[:, Message.DST])], keys[_ON]
-        queries = there.rows[there.rows[:, Message.KIND] == Kind.Q]
-        inputs = ZoneMessages(np.concatenate([queries, keys[_IN]]), "all_to_all", zone.ranks)
-        return [inputs, ZoneMessages(keys[_ON]), back]
-
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """In the first all-to-all or behind it, whichever is more."""
-        return super(HeadExchange, self).largest_exchange(zone, context)  # counted by its messages
-
-    def _key_messages(self, zone: Zone, context: Context, tokens: Ints) -> tuple[Ints, Ints]:
-        """Keys and values of the first exchange, and of the second; `tokens`: of each group index."""
-        ranks = np.array(zone.ranks, dtype=np.int64)
-        tables: list[Ints] = []
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """Those of the head exchange, with keys and values that cross once and are passed on."""
+        plain, ranks = super().sends(zone, context, rank, across=across), np.array(zone.ranks)
+        keys: list[Ints] = []
         for step, rows in enumerate(ways(zone.ranks, slices_of(zone, context), context.ranks_per_node)):
             owner, src, dst, start, stop = rows.T
-            made = messages_from(step, ranks[src], ranks[dst], Kind.KV, (0, 0), tokens[owner])
-            made[:, Message.HEAD_START], made[:, Message.HEAD_STOP] = start, stop
-            tables.append(made)
-        return tables[_IN], tables[_ON]
+            made = table_of(step, ranks[src], ranks[dst], Kind.KV, start, stop, owner, 0)
+            if across:
+                made = made[context.crosses(made[:, Send.SRC], made[:, Send.DST])]
+            keys.append(made if rank is None else made[(made[:, Send.SRC] == rank) | (made[:, Send.DST] == rank)])
+        queries, back = (plain.rows[plain.rows[:, Send.KIND] == kind] for kind in (Kind.Q, Kind.OUT))
+        there = np.concatenate([queries, keys[_IN]])
+        # A replayed backward begins where the forward ended: there it brings what comes first, and
+        # nothing where the forward did.
+        made = replace(plain, rows=_as_exchange(there, _BACK), calls=_renamed(plain.calls, {0: _BACK}))
+        rows = np.concatenate([there, keys[_ON], _as_exchange(back, _BACK)])
+        return replace(plain, rows=rows, calls=_renamed(plain.calls, {0: _IN, 1: _BACK}), again=made, silent=(_IN,))
 
     def startable(self, zone: Zone) -> Startable:
         """The way in, its replay in the place of the way back, and the gradients of the outputs."""
         del zone
         return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
 
-    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """An all-to-all, what is passed on, a launch and an all-to-all."""
-        found = super().rounds(zone, context)
-        if not isinstance(found.traffic, GroupTraffic):
-            return found
-        tokens = self.run_tokens(zone, context.lengths)
-        there, on = self._key_messages(zone, context, tokens)
-        place = np.zeros(context.num_ranks, dtype=np.int64)
-        place[found.ranks] = np.arange(len(found.ranks))
-        keys = np.zeros((len(found.ranks),) * 2)
-        heads = there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]
-        ends = place[there[:, Message.SRC]], place[there[:, Message.DST]]
-        np.add.at(keys, ends, there[:, Message.TOKENS] * heads)
-        inputs = {**found.traffic.inputs, Kind.KV: keys}
-        return replace(found, traffic=replace(found.traffic, inputs=inputs, passed_on=on))
+
+def _as_exchange(sends: Ints, number: int) -> Ints:
+    """The same sends in another exchange."""
+    sends = sends.copy()
+    sends[:, Send.EXCHANGE] = number
+    return sends
+
+
+def _renamed(calls: Mapping[int, Call], numbers: Mapping[int, int]) -> dict[int, Call]:
+    """Calls by their new numbers."""
+    return {number: calls[at] for at, number in numbers.items() if at in calls}
 
 
 class ChunkExchangeOnce(HeadExchangeOnce, ChunkExchange):

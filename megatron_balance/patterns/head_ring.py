@@ -1,4 +1,5 @@
-"""Head ring: heads are exchanged inside a group of ranks, keys go round from group to group.
+"""Head ring: heads are exchanged inside a group of ranks, keys go round from group to group. With
+groups of one rank it is a ring: Ring Attention, Transformer Engine's context parallelism.
 
 LoongTrain (arXiv 2406.18485) calls it 2D attention; here each zone has its own groups. It is
 Zeppelin's ring between nodes (section 3.2) with all ranks of a node in place of one.
@@ -10,57 +11,73 @@ each slice goes round the ranks of the same place in the other groups (`patterns
 go back. So a ring has as many rounds as groups, every rank sends over its own NIC, and a rank
 receives only the keys of its own heads.
 
-With groups of one rank it is a ring, with one group it is a head exchange. With fewer key-value heads
-than ranks in a group (GQA), several ranks receive the same one. A rank without query heads attends
-nothing.
+With one group it is a head exchange. With fewer key-value heads than ranks in a group (GQA), several
+ranks receive the same one. A rank without query heads attends nothing.
 
 A replayed backward makes the first all-to-all again before anything else, since all rounds need what
 it brings; the ring then turns the other way.
+
+With a remap the owner of tokens makes their first hop in a ring for the rank that attends to them.
+The replay's first hop is another, so there it stays with the holder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Literal
 
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array
-from megatron_balance.ir.columns import Held, Message, Pair, Transfer, Value
+from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.columns import Held, Message, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
+    FirstHops,
     Floats,
     GroupTraffic,
     HeadsThenHops,
     HopByHop,
     Launches,
-    Load,
     Startable,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
+    group_traffic,
+    remote_of,
 )
 from megatron_balance.patterns.head_exchange import (
+    HeadShares,
     HeadSlice,
     Trade,
     head_counts,
     head_slices,
     kv_heads_of,
-    query_heads,
+    run_of,
     runs_of,
-    trade_messages,
+    shared_by_heads,
 )
-from megatron_balance.patterns.ring import Blocks, attention, forward_hops, most_in_a_hop, ring_launches, walks
-from megatron_balance.patterns.rows import attend, merge, messages_from
-from megatron_balance.patterns.zigzag import Zigzag, fragments, pairs_per_rank, tokens, zigzag
+from megatron_balance.patterns.ring import attention, forward_hops, hops_of, ring_launches, walks
+from megatron_balance.patterns.rows import transfers_of
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
+from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
+
+_BLOCK = 1 << 20
+"""Cells of (rank, sequence) worked on at once, which bounds memory."""
+
+_LISTED = 1 << 12
+"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a
+zone for each rank.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +91,11 @@ class Shape:
     slices: list[list[HeadSlice]]
 
     @classmethod
-    def of(cls, zone: Zone, context: Context) -> Shape:
-        groups = _groups(zone)
-        placed = _placed(zone, context.lengths, context.mask)
-        return cls(groups, placed, head_slices(context.num_heads, context.num_kv_heads, len(groups[0])))
+    def of(cls, zone: Zone, size: int, context: Context) -> Shape:
+        """The shape of a zone whose groups have `size` ranks."""
+        groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
+        placed = _placed(zone, size, context.lengths, context.mask)
+        return cls(groups, placed, head_slices(context.num_heads, context.num_kv_heads, size))
 
     @property
     def num_groups(self) -> int:
@@ -100,9 +118,52 @@ class Shape:
         """The first id of the last all-to-alls."""
         return self.trades + self.num_groups - 1
 
-    def trade(self, group: int) -> Trade:
-        """The all-to-alls of a group."""
-        return Trade(self.ranks[group], runs_of(fragments(self.placed, group), self.size), self.slices)
+    def hops(
+        self,
+        place: tuple[int, int] | None,
+        among: Callable[[Ints, Ints], Bools] | None,
+        first_block: int,
+        step: Literal[1, -1] = 1,
+    ) -> Ints:
+        """`Send` rows of the blocks that go round, to the group `step` further; `place` and `among` as
+        in `Trade`.
+        """
+        size, ranks = self.num_groups, np.array(self.ranks)
+        sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
+        hop = np.arange(1, size)[::step]
+        tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
+        for index in range(self.size) if place is None else (place[1],):
+            own, group = self.slices[index], sends
+            src, dst = ranks[group % size, index], ranks[(group + step) % size, index]
+            if among is not None:
+                crosses = among(src, dst)
+                src, dst, group = src[crosses], dst[crosses], group[crosses]
+            if own:
+                number = self.trades + (hop if step == 1 else size - hop) - 1
+                block = first_block + (group - step * (hop[:, None] - 1)) % size
+                tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads_of(own), block, hop[:, None]))
+        return np.concatenate(tables)
+
+    def tokens(self) -> Ints:
+        """Tokens of what each rank holds, in hop 0, and of the block of each group in each hop: int64
+        [ranks + groups, groups].
+        """
+        walks, num_runs = forward_hops(self.placed), self.num_groups * self.size
+        runs = np.zeros((num_runs, self.num_groups), dtype=np.int64)
+        runs[:, 0] = self.run_tokens().ravel()
+        return np.concatenate([runs, walks])
+
+    def blocks(self, *, back: bool = False) -> Blocks:
+        """What each rank holds, and the block of each group."""
+        hops, num_groups = hops_of(self.placed, back=back), self.num_groups
+        if self.size == 1:  # blocks of ranks are not sent
+            return Blocks(hops.rows, np.append(np.zeros(num_groups, dtype=np.int64), hops.begin), hops.reach)
+        runs = Blocks.of([run for at in range(num_groups) for run in runs_of(fragments(self.placed, at), self.size)])
+        assert hops.reach is not None
+        reach = np.append(np.zeros(len(runs.rows), dtype=np.int64), hops.reach)
+        return Blocks(
+            np.concatenate([runs.rows, hops.rows]), np.append(runs.begin, runs.begin[-1] + hops.begin[1:]), reach
+        )
 
     def group_tokens(self) -> Ints:
         """Tokens of each group: int64 [groups]."""
@@ -120,11 +181,35 @@ class Shape:
 
 
 class HeadRing(CommPattern[Zone]):
-    """An all-to-all inside each group, a ring of every slice of the heads, an all-to-all back."""
+    """An all-to-all inside each group, a ring of every slice of the heads, an all-to-all back.
 
-    routing = "never"
-    merges_remap = False
+    `grouped`: groups are those of the zone (`head_ring`); else each has one rank (`ring`), there is
+    no all-to-all, and owners may make the first hops for holders.
+    """
+
     traffic = HeadsThenHops
+
+    def __init__(self, *, grouped: bool) -> None:
+        self._grouped = grouped
+        self.routing = "never" if grouped else "pays"
+        self.merges_remap = not grouped
+        self.hops_again = grouped
+
+    def size(self, zone: Zone) -> int:
+        """Ranks of a group of the zone.
+
+        Raises:
+            InvalidProgramError: the group size does not divide the ranks.
+        """
+        if not self._grouped:
+            return 1
+        size = zone.group_size
+        if size < 1 or len(zone.ranks) % size:
+            raise InvalidProgramError(
+                f"zone {zone.name}: a head ring over {len(zone.ranks)} ranks in groups of {size}; expected a group "
+                "size that divides the ranks"
+            )
+        return size
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks
@@ -132,168 +217,180 @@ class HeadRing(CommPattern[Zone]):
 
     def num_exchanges(self, zone: Zone) -> int:
         """Two all-to-alls of each group of several ranks, and the rounds between groups."""
-        groups = _groups(zone)
-        return (2 * len(groups) if len(groups[0]) > 1 else 0) + len(groups) - 1
+        size = self.size(zone)
+        groups = len(zone.ranks) // size
+        return (2 * groups if size > 1 else 0) + groups - 1
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
         """Rows (seq, start, stop) of `rank`: its run of its group's fragments."""
-        group, index = divmod(zone.ranks.index(rank), zone.group_size)
-        return runs_of(fragments(_placed(zone, lengths), group), zone.group_size)[index]
+        size = self.size(zone)
+        group, index = divmod(zone.ranks.index(rank), size)
+        return run_of(fragments(_placed(zone, size, lengths), group), size, index)
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """The all-to-all of the rank's group, rounds of Exchange, Attend and Merge with its heads,
-        and the all-to-all back.
-        """
-        shape = Shape.of(zone, context)
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """The all-to-alls of each group, and the blocks that go round between them."""
+        shape = Shape.of(zone, self.size(zone), context)
+        place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
+        ranks, num_runs, among = np.array(shape.ranks), len(zone.ranks), context.crosses if across else None
+        forward = shape.hops(place, among, num_runs)
+        # In round t the replay brings what the forward brought in hop G - t.
+        back = shape.hops(place, among, num_runs, step=-1)
+        if shape.size == 1:
+            made = Sends(back, shape.tokens, lambda: shape.blocks(back=True))
+            return Sends(forward, shape.tokens, shape.blocks, again=made, silent=range(shape.last))
+        trade, runs = Trade(ranks, HeadShares.of(shape.slices), place, among), shape.run_tokens()
+        rows = np.concatenate([trade.inputs(0, 0), forward, trade.outputs(shape.last, 0)])
+        # A replayed backward begins where the forward ended: there it makes the first all-to-alls,
+        # and nothing where the forward made them.
+        again = np.concatenate([back, trade.inputs(shape.last, 0)])
+        made = Sends(again, shape.tokens, lambda: shape.blocks(back=True), trade.calls(shape.last, runs))
+        calls = trade.calls(0, runs) | trade.calls(shape.last, runs, moves=True)
+        return Sends(rows, shape.tokens, shape.blocks, calls, made, range(shape.last))
+
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        """The own keys of the group, then those that each round brings."""
+        shape = Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
-        own, trade = shape.slices[index], shape.trade(group)
-        trades = shape.trades > 0 and trade.moves
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        there, back = context.base + group, context.base + shape.last + group
-        if trades:
-            inputs = exchange(context, group, trade.there(index), "all_to_all", trade.ranks)
-            ops.append(inputs)
-            # A replayed backward begins where the forward ended: there it makes the first
-            # all-to-all, and nothing where the forward made it.
-            replays.append((there, exchange(context, group, np.empty((0, Transfer.WIDTH), dtype=np.int64))))
-            replays.append((back, Exchange(back, inputs.transfers, inputs.collective, inputs.group)))
-        if own:
-            ring = self._ring(shape, context, (group, index))
-            ops += ring.ops
-            replays += ring.replays
-        if trades:
-            ops.append(exchange(context, shape.last + group, trade.back(index), "all_to_all", trade.ranks, moves=True))
-        return ZoneProgram(ops, replays)
-
-    def _ring(self, shape: Shape, context: Context, place: tuple[int, int]) -> ZoneProgram:
-        """The rounds of one rank, at `place` (group, index in it)."""
-        (group, index), size = place, shape.num_groups
-        rank, own = shape.ranks[group][index], shape.slices[index]
-        rounds = np.arange(size)
-        blocks = Blocks(shape.placed, (group - rounds) % size, kv_heads_of(own))
-        pairs, merges = attention(shape.placed, group, blocks, context) if context.attends else ([b""] * size,) * 2
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        if pairs[0]:
-            ops.append(attend(rank, _of_heads(pairs[0], own)))
-        if size > 1:
-            before, after = shape.ranks[group - 1][index], shape.ranks[(group + 1) % size][index]
-            forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
-            mirror = blocks.turned(-rounds % size)
-            backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before)
-            for t in range(1, size):
-                exchange_id = context.base + shape.trades + t - 1
-                if forward[t]:
-                    ops.append(Exchange(exchange_id, Rows(Transfer.WIDTH, forward[t])))
-                if backward[size - t] or forward[t]:
-                    replays.append((exchange_id, Exchange(exchange_id, Rows(Transfer.WIDTH, backward[size - t]))))
-                if pairs[t]:
-                    values = as_array(Rows(Value.WIDTH, merges[t])).copy()
-                    values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-                    ops += [attend(rank, _of_heads(pairs[t], own)), merge(rank, values)]
-        return ZoneProgram(ops, replays)
+        if shape.slices[index]:
+            rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
+            for at, (pairs, merges) in enumerate(rounds):
+                yield Work(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
 
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
-        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        rings = [(number, zone) for number, zone in zones if self.size(zone) == 1]
+        tables = [self._place_rings(rings, lengths, wanted)]
         for number, zone in zones:
-            placed = _placed(zone, lengths)
-            for group, ranks in enumerate(_groups(zone)):
+            size = self.size(zone)
+            placed = _placed(zone, size, lengths)
+            for group in range(len(zone.ranks) // size) if size > 1 else ():
+                ranks = zone.ranks[group * size : (group + 1) * size]
                 if not wanted[list(ranks)].any():
                     continue
-                for rank, run in zip(ranks, runs_of(fragments(placed, group), len(ranks)), strict=True):
+                for rank, run in zip(ranks, runs_of(fragments(placed, group), size), strict=True):
                     if wanted[rank]:
                         rows = np.zeros((len(run), Held.WIDTH), dtype=np.int64)
                         rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, run, number
                         tables.append(rows)
         return np.concatenate(tables)
 
+    def _place_rings(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+        """As `place_all`, of zones with groups of one rank: a plan may have one for each rank."""
+        sizes, counts = (
+            np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
+            for of in (attrgetter("ranks"), attrgetter("seqs"))
+        )
+        members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
+        seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
+        stops = np.cumsum(counts)
+        parts, first = holders(lengths[seqs], np.repeat(sizes, counts), np.repeat(stops - counts, counts))
+        owner = np.repeat(np.arange(len(zones)), sizes)
+        place = np.arange(len(members)) - (np.cumsum(sizes) - sizes)[owner]  # in its zone
+        chosen = np.flatnonzero(wanted[members])
+        members, owner, place = members[chosen], owner[chosen], place[chosen]
+        index = np.array([index for index, _ in zones], dtype=np.int64)[owner]
+        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        blocks = [*np.flatnonzero(np.diff(np.cumsum(counts[owner]) // _BLOCK)).tolist(), len(members)]
+        for a, b in zip([0, *blocks], blocks, strict=False):
+            member, seq = ranges((stops - counts)[owner[a:b]], stops[owner[a:b]])
+            member += a
+            position = (place[member] - first[seq]) % sizes[owner[member]]
+            length, held_by = lengths[seqs[seq]], parts[seq]
+            rows = np.zeros((len(member), 2, Held.WIDTH), dtype=np.int64)
+            rows[:, :, Held.RANK], rows[:, :, Held.SEQ] = members[member, None], seqs[seq, None]
+            rows[:, :, Held.ZONE] = index[member, None]
+            rows[:, 0, Held.START], rows[:, 0, Held.STOP] = chunk(length, held_by, position)
+            rows[:, 1, Held.START], rows[:, 1, Held.STOP] = chunk(length, held_by, 2 * held_by - 1 - position)
+            if self.merges_remap:
+                # The last chunk of a sequence is needed elsewhere only if the mask is not causal.
+                shared = held_by > 1
+                rows[:, 0, Held.SENT_ON], rows[:, 1, Held.SENT_ON] = shared, shared * np.where(position > 0, 1, 2)
+            tables.append(rows[(position < held_by)[:, None] & (rows[:, :, Held.START] < rows[:, :, Held.STOP])])
+        return np.concatenate(tables)
+
     def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
         """Tokens that the zones place on each rank: int64 [num_ranks]."""
-        held = np.zeros(context.num_ranks, dtype=np.int64)
+        listed: list[Zone] = []
+        others: list[Zone] = []
         for zone in zones:
-            ranks = _by_group(zone)
-            own = context.lengths[list(zone.seqs)]
-            of_group = tokens(own, len(ranks)) if len(ranks) > 1 else own.sum(keepdims=True)
-            held[ranks] += _runs(of_group, zone.group_size)
+            few = self.size(zone) == 1 and len(zone.ranks) * len(zone.seqs) <= _LISTED
+            (listed if few else others).append(zone)
+        held = super().tokens(listed, context)
+        for zone in others:
+            size, own = self.size(zone), context.lengths[list(zone.seqs)]
+            of_group = tokens(own, len(zone.ranks) // size)
+            held[list(zone.ranks)] += _runs(of_group, size).ravel()
         return held
+
+    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
+        """Each sequence with the ranks of the groups that hold some of it, ascending."""
+        shape = Shape.of(zone, self.size(zone), context)
+        for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
+            held_by = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
+            yield seq, sorted(chain.from_iterable(held_by))
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[Zone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
+    def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Visible pairs of each rank, in units of all heads: int64 [num_ranks]."""
+        local = [zone for zone in zones if len(zone.ranks) == 1]  # together: a plan may have one for each rank
+        ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
+        seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
+        pairs = sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
         for zone in zones:
-            shape = Shape.of(zone, context)
-            queries, keys = shape.heads()
-            stops, active = np.cumsum(queries), (queries > 0).astype(np.int64)
-            runs, walked = shape.run_tokens(), _walked_to(shape)
-            for group, pairs in enumerate(pairs_per_rank(shape.placed).tolist()):
-                ranks = np.array(shape.ranks[group])
-                # Cumulative rounding keeps the sum of the ranks' shares exact.
-                shares = pairs * stops // context.num_heads
-                load.pairs[ranks] += np.diff(shares, prepend=0)
-                own = runs[group]
-                others = (own.sum() - own) * active
-                if shape.size > 1:
-                    load.receive(Kind.Q, ranks, others, queries)
-                    load.receive(Kind.KV, ranks, others, keys)
-                    load.tokens[Kind.OUT, ranks] += own * (active.sum() - active)
-                    load.token_heads[Kind.OUT, ranks] += own * (context.num_heads - queries)
-                load.receive(Kind.KV, ranks, walked[group] * active, keys)
-        return load
+            if len(zone.ranks) > 1:
+                shape = Shape.of(zone, self.size(zone), context)
+                pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
+        return pairs
 
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of both all-to-alls of each group, and of the hops between groups."""
-        shape = Shape.of(zone, context)
-        first: list[ZoneMessages] = []
-        last: list[ZoneMessages] = []
-        if shape.size > 1:
-            for group, runs in enumerate(shape.run_tokens()):
-                there, back = trade_messages(
-                    shape.ranks[group], runs, shape.slices, context, (group, shape.last + group), across=across
-                )
-                first.append(there)
-                last.append(back)
-        return [*first, *self._hops(shape), *last]
+    # The remap
 
-    def _hops(self, shape: Shape) -> list[ZoneMessages]:
-        size = shape.num_groups
-        if size == 1:
-            return []
-        group, rounds = np.arange(size)[:, None], np.arange(1, size)
-        sent = forward_hops(shape.placed)[(group - rounds + 1) % size, rounds]
-        ranks = np.array(shape.ranks)
-        rows: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
-        for index, own in enumerate(shape.slices):
-            if own:
-                src, dst = ranks[:, index][:, None], np.roll(ranks[:, index], -1)[:, None]
-                rows.append(messages_from(shape.trades + rounds - 1, src, dst, Kind.KV, kv_heads_of(own), sent))
-        return [ZoneMessages(np.concatenate(rows))]
+    def first_senders(self, zone: Zone, rank: int, num_ranks: int) -> Ints:
+        """The rank before `rank`, in a ring."""
+        del num_ranks
+        before = [zone.ranks[zone.ranks.index(rank) - 1]] if self.merges_remap else []
+        return np.array(before, dtype=np.int64)
 
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """Keys and values of the others of the group, or the largest block that comes round, with the
-        heads of a rank.
-        """
-        shape = Shape.of(zone, context)
-        others = shape.group_tokens()[:, None] - shape.run_tokens()
-        return (np.maximum(others, most_in_a_hop(shape.placed)[:, None]) * shape.heads()[1]).ravel()
+    def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
+        """First hops to the rank after the holder, whole fragments divided by owner."""
+        own = remote_of(zones, remote)
+        sent_on = own[:, RemoteHeld.SENT_ON]
+        own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
+        after: dict[tuple[int, int], int] = {}
+        wanted = set(own[:, RemoteHeld.ZONE].tolist())
+        for index, zone in zones:
+            if index in wanted:
+                next_ranks = (*zone.ranks[1:], zone.ranks[0])
+                after.update(((index, rank), to) for rank, to in zip(zone.ranks, next_ranks, strict=True))
+        places = zip(own[:, RemoteHeld.ZONE].tolist(), own[:, RemoteHeld.HOLDER].tolist(), strict=True)
+        targets = np.array([after[place] for place in places], dtype=np.int64)
+        rows = transfers_of(Kind.KV, own, (0, context.num_kv_heads), own[:, RemoteHeld.OWNER], targets)
+        sent = rows[:, Transfer.SRC] != rows[:, Transfer.DST]
+        return FirstHops(rows[sent], own[sent, RemoteHeld.HOLDER], own[sent, RemoteHeld.ZONE])
 
-    # Starting early
+    # Starting early, routing
 
     def startable(self, zone: Zone) -> Startable:
         """The first all-to-all, the gradients of what the last one brings, and the replay of the
-        first in its place.
+        first in its place. Of a ring the first hop, and that of the replay, which brings what the
+        last exchange brought.
         """
-        groups = _groups(zone)
-        if len(groups[0]) == 1:
-            return Startable()
-        first = tuple(range(len(groups)))
-        last = tuple(2 * len(groups) - 1 + group for group in first)
+        size = self.size(zone)
+        groups = len(zone.ranks) // size
+        if size == 1:
+            return Startable(forward=(0,), replays=(groups - 2,))
+        first = tuple(range(groups))
+        last = tuple(2 * groups - 1 + group for group in first)
         return Startable(forward=first, gradients=last, replays=last)
+
+    def reaches_out(self, zone: Zone, rank: int, ranks_per_node: int) -> bool:
+        """Whether its group, or a neighbour in another group, is on another node."""
+        size, at = self.size(zone), zone.ranks.index(rank)
+        own = zone.ranks[at - at % size : at - at % size + size]
+        neighbours = (zone.ranks[at - size], zone.ranks[(at + size) % len(zone.ranks)])
+        return any(other // ranks_per_node != rank // ranks_per_node for other in (*own, *neighbours))
 
     # Simulation
 
@@ -301,22 +398,20 @@ class HeadRing(CommPattern[Zone]):
         """Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
         between them.
         """
-        shape = Shape.of(zone, context)
-        queries, keys = shape.heads()
-        launches = _launches(shape)
-        runs = shape.run_tokens().astype(np.float64)
+        shape = Shape.of(zone, self.size(zone), context)
         inside: list[GroupTraffic] = []
-        for held in runs:
-            inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
-            outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
-            inside.append(GroupTraffic(inputs, outputs, gathers=False))
-        # A block of some of the heads counts as that part of its tokens.
-        part = np.tile(keys / context.num_kv_heads, shape.num_groups)[:, None]
+        if shape.size > 1:
+            rows = self.sends(zone, context).messages()
+            number = rows[:, Message.EXCHANGE]
+            inside = group_traffic(rows[(number < shape.trades) | (number >= shape.last)], np.array(shape.ranks))
         hops = None
         if shape.num_groups > 1:
+            # A block of some of the heads counts as that part of its tokens.
+            part = np.tile(shape.heads()[1] / context.num_kv_heads, shape.num_groups)[:, None]
             forward, backward = (np.repeat(walk, shape.size, axis=0) * part for walk in walks(shape.placed))
             hops = HopByHop(forward, backward)
-        return ZoneRounds(np.array(zone.ranks), launches, HeadsThenHops(tuple(inside), hops))
+        traffic = HeadsThenHops(tuple(inside), hops) if len(zone.ranks) > 1 else None
+        return ZoneRounds(np.array(zone.ranks), _launches(shape), traffic)
 
 
 def _runs(of_group: Ints, size: int) -> Ints:
@@ -325,46 +420,9 @@ def _runs(of_group: Ints, size: int) -> Ints:
     return edges[:, 1:] - edges[:, :-1]
 
 
-def _groups(zone: Zone) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each group.
-
-    Raises:
-        InvalidProgramError: the group size does not divide the ranks.
-    """
-    return tuple(tuple(ranks) for ranks in _by_group(zone).tolist())
-
-
-def _by_group(zone: Zone) -> Ints:
-    """As `_groups`, [groups, group size]."""
-    size = zone.group_size
-    if size < 1 or len(zone.ranks) % size:
-        raise InvalidProgramError(
-            f"zone {zone.name}: a head ring over {len(zone.ranks)} ranks in groups of {size}; expected a group size "
-            "that divides the ranks"
-        )
-    return np.array(zone.ranks, dtype=np.int64).reshape(-1, size)
-
-
-def _placed(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
-    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(_groups(zone)), mask)
-
-
-def _walked_to(shape: Shape) -> Ints:
-    """Tokens of other groups' blocks that come to each group, over all rounds: int64 [groups]."""
-    size = shape.num_groups
-    hops, arrived = forward_hops(shape.placed), np.zeros(size, dtype=np.int64)
-    for origin in range(size):
-        arrived += np.roll(hops[origin], origin)
-    return arrived
-
-
-def _of_heads(pairs: bytes, slices: Sequence[HeadSlice]) -> Ints:
-    """Pairs of all heads, for each slice in turn."""
-    rows = as_array(Rows(Pair.WIDTH, pairs))
-    own = np.repeat(rows[None], len(slices), axis=0)
-    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
-    own[:, :, Pair.Q_HEADS], own[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
-    return own.reshape(-1, Pair.WIDTH)
+def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
+    """The zigzag of a zone over its groups of `size` ranks."""
+    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
 
 
 def _launches(shape: Shape) -> Launches:

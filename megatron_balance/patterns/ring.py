@@ -1,44 +1,27 @@
-"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention;
-Zeppelin, section 3.2).
+"""Blocks of keys and values that go round a ring of groups, one hop a round, while queries stay (Ring
+Attention; Zeppelin, section 3.2); comm pattern `patterns.head_ring`.
 
-Round t of G: group index i attends to the block that started at index i - t. A fragment goes round
-only as far as some rank still needs it. A replayed backward turns the other way, so that the block
-needed last in the forward pass, which the backward needs first, comes from its own rank, and its
-gradient walks the forward path back. Placement is zigzag (`patterns.zigzag`).
-
-With a remap the owner of tokens makes their first hop for the rank that attends to them. The
-replay's first hop is another, so there it stays with the holder.
+Round t of G: group i attends to the block that started at group i - t. A fragment goes round only as
+far as some group still needs it. A replayed backward turns the other way, so that the block needed
+last in the forward pass, which the backward needs first, comes from its own group, and its gradient
+walks the forward path back. Placement is zigzag (`patterns.zigzag`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, sums
-from megatron_balance.ir.columns import Pair, RemoteHeld, Transfer, Value
-from megatron_balance.ir.mask import CAUSAL
-from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import Attend, Exchange, Kind, Merge, Op
+from megatron_balance.ir.arrays import Ints, as_array, sums
+from megatron_balance.ir.columns import Pair, Value
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import (
-    Context,
-    FirstHops,
-    Floats,
-    HopByHop,
-    Launches,
-    Load,
-    Startable,
-    ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
-    ZoneRounds,
-    remote_of,
-)
-from megatron_balance.patterns.rows import messages_from, split_rows, transfers_of
-from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, of_zone, shared_tokens
+from megatron_balance.patterns.base import Floats, Launches
+from megatron_balance.patterns.head_exchange import HeadSlice
+from megatron_balance.patterns.rows import split_rows
+from megatron_balance.patterns.sends import Blocks
+from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 
 EXACT = 1 << 18
 """Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
@@ -49,189 +32,17 @@ _ROWS = 1 << 14
 """About so many rows are made at once, which keeps them in the cache."""
 
 
-class RingPattern(ZigzagPattern):
-    """Keys and values go round; queries and outputs stay."""
-
-    routing = "pays"
-    hops_again = False
-    traffic = HopByHop
-
-    def num_exchanges(self, zone: Zone) -> int:
-        """Rounds that move something: G - 1."""
-        return len(zone.ranks) - 1
-
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """Ops of `rank`: G rounds of Exchange, Attend and Merge (the first round only attends)."""
-        size, index = len(zone.ranks), zone.ranks.index(rank)
-        placed = of_zone(zone, context.lengths, context.mask)
-        rounds = np.arange(size)
-        blocks = Blocks(placed, (index - rounds) % size, (0, context.num_kv_heads))
-        pairs, merges = attention(placed, index, blocks, context) if context.attends else ([b""] * size,) * 2
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        if pairs[0]:
-            ops.append(Attend(rank, Rows(Pair.WIDTH, pairs[0])))
-        if size > 1:
-            before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
-            forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
-            mirror = blocks.turned(-rounds % size) if context.replays else None
-            backward = (
-                mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
-            )
-            for t in range(1, size):
-                exchange_id = context.base + t - 1
-                if forward[t]:
-                    ops.append(Exchange(exchange_id, Rows(Transfer.WIDTH, forward[t])))
-                if context.replays and (backward[size - t] or forward[t]):
-                    replays.append((exchange_id, Exchange(exchange_id, Rows(Transfer.WIDTH, backward[size - t]))))
-                if pairs[t]:
-                    ops += [Attend(rank, Rows(Pair.WIDTH, pairs[t])), Merge(rank, Rows(Value.WIDTH, merges[t]))]
-        return ZoneProgram(ops, replays)
-
-    def sends_on(self, held_by: Ints, position: Ints) -> tuple[Ints | int, Ints | int]:
-        """All that several ranks hold; the last chunk of a sequence, which no other rank needs if the
-        mask is causal, only where it is not.
-        """
-        shared = (held_by > 1).astype(np.int64)
-        return shared, shared * np.where(position > 0, 1, 2)
-
-    # Plan statistics and traffic between nodes
-
-    def receive(self, load: Load, ranks: Ints, placed: Zigzag, context: Context) -> None:
-        """Add what is passed on to each rank, round after round."""
-        arrived, hops = np.zeros(placed.size, dtype=np.int64), forward_hops(placed)
-        for origin in range(placed.size):  # its block is at place origin + n after n hops
-            arrived[origin:] += hops[origin, : placed.size - origin]
-            arrived[:origin] += hops[origin, placed.size - origin :]
-        load.receive(Kind.KV, ranks, arrived, context.num_kv_heads)
-
-    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of the hops; `across`: of the edges of the ring between nodes only."""
-        size = len(zone.ranks)
-        if size == 1:
-            return []
-        ranks = np.array(zone.ranks)
-        after = np.roll(ranks, -1)
-        edge = np.flatnonzero(context.crosses(ranks, after)) if across else np.arange(size)
-        if not len(edge):
-            return []
-        placed, rounds = of_zone(zone, context.lengths, context.mask), np.arange(1, size)
-        tokens = forward_hops(placed)[(edge[:, None] - rounds + 1) % size, rounds]
-        heads = (0, context.num_kv_heads)
-        rows = messages_from(rounds - 1, ranks[edge][:, None], after[edge][:, None], Kind.KV, heads, tokens)
-        return [ZoneMessages(rows)]
-
-    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """The largest block that comes to each rank."""
-        return most_in_a_hop(of_zone(zone, context.lengths, context.mask)) * context.num_kv_heads
-
-    # The remap
-
-    def first_senders(self, zone: Zone, rank: int, num_ranks: int) -> Ints:
-        """The rank before `rank`."""
-        del num_ranks
-        return np.array([zone.ranks[zone.ranks.index(rank) - 1]])
-
-    def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
-        """First hops to the rank after the holder, whole fragments divided by owner."""
-        own = remote_of(zones, remote)
-        sent_on = own[:, RemoteHeld.SENT_ON]
-        own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
-        after: dict[tuple[int, int], int] = {}
-        wanted = set(own[:, RemoteHeld.ZONE].tolist())
-        for index, zone in zones:
-            if index in wanted:
-                next_ranks = (*zone.ranks[1:], zone.ranks[0])
-                after.update(((index, rank), to) for rank, to in zip(zone.ranks, next_ranks, strict=True))
-        places = zip(own[:, RemoteHeld.ZONE].tolist(), own[:, RemoteHeld.HOLDER].tolist(), strict=True)
-        targets = np.array([after[place] for place in places], dtype=np.int64)
-        rows = transfers_of(Kind.KV, own, (0, context.num_kv_heads), own[:, RemoteHeld.OWNER], targets)
-        sent = rows[:, Transfer.SRC] != rows[:, Transfer.DST]
-        return FirstHops(rows[sent], own[sent, RemoteHeld.HOLDER], own[sent, RemoteHeld.ZONE])
-
-    # Starting early, routing
-
-    def startable(self, zone: Zone) -> Startable:
-        """The first hop, and that of the replay, which brings what the last exchange brought."""
-        return Startable(forward=(0,), replays=(self.num_exchanges(zone) - 1,))
-
-    def reaches_out(self, zone: Zone, rank: int, ranks_per_node: int) -> bool:
-        """Whether a neighbour is on another node."""
-        at = zone.ranks.index(rank)
-        neighbours = (zone.ranks[at - 1], zone.ranks[(at + 1) % len(zone.ranks)])
-        return any(other // ranks_per_node != rank // ranks_per_node for other in neighbours)
-
-    # Simulation
-
-    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """Launches of all rounds, and the blocks that walk round."""
-        placed = of_zone(zone, context.lengths, context.mask)
-        traffic = HopByHop(*walks(placed)) if placed.size > 1 else None
-        return ZoneRounds(
-            np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic
-        )
-
-
-class Blocks:
-    """The blocks of keys that pass one rank, key-value heads [start, stop) of them: in round t the
-    one that started at `source[t]`. Arrays are [rounds, S, 2].
-    """
-
-    def __init__(self, placed: Zigzag, source: Ints, kv_heads: tuple[int, int]) -> None:
-        self.placed = placed
-        self.kv_heads = kv_heads
-        self.position = placed.position(source[:, None])
-        lo, hi = placed.lo(self.position), placed.hi(self.position)
-        self.start = np.stack([lo[0], hi[0]], 2)
-        self.stop = np.stack([lo[1], hi[1]], 2)
-        self.there = (self.start < self.stop) & (self.position < placed.parts)[:, :, None]
-
-    def turned(self, rounds: Ints) -> Blocks:
-        """Blocks in another order: in round t the one of `rounds[t]` here."""
-        other = copy(self)
-        other.position, other.start, other.stop, other.there = (
-            array[rounds] for array in (self.position, self.start, self.stop, self.there)
-        )
-        return other
-
-    def reach_forward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning forward."""
-        return np.stack(reach_forward(self.placed, self.position), 2)
-
-    def reach_backward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning the other
-        way.
-        """
-        return np.stack(reach_backward(self.placed, self.position), 2)
-
-    def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
-        """For each round, rows that `rank` sends to `target` (what it held a round ago) and
-        receives from `source`.
-        """
-        arrives = self.there & (reach >= rounds[:, None, None])
-        moves = np.zeros((len(rounds), 2, *arrives.shape[1:]), dtype=bool)  # [rounds, sends or receives, S, 2]
-        moves[1:, 1] = arrives[1:]
-        moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
-        counts = moves.sum(axis=(2, 3))
-        # Every fragment as a row; those that move are copied from there, which is faster than
-        # making them column by column.
-        fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
-        fragments[..., Transfer.KIND] = Kind.KV
-        fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = self.kv_heads
-        fragments[..., Transfer.SEQ] = self.placed.seqs[:, None]
-        fragments[..., Transfer.START], fragments[..., Transfer.STOP] = self.start, self.stop
-        fragments = fragments.reshape(-1, Transfer.WIDTH)
-        # In a round there are two moves to a fragment, the first of which is of the round before.
-        of_round = counts.sum(axis=1)
-        at = np.flatnonzero(moves) - np.repeat((rounds + 1) * self.start[0].size, of_round)
-        ends = np.tile(np.array([(rank, target), (source, rank)]), (len(rounds), 1))
-        tables: list[bytes] = []
-        for block, chosen in _in_turns(of_round):
-            rows = fragments.take(at[chosen], axis=0)
-            both = slice(2 * block.start, 2 * block.stop)
-            rows[:, Transfer.ENDS] = np.repeat(ends[both], counts.ravel()[both], axis=0)
-            tables += split_rows(rows, of_round[block])
-        return tables
+def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
+    """The block of each group index, with the hops that its rows make, turning forward or `back`."""
+    position = placed.position(np.arange(placed.size)[:, None])
+    lo, hi = placed.lo(position), placed.hi(position)
+    rows = np.empty((*position.shape, 2, 3), dtype=np.int64)
+    rows[..., 0] = placed.seqs[:, None]
+    rows[..., 0, 1], rows[..., 0, 2], rows[..., 1, 1], rows[..., 1, 2] = *lo, *hi
+    reach = np.stack((reach_backward if back else reach_forward)(placed, position), 2)
+    reach[(position >= placed.parts)[..., None] | (rows[..., 1] == rows[..., 2])] = 0
+    begin = np.arange(placed.size + 1) * 2 * len(placed.seqs)
+    return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
 
 
 def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
@@ -274,12 +85,15 @@ _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 """(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
-def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
-    """Per round: the pairs that group index `index` attends, and the query regions to merge."""
-    mine = placed.position(np.array(index))
+def attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[list[bytes], list[bytes]]:
+    """Per round: the pairs that a rank of group `index` attends with its `slices` of the heads, and
+    the query regions to merge.
+    """
+    mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
     own = mine < placed.parts
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
-    theirs = blocks.position
+    theirs = placed.position(source[:, None])
+    k_lo, k_hi = placed.lo(theirs), placed.hi(theirs)
     there = own & (theirs < placed.parts)
     # What is visible follows from whose chunk comes first, if the mask is causal.
     same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
@@ -287,7 +101,7 @@ def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> t
     visible = np.stack(columns, 2)
     query, key = (_CAUSAL if placed.causal else _FULL).T
     q_start, q_stop = np.stack([lo0, hi0], 1)[:, query], np.stack([lo1, hi1], 1)[:, query]
-    k_start, k_stop = blocks.start[:, :, key], blocks.stop[:, :, key]
+    k_start, k_stop = (np.stack(ends, 2)[:, :, key] for ends in zip(k_lo, k_hi, strict=True))
     visible &= (q_start < q_stop) & (k_start < k_stop)
     queries = np.empty((*q_start.shape, 5), dtype=np.int64)  # as rows have them, to be copied
     queries[..., Pair.SEQ], queries[..., Pair.Q_START], queries[..., Pair.Q_STOP] = (
@@ -295,7 +109,7 @@ def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> t
         q_start,
         q_stop,
     )
-    queries[..., Pair.Q_HEAD_START], queries[..., Pair.Q_HEAD_STOP] = 0, context.num_heads
+    queries[..., Pair.Q_HEADS] = slices[0][:2]
     queries, k_start, k_stop = queries.reshape(-1, 5), k_start.ravel(), k_stop.ravel()
     # One merge row per query region and round: skip the second pair of the same query chunk.
     once = visible.copy()
@@ -309,12 +123,23 @@ def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> t
         rows = np.empty((len(here), Pair.WIDTH), dtype=np.int64)
         rows[:, Pair.QUERY] = queries.take(here % len(queries), axis=0)
         rows[:, Pair.K_START], rows[:, Pair.K_STOP] = k_start[here], k_stop[here]
-        rows[:, Pair.KV_HEAD_START], rows[:, Pair.KV_HEAD_STOP] = 0, context.num_kv_heads
-        pairs += split_rows(rows, of_round[block])
+        rows[:, Pair.KV_HEADS] = slices[0][2:]
+        pairs += [_of_each(own, slices) for own in split_rows(rows, of_round[block])]
         values = np.empty((int(merged[block].sum()), Value.WIDTH), dtype=np.int64)
         values[:, Value.KIND], values[:, Value.REGION] = Kind.OUT, rows[first[chosen], Pair.QUERY]
+        values[:, Value.HEAD_STOP] = slices[-1].head_stop
         merges += split_rows(values, merged[block])
     return pairs, merges
+
+
+def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
+    """Pairs of the first slice of the heads, and of each other in turn."""
+    if len(slices) == 1:
+        return pairs
+    rows = np.repeat(as_array(Rows(Pair.WIDTH, pairs))[None], len(slices), axis=0)
+    heads = np.array(slices, dtype=np.int64)[:, None]
+    rows[:, :, Pair.Q_HEADS], rows[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
+    return rows.tobytes()
 
 
 # All ranks at once: blocks that walk
@@ -339,10 +164,10 @@ def forward_hops(placed: Zigzag) -> Ints:
     return tokens
 
 
-def most_in_a_hop(placed: Zigzag) -> Ints:
-    """Tokens of the largest block that a hop brings each group index, turning forward: int64 [G]."""
+def arriving(placed: Zigzag) -> Ints:
+    """Tokens [G, G] that each hop brings each group index, turning forward; hop 0 is none."""
     hops = np.arange(placed.size)
-    return forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops].max(axis=1)
+    return forward_hops(placed)[(hops[:, None] - hops) % placed.size, hops]
 
 
 def walks(placed: Zigzag) -> tuple[Ints, Ints]:

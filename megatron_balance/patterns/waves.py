@@ -28,47 +28,45 @@ merged. Keys leave for other groups behind both all-to-alls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
-from megatron_balance.ir.columns import Message, Pair, Placed, Transfer, Value
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
+from megatron_balance.ir.columns import Message, Pair, Placed, Value
 from megatron_balance.ir.intervals import key as key_of
 from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import SharedZone
-from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
-    Floats,
     GroupTraffic,
     Launches,
-    Load,
     Startable,
     WaveTraffic,
+    Work,
     ZoneAt,
-    ZoneMessages,
-    ZoneProgram,
     ZoneRounds,
-    exchange,
+    group_traffic,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
+    HeadShares,
     HeadSlice,
     Trade,
     head_counts,
     head_slices,
     kv_heads_of,
     query_heads,
-    trade_messages,
+    shared_by_heads,
 )
-from megatron_balance.patterns.rows import attend, merge, messages_from, transfers_of
+from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
 ALIGN = 128
 """Keys are divided between waves at multiples of a kernel's tile."""
@@ -134,6 +132,25 @@ class Schedule:
     def run_tokens(self) -> Ints:
         """Tokens of each rank: int64 [groups, group size]."""
         return self.tokens.sum(axis=0)
+
+    # Blocks: what each rank holds of each part, of all parts if there are two, and every need
+
+    @property
+    def num_runs(self) -> int:
+        """Blocks that are no needs."""
+        return self.num_groups * self.size * (3 if len(self.parts) > 1 else 1)
+
+    def block_tokens(self) -> Ints:
+        """Tokens of every block."""
+        whole = [self.run_tokens().ravel()] if len(self.parts) > 1 else []
+        return np.concatenate([self.tokens.ravel(), *whole, self.needs[:, Need.STOP] - self.needs[:, Need.START]])
+
+    def blocks(self) -> Blocks:
+        """Rows of every block."""
+        parts = (*self.parts, self.runs) if len(self.parts) > 1 else self.parts
+        runs = Blocks.of([run for part in parts for group in part for run in group])
+        begin = runs.begin[-1] + np.arange(1, len(self.needs) + 1)
+        return Blocks(np.concatenate([runs.rows, self.needs[:, Need.SPAN]]), np.append(runs.begin, begin))
 
 
 @lru_cache(maxsize=64)
@@ -321,9 +338,50 @@ class WavesPattern(CommPattern[SharedZone]):
         placed = as_array(zone.fragments)
         return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
-    def project(self, zone: SharedZone, context: Context, rank: int) -> ZoneProgram:
-        """The all-to-alls of the rank's group, its own work, waves of Exchange, Attend and Merge with
-        its heads, and the all-to-all back.
+    def sends(self, zone: SharedZone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        """The all-to-alls of each group, inputs in one part or two, and between them the waves."""
+        made, among = schedule(zone), context.crosses if across else None
+        place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
+        num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
+        first, last, calls = [np.empty((0, Send.WIDTH), dtype=np.int64)], [], dict[int, Call]()
+        if made.size > 1:
+            trade = Trade(
+                np.array([made.ranks(at) for at in range(made.num_groups)]), HeadShares.of(slices), place, among
+            )
+            for at, tokens in enumerate(made.tokens):
+                first.append(trade.inputs(at * made.num_groups, at * num_runs))
+                calls |= trade.calls(at * made.num_groups, tokens)
+            of_whole = (len(made.tokens) if len(made.tokens) > 1 else 0) * num_runs
+            last.append(trade.outputs(made.last, of_whole))
+            calls |= trade.calls(made.last, whole, moves=True)
+            # A replayed backward begins where the forward ended: there it makes the first all-to-alls
+            # as one, and nothing where the forward made them.
+            again = Sends(
+                trade.inputs(made.last, of_whole), made.block_tokens, made.blocks, trade.calls(made.last, whole)
+            )
+        waves = self._waves(made, slices, place)
+        if among is not None:
+            waves = waves[among(waves[:, Send.SRC], waves[:, Send.DST])]
+        rows = np.concatenate([*first, waves, *last])
+        return Sends(rows, made.block_tokens, made.blocks, calls, again, range(made.trades))
+
+    def _waves(self, made: Schedule, slices: Sequence[Sequence[HeadSlice]], place: tuple[int, int] | None) -> Ints:
+        """Keys from rank to rank, wave by wave; `place`: of the rank that is asked for."""
+        block, needs = np.arange(len(made.needs)) + made.num_runs, made.needs
+        if place is not None:
+            own = (needs[:, [Need.FROM, Need.TO]] == place[0]).any(axis=1)
+            block, needs = block[own], needs[own]
+        tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
+        for at, own in enumerate(slices):
+            if own and (place is None or place[1] == at):
+                first = np.array(made.groups, dtype=np.int64) * made.size + at
+                ends = first[needs[:, Need.FROM]], first[needs[:, Need.TO]]
+                number = made.trades + needs[:, Need.WAVE]
+                tables.append(table_of(number, *ends, Kind.KV, *kv_heads_of(own), block, 0))
+        return np.concatenate(tables)
+
+    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[Work]:
+        """Own work, then a launch and a merge behind each wave.
 
         Raises:
             InvalidProgramError: the mask is not causal.
@@ -334,61 +392,17 @@ class WavesPattern(CommPattern[SharedZone]):
             )
         made = schedule(zone)
         index, place = made.place_of(rank)
-        slices = _slices(made, context)
-        own, trade = slices[place], Trade(made.ranks(index), made.runs[index], slices)
-        trades = made.size > 1 and trade.moves
-        ops: list[Op] = []
-        replays: list[tuple[int, Exchange]] = []
-        inputs: list[Exchange | None] = []
-        if trades:
-            nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
-            for number, runs in enumerate(made.parts):
-                part = Trade(trade.ranks, runs[index], slices)
-                at = number * made.num_groups + index
-                rows = part.there(place)
-                inputs.append(exchange(context, at, rows, "all_to_all", trade.ranks) if part.moves else None)
-                replays += [(context.base + at, exchange(context, at, nothing))] if part.moves else []
-            # A replayed backward begins where the forward ended: there it makes the first all-to-alls
-            # as one, and nothing where the forward made them.
-            back, whole = context.base + made.last + index, trade.there(place)
-            made_whole = exchange(context, made.last + index, whole, "all_to_all", trade.ranks)
-            replays.append((back, Exchange(back, made_whole.transfers, made_whole.collective, made_whole.group)))
-        ops += self._attends(made, context, (index, place), own, inputs)
-        if trades:
-            outputs = trade.back(place)
-            ops.append(exchange(context, made.last + index, outputs, "all_to_all", trade.ranks, moves=True))
-        return ZoneProgram(ops, replays)
-
-    def _attends(
-        self,
-        made: Schedule,
-        context: Context,
-        place: tuple[int, int],
-        own: list[HeadSlice],
-        inputs: Sequence[Exchange | None],
-    ) -> list[Op]:
-        """Launches, each behind the exchange that brings what it needs; `inputs`: of own work."""
-        index, rank = place[0], made.ranks(place[0])[place[1]]
-        ops: list[Op] = []
-        for launch, tasks in enumerate(made.tasks[index]):
-            wave = launch - len(made.parts)
-            if launch < len(inputs):
-                ops += [each for each in (inputs[launch],) if each is not None]
-            if not own:
+        own, num_parts = _slices(made, context)[place], len(made.parts)
+        for launch, tasks in enumerate(made.tasks[index] if own else ()):
+            wave = launch - num_parts
+            if wave < 0:
+                yield Work((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
                 continue
-            if wave >= 0:
-                rows = _transfers(made, wave, place[1], kv_heads_of(own))
-                rows = rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)]
-                ops += [exchange(context, made.trades + wave, rows)] if len(rows) else []
-            if context.attends and len(tasks):
-                ops.append(attend(rank, _pairs(tasks, own)))
-                if wave >= 0:
-                    queries = np.unique(tasks[:, :3], axis=0)
-                    values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
-                    values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
-                    values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-                    ops.append(merge(rank, values))
-        return ops
+            queries = np.unique(tasks[:, :3], axis=0)
+            values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
+            values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
+            values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
+            yield Work(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
 
     # Placement
 
@@ -399,64 +413,16 @@ class WavesPattern(CommPattern[SharedZone]):
 
     # Plan statistics and traffic between nodes
 
-    def load(self, zones: Sequence[SharedZone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
+    def attended(self, zones: Sequence[SharedZone], context: Context) -> Ints:
+        """Each rank attends all pairs of its group with its share of the heads."""
+        attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             made = schedule(zone)
-            slices = _slices(made, context)
-            queries, keys = head_counts(slices)
-            active, stops = (queries > 0).astype(np.int64), np.cumsum(queries)
-            runs = made.run_tokens()
-            needs = made.needs
-            come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], len(made.groups))
-            for index, tasks in enumerate(made.tasks):
-                ranks, own = np.array(made.ranks(index)), runs[index]
-                pairs = sum(
-                    int(num_pairs(Rectangles(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4]), context.mask).sum())
-                    for rows in tasks
-                )
-                # Cumulative rounding keeps the sum of the ranks' shares exact.
-                load.pairs[ranks] += np.diff(pairs * stops // context.num_heads, prepend=0)
-                if made.size > 1:
-                    others = (own.sum() - own) * active
-                    load.receive(Kind.Q, ranks, others, queries)
-                    load.receive(Kind.KV, ranks, others, keys)
-                    load.tokens[Kind.OUT, ranks] += own * (active.sum() - active)
-                    load.token_heads[Kind.OUT, ranks] += own * (context.num_heads - queries)
-                load.receive(Kind.KV, ranks, come[index] * active, keys)
-        return load
-
-    def messages(self, zone: SharedZone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
-        """Messages of both all-to-alls of each group, and of the waves."""
-        made = schedule(zone)
-        slices = _slices(made, context)
-        first: list[ZoneMessages] = []
-        last: list[ZoneMessages] = []
-        if made.size > 1:
-            steps = np.arange(made.trades).reshape(len(made.parts), -1).tolist()
-            for numbers, part in zip(steps, made.tokens, strict=True):
-                for index, (number, runs) in enumerate(zip(numbers, part, strict=True)):
-                    ends = (number, made.last + index)
-                    there, _ = trade_messages(made.ranks(index), runs, slices, context, ends, across=across)
-                    first += [there] if runs.any() else []
-            for index, runs in enumerate(made.run_tokens()):
-                ends = (index, made.last + index)
-                _, back = trade_messages(made.ranks(index), runs, slices, context, ends, across=across)
-                last.append(back)
-        return [*first, *(ZoneMessages(rows) for rows in _wave_messages(made, slices)), *last]
-
-    def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
-        """Keys and values of the others of a group, in the larger part, or those of the largest wave,
-        with the heads of a rank.
-        """
-        made = schedule(zone)
-        most: Ints = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
-        for wave in range(made.num_waves):
-            rows = made.needs[made.needs[:, Need.WAVE] == wave]
-            come = sums(rows[:, Need.TO], rows[:, Need.STOP] - rows[:, Need.START], len(made.groups))
-            most = np.maximum(most, come[:, None])
-        return (most * head_counts(_slices(made, context))[1]).ravel()
+            tasks = [np.concatenate(own) for own in made.tasks]
+            pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
+            ranks = np.array([made.ranks(at) for at in range(made.num_groups)])
+            attended[ranks] += shared_by_heads(np.array(pairs), _slices(made, context), context)
+        return attended
 
     # Starting early
 
@@ -477,46 +443,23 @@ class WavesPattern(CommPattern[SharedZone]):
         """
         made = schedule(zone)
         slices = _slices(made, context)
-        queries, keys = head_counts(slices)
+        rows = self.sends(zone, context).messages()
+        number = rows[:, Message.EXCHANGE]
         inside: list[GroupTraffic] = []
         late: list[GroupTraffic] = []
         if made.size > 1:
-            parts = made.tokens.astype(np.float64)
-            for at, into in enumerate((inside, late)[: len(parts)]):
-                for part, held in zip(parts[at], parts.sum(axis=0), strict=True):
-                    inputs = {Kind.Q: np.outer(part, queries), Kind.KV: np.outer(part, keys)}
-                    outputs: dict[Kind, Floats] = {} if at else {Kind.OUT: np.outer(queries, held)}
-                    into.append(GroupTraffic(inputs, outputs, gathers=False))
+            ranks = np.array([made.ranks(at) for at in range(made.num_groups)])
+            first = (number < made.num_groups) | (number >= made.last)
+            inside = group_traffic(rows[first], ranks)
+            if len(made.parts) > 1:
+                late = group_traffic(rows[(number >= made.num_groups) & (number < made.trades)], ranks)
+        waves = tuple(rows[number == made.trades + wave] for wave in range(made.num_waves))
         ranks = np.array(self.ranks(zone, context.num_ranks), dtype=np.int64)
-        traffic = WaveTraffic(tuple(inside), tuple(_wave_messages(made, slices)), tuple(late))
-        return ZoneRounds(ranks, _launches(made, slices), traffic)
+        return ZoneRounds(ranks, _launches(made, slices), WaveTraffic(tuple(inside), waves, tuple(late)))
 
 
 def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
     return head_slices(context.num_heads, context.num_kv_heads, made.size)
-
-
-def _transfers(made: Schedule, wave: int, place: int, heads: tuple[int, int]) -> Ints:
-    """Transfers of a wave between the ranks of one place."""
-    rows = made.needs[made.needs[:, Need.WAVE] == wave]
-    first = np.array(made.groups, dtype=np.int64) * made.size + place
-    return transfers_of(Kind.KV, rows[:, Need.SPAN], heads, first[rows[:, Need.FROM]], first[rows[:, Need.TO]])
-
-
-def _wave_messages(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> list[Ints]:
-    """`Message` rows of each wave, all ranks."""
-    tables: list[Ints] = []
-    for wave in range(made.num_waves):
-        rows = made.needs[made.needs[:, Need.WAVE] == wave]
-        num_tokens = rows[:, Need.STOP] - rows[:, Need.START]
-        parts: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
-        for place, own in enumerate(slices):
-            if own:
-                first = np.array(made.groups, dtype=np.int64) * made.size + place
-                ends = first[rows[:, Need.FROM]], first[rows[:, Need.TO]]
-                parts.append(messages_from(made.trades + wave, *ends, Kind.KV, kv_heads_of(own), num_tokens))
-        tables.append(np.concatenate(parts))
-    return tables
 
 
 def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:

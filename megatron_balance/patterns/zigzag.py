@@ -5,35 +5,21 @@ Chunks are near equal (their sizes differ by at most one token), so any length i
 padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into 2p
 chunks, p = max(1, length // 2), on p neighbouring ranks; each such sequence begins where the last
 one ended, so that many short sequences do not pile up on the first ranks.
-
-`ZigzagPattern` answers what the patterns with this placement have in common (`ring`, `all_gather`).
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import attrgetter
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, sums
-from megatron_balance.ir.columns import Held
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
-from megatron_balance.ir.plan import Zone
-from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneAt
+from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
 from megatron_balance.patterns.rows import causal_pairs
 
 _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
-
-_LISTED = 1 << 12
-"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a
-zone for each rank.
-"""
 
 _BY_SEQUENCE = ("seqs", "lengths", "parts", "first")
 """Fields of `Zigzag` with an entry a sequence."""
@@ -84,11 +70,6 @@ def zigzag(lengths: Ints, seqs: Ints, size: int, mask: Mask = CAUSAL) -> Zigzag:
     """Divide `seqs` (ids into `lengths`) among `size` ranks."""
     own = lengths[seqs]
     return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask != FULL)
-
-
-def of_zone(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
-    """Divide the sequences of a zone among its ranks."""
-    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks), mask)
 
 
 def holders(lengths: Ints, sizes: Ints, begin: Ints) -> tuple[Ints, Ints]:
@@ -142,6 +123,18 @@ def fragments(placed: Zigzag, index: int) -> Ints:
     return rows[np.repeat(position < placed.parts, 2) & (rows[:, 1] < rows[:, 2])]
 
 
+def chunks(lengths: Ints, size: int) -> Ints:
+    """The chunks of `lengths` on all ranks: a table as `patterns.even_chunks` makes them."""
+    placed = zigzag(lengths, np.arange(len(lengths)), size)
+    index = np.arange(size)[:, None]
+    position = placed.position(index)
+    rows = np.empty((*position.shape, 2, 4), dtype=np.int64)
+    rows[..., INDEX], rows[..., PLACE] = index[..., None], placed.seqs[:, None]
+    for of_chunk, bounds in zip((0, 1), (placed.lo(position), placed.hi(position)), strict=True):
+        rows[:, :, of_chunk, START], rows[:, :, of_chunk, STOP] = bounds
+    return rows[(position < placed.parts)[..., None] & (rows[..., START] < rows[..., STOP])]
+
+
 def pairs_per_rank(placed: Zigzag) -> Ints:
     """Visible pairs of each group index, its queries with the keys that they see: int64 [G]."""
     size, short = placed.size, placed.parts < placed.size
@@ -176,93 +169,3 @@ def shared_tokens(placed: Zigzag) -> Ints:
     """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
     held, alone = tokens(placed.lengths, placed.size), placed.parts == 1
     return held - sums(placed.first[alone], placed.lengths[alone], placed.size)
-
-
-class ZigzagPattern(CommPattern[Zone]):
-    """The common part of patterns whose zones are placed zigzag and whose queries stay where they
-    are.
-    """
-
-    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
-        del num_ranks
-        return zone.ranks
-
-    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank` in this zone."""
-        return fragments(of_zone(zone, lengths), zone.ranks.index(rank))
-
-    def sends_on(self, held_by: Ints, position: Ints) -> tuple[Ints | int, Ints | int]:
-        """Whether the first exchange sends the low and the high chunk of `position` on to one rank.
-
-        `held_by`: ranks that hold the sequence.
-        """
-        del held_by, position
-        return 0, 0
-
-    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]: zone by zone, each
-        as listed.
-        """
-        sizes, counts = (
-            np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
-            for of in (attrgetter("ranks"), attrgetter("seqs"))
-        )
-        members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
-        seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
-        stops = np.cumsum(counts)
-        parts, first = holders(lengths[seqs], np.repeat(sizes, counts), np.repeat(stops - counts, counts))
-        owner = np.repeat(np.arange(len(zones)), sizes)
-        place = np.arange(len(members)) - (np.cumsum(sizes) - sizes)[owner]  # in its zone
-        chosen = np.flatnonzero(wanted[members])
-        members, owner, place = members[chosen], owner[chosen], place[chosen]
-        index = np.array([index for index, _ in zones], dtype=np.int64)[owner]
-        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-        blocks = [*np.flatnonzero(np.diff(np.cumsum(counts[owner]) // _BLOCK)).tolist(), len(members)]
-        for a, b in zip([0, *blocks], blocks, strict=False):
-            member, seq = ranges((stops - counts)[owner[a:b]], stops[owner[a:b]])
-            member += a
-            position = (place[member] - first[seq]) % sizes[owner[member]]
-            length, held_by = lengths[seqs[seq]], parts[seq]
-            rows = np.empty((len(member), 2, Held.WIDTH), dtype=np.int64)
-            rows[:, :, Held.RANK], rows[:, :, Held.SEQ] = members[member, None], seqs[seq, None]
-            rows[:, :, Held.ZONE] = index[member, None]
-            rows[:, 0, Held.START], rows[:, 0, Held.STOP] = chunk(length, held_by, position)
-            rows[:, 1, Held.START], rows[:, 1, Held.STOP] = chunk(length, held_by, 2 * held_by - 1 - position)
-            rows[:, 0, Held.SENT_ON], rows[:, 1, Held.SENT_ON] = self.sends_on(held_by, position)
-            tables.append(rows[(position < held_by)[:, None] & (rows[:, :, Held.START] < rows[:, :, Held.STOP])])
-        return np.concatenate(tables)
-
-    def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Tokens that the zones place on each rank: int64 [num_ranks]."""
-        small = [zone for zone in zones if len(zone.ranks) * len(zone.seqs) <= _LISTED]
-        held = super().tokens(small, context)
-        for zone in zones:
-            if len(zone.ranks) * len(zone.seqs) > _LISTED:
-                seqs = np.array(zone.seqs, dtype=np.int64)
-                held[np.array(zone.ranks)] += tokens(context.lengths[seqs], len(zone.ranks))
-        return held
-
-    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        """Each sequence with the ranks that hold some of it, ascending."""
-        placed = of_zone(zone, context.lengths)
-        for seq, first, parts in zip(zone.seqs, placed.first, placed.parts, strict=True):
-            yield seq, sorted(zone.ranks[(int(first) + at) % placed.size] for at in range(int(parts)))
-
-    def load(self, zones: Sequence[Zone], context: Context) -> Load:
-        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
-        load = Load(context.num_ranks)
-        local = [zone for zone in zones if len(zone.ranks) == 1]
-        ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
-        seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
-        load.pairs += sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
-        for zone in zones:
-            if len(zone.ranks) > 1:
-                placed = of_zone(zone, context.lengths, context.mask)
-                members = np.array(zone.ranks)
-                load.pairs[members] += pairs_per_rank(placed)
-                self.receive(load, members, placed, context)
-        return load
-
-    @abstractmethod
-    def receive(self, load: Load, ranks: Ints, placed: Zigzag, context: Context) -> None:
-        """Add what reaches the `ranks` of a zone of several."""

@@ -18,12 +18,10 @@ from megatron_balance.planners import (
     hybrid_dp,
     hydraulis,
     knapformer,
-    llama_all_gather,
     megatron,
     megatron_dynamic,
     packing,
-    te_ring,
-    ulysses,
+    whole_pool,
     wlb_llm,
     wlb_sharding,
     zeppelin,
@@ -54,16 +52,16 @@ def parts_heads(name: str, given: Mapping[str, Any]) -> bool:
 
 
 PLANNERS: dict[str, Planner] = {
-    "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
+    "te_ring": Planner(whole_pool.te_ring, whole_pool.WholePoolOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(
-        llama_all_gather.plan,
-        llama_all_gather.LlamaAllGatherOptions,
+        whole_pool.llama_all_gather,
+        whole_pool.WholePoolOptions,
         tries=(Try(least=Bounds.pool_zigzag_gather),),
     ),
     "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=(Try(least=Bounds.pool_gather),)),
     "ulysses": Planner(
-        ulysses.plan,
-        ulysses.UlyssesOptions,
+        whole_pool.ulysses,
+        whole_pool.WholePoolOptions,
         _ONCE_PER_NODE,
         parts_heads=_always,
         tries=(Try(least=Bounds.pool_heads),),

@@ -105,7 +105,8 @@ def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel
     once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
     tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
     before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
-    rows = pattern_of(once).messages(once, Context.of(plan))[1].rows
+    rows = pattern_of(once).sends(once, Context.of(plan)).messages()
+    rows = rows[rows[:, Message.EXCHANGE] == 1]  # passed on
     tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
     return before, after, cost.kv_bytes(float(tokens))
 

@@ -12,17 +12,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.wire import Parcels, is_collective, piece_bounds
+from megatron_balance.analysis.wire import is_collective, piece_bounds
 from megatron_balance.compile.order import (
     Finish,
     Leg,
     RunLaunches,
     Start,
     Step,
+    TrafficClass,
     collective_stream,
     hops,
     stream_name,
-    traffic_class,
 )
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.zones import places
@@ -31,12 +31,12 @@ from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.rows import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
-from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.work import launches, unpack_s
+from megatron_balance.simulator.machine import Bools, Machine
+from megatron_balance.simulator.work import ADD, ADDED, STORED, launches
 
 Place: TypeAlias = tuple[int, int, Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
@@ -130,29 +130,20 @@ def phase_of(
     walked = [_walked(program, rings) if backward else {} for program in programs]
     run_s, blocks_s = _launch_seconds(ops, walked, machine, backward=backward)
     phase = SimulatedPhase([], [], [], [])
-    groups: dict[int, Exchange] = {}
-    sent: dict[int, list[Ints]] = {}
-    for program, ordered, own, launch_s, block_s in zip(programs, orders, ops, run_s, blocks_s, strict=True):
+    exchanges = _Exchanges.of(ops, [program.rank for program in programs], machine)
+    pack_s, unpack_s = exchanges.handling(machine, sums=sums)
+    for rank, (program, ordered, own) in enumerate(zip(programs, orders, ops, strict=True)):
         steps = ordered.steps
-        pack, unpack = _handling(own, program.rank, machine, sums=sums)
-        seconds = {RunLaunches: launch_s, Start: pack, Finish: unpack}
+        seconds = {RunLaunches: run_s[rank], Start: pack_s[rank], Finish: unpack_s[rank]}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
         phase.exchanges.append([_id_of(own[step.op]) for step in steps])
         zones = places(program, backward=backward).zones
         phase.zones.append([zones[step.op] for step in steps])
-        phase.blocks_s.append([block_s.get(step.op, 0.0) if isinstance(step, RunLaunches) else 0.0 for step in steps])
-        for op in own:
-            if not isinstance(op, Exchange):
-                continue
-            if op.collective != "p2p" and is_collective(op.group, machine.num_ranks, machine.cluster.node_size):
-                groups[op.id] = op
-                rows = as_array(op.transfers)
-                sent.setdefault(op.id, []).append(rows[rows[:, Transfer.SRC] == program.rank])
-            else:
-                phase.flows += _flows(op, program.rank, machine)
-    for at, op in groups.items():
-        phase.collectives.append(_collective(op, np.concatenate(sent[at]), machine))
+        of_rank = blocks_s[rank]
+        phase.blocks_s.append([of_rank.get(step.op, 0.0) if isinstance(step, RunLaunches) else 0.0 for step in steps])
+    phase.flows = exchanges.flows(machine)
+    phase.collectives = exchanges.collectives(machine)
     return phase
 
 
@@ -225,87 +216,139 @@ def _merges_after(ops: Sequence[Op], index: int) -> bool:
     return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
 
 
-def _handling(
-    ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool
-) -> tuple[dict[int, float], dict[int, float]]:
-    """By op: seconds of packing what an exchange sends, and of unpacking what it brings."""
-    slow = float(machine.slow()[rank])
-    pack: dict[int, float] = {}
-    unpack: dict[int, float] = {}
-    arrived: set[tuple[int, int, int]] = set()
-    for index, op in enumerate(ops):
-        if not isinstance(op, Exchange):
-            continue
-        rows = as_array(op.transfers)
-        own, brought = rows[rows[:, Transfer.SRC] == rank], rows[rows[:, Transfer.DST] == rank]
-        if op.collective == "all_gather" and len(own):
-            own = own[own[:, Transfer.DST] == own[0, Transfer.DST]]  # one block for all
-        if (
-            sums
-            and op.collective == "reduce_scatter"
-            and len(brought)
-            and is_collective(op.group, machine.num_ranks, machine.cluster.node_size)
-        ):
-            # one block, the sum
-            brought = brought[brought[:, Transfer.SRC] == brought[0, Transfer.SRC]]
-        passed_on = [
-            kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()
+@dataclass(frozen=True, slots=True)
+class _Exchanges:
+    """All exchanges of a phase as one table, rank by rank, each rank's in order.
+
+    `ops`: the exchanges; `ranks`, `places` [n]: whose each is, and which of its ops. `rows`: rows of
+    `Transfer` of all; `at` [len(rows)]: of which exchange. `sent`, `brought` [len(rows)]: whether its
+    rank is the source, or the target. `together` [n]: collective calls.
+    """
+
+    ops: list[Exchange]
+    ranks: Ints
+    places: list[int]
+    rows: Ints
+    at: Ints
+    sent: Bools
+    brought: Bools
+    together: Bools
+
+    @classmethod
+    def of(cls, ops: Sequence[Sequence[Op]], numbers: Sequence[int], machine: Machine) -> _Exchanges:
+        """`numbers`: of the ranks whose `ops` they are."""
+        listed = [
+            (rank, place, op)
+            for rank, own in enumerate(ops)
+            for place, op in enumerate(own)
+            if isinstance(op, Exchange)
         ]
-        num_bytes = float(_values(own[~np.array(passed_on, dtype=bool)], machine)[0].sum())
-        pack[index] = slow * machine.cost.pack_s(num_bytes) if num_bytes else 0.0
-        unpack[index] = slow * unpack_s(*_values(brought, machine), machine)
-        arrived.update((kind, seq, at) for kind, seq, at in brought[:, :3].tolist())
-    return pack, unpack
+        exchanges = [op for _, _, op in listed]
+        rows = concat([op.transfers for op in exchanges], Transfer.WIDTH)
+        at = np.repeat(np.arange(len(listed)), [len(op.transfers) for op in exchanges])
+        ranks = np.array([rank for rank, _, _ in listed], dtype=np.int64)
+        number = np.array(numbers, dtype=np.int64)[ranks[at]]
+        sent, brought = rows[:, Transfer.SRC] == number, rows[:, Transfer.DST] == number
+        size, node = machine.num_ranks, machine.cluster.node_size
+        together = np.array(
+            [op.collective != "p2p" and is_collective(op.group, size, node) for op in exchanges], dtype=bool
+        )
+        return cls(exchanges, ranks, [place for _, place, _ in listed], rows, at, sent, brought, together)
 
+    def handling(self, machine: Machine, *, sums: bool) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+        """By rank and op: seconds of packing what an exchange sends, and of unpacking what it brings.
 
-def _values(rows: Ints, machine: Machine) -> tuple[Ints, Ints]:
-    """Bytes of each transfer with its LSE, and its kind."""
-    messages = messages_of(0, rows)
-    values, more = machine.payload.tensors(messages)
-    return values + more, messages[:, Message.KIND]
+        `sums`: as in `phase_of`.
+        """
+        gathers, scatters = (
+            np.array([op.collective == name for op in self.ops], dtype=bool)
+            for name in ("all_gather", "reduce_scatter")
+        )
+        own = np.flatnonzero(self.sent & self._is_first(self.sent, Transfer.DST, gathers))  # one block for all
+        # of what NCCL sums on its way, one block
+        summed = scatters & self.together & sums
+        brought = np.flatnonzero(self.brought & self._is_first(self.brought, Transfer.SRC, summed))
+        own = own[~self._passed_on(own, brought)]
+        values, more = machine.payload.tensors(messages_of(0, self.rows))
+        num_bytes, kinds, count = (values + more).astype(np.float64), self.rows[:, Transfer.KIND], len(self.ops)
 
+        def by_exchange(rows: Ints) -> list[float]:
+            return np.bincount(self.at[rows], num_bytes[rows], count).tolist()
 
-def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:
-    """All hops of what `rank` sends in an exchange."""
-    rows = as_array(op.transfers)
-    rows = rows[rows[:, Transfer.SRC] == rank]
-    parcels = machine.payload.parcels(messages_of(op.id, rows))
-    kinds: dict[int, list[int]] = {}
-    for kind, dst in rows[:, [Transfer.KIND, Transfer.DST]].tolist():
-        kinds.setdefault(dst, []).append(kind)
-    routes: dict[int, list[tuple[int, ...]]] = {}
-    for row in op.routes:
-        if row[0] == rank:
-            routes.setdefault(row[1], []).append(row)
-    return [flow for parcel in _parcels(parcels) for flow in _hops_of(op.id, parcel, routes, kinds, machine)]
+        sent = by_exchange(own)
+        stored, added = (by_exchange(brought[np.isin(kinds[brought], of)]) for of in (STORED, ADDED))
+        slow = machine.slow().tolist()
+        pack_s, unpack_s = ([dict[int, float]() for _ in slow] for _ in range(2))
+        each = zip(self.ranks.tolist(), self.places, sent, stored, added, strict=True)
+        for rank, place, *sizes in each:
+            packed, kept, summed_up = (machine.cost.pack_s(size) if size else 0.0 for size in sizes)
+            pack_s[rank][place], unpack_s[rank][place] = slow[rank] * packed, slow[rank] * (kept + ADD * summed_up)
+        return pack_s, unpack_s
 
+    def _is_first(self, chosen: Bools, end: int, only: Bools) -> Bools:
+        """Of exchanges that are among `only`, the `chosen` transfers with the other `end` of the first
+        one; all transfers of the others.
+        """
+        found, first = np.unique(self.at[chosen], return_index=True)
+        ends = np.full(len(self.ops), -1, dtype=np.int64)
+        ends[found] = self.rows[chosen][first, end]
+        return ~only[self.at] | (self.rows[:, end] == ends[self.at])
 
-def _parcels(parcels: Parcels) -> list[tuple[int, int, int, int]]:
-    """(src, dst, bytes as they are, bytes packed)."""
-    return list(
-        zip(*(column.tolist() for column in (parcels.src, parcels.dst, parcels.direct, parcels.packed)), strict=True)
-    )
+    def _passed_on(self, own: Ints, brought: Ints) -> Bools:
+        """Whether a sent block of keys, or of their gradients, came in an earlier exchange."""
+        keys = np.column_stack([self.ranks[self.at], self.rows[:, [Transfer.KIND, Transfer.SEQ, Transfer.START]]])
+        both = np.concatenate([own, brought])
+        key = np.unique(keys[both], axis=0, return_inverse=True)[1].reshape(-1)
+        came = np.full(len(both), len(self.ops))
+        np.minimum.at(came, key[len(own) :], self.at[brought])
+        return np.isin(self.rows[own, Transfer.KIND], (Kind.KV, Kind.KV_GRAD)) & (came[key[: len(own)]] < self.at[own])
 
+    def flows(self, machine: Machine) -> list[Flow]:
+        """All hops of what is sent from rank to rank, by source, then by exchange."""
+        ids = np.array([op.id for op in self.ops], dtype=np.int64)
+        chosen = self.sent & ~self.together[self.at]
+        rows, at = self.rows[chosen], self.at[chosen]
+        messages = messages_of(0, rows)
+        messages[:, Message.EXCHANGE] = at  # an exchange of one rank
+        parcels = machine.payload.parcels(messages)
+        moved = np.zeros((len(self.ops), machine.num_ranks), dtype=bool)
+        moves = np.isin(rows[:, Transfer.KIND], MOVED)
+        moved[at[moves], rows[moves, Transfer.DST]] = True
+        classes = moved[parcels.exchange, parcels.dst]
+        crosses = machine.crosses(parcels.src, parcels.dst)
+        columns = (parcels.exchange, parcels.src, parcels.dst, parcels.direct, parcels.packed, classes, crosses)
+        flows: list[Flow] = []
+        routes: dict[int, dict[tuple[int, int], list[tuple[int, ...]]]] = {}
+        for exchange, src, dst, direct, packed, moving, crossing in zip(
+            *(each.tolist() for each in columns), strict=True
+        ):
+            of: TrafficClass = "moved" if moving else "copied"
+            if exchange not in routes:
+                routes[exchange] = {}
+                for row in self.ops[exchange].routes:
+                    routes[exchange].setdefault((row[0], row[1]), []).append(row)
+            by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])
+            if by_proxies is None:
+                flows.append(Flow(number, "direct", stream_name("direct", crossing, of), src, dst, src, dst, direct))
+                continue
+            sizes = [stop - start for start, stop in piece_bounds(packed, len(by_proxies))]
+            flows += [
+                Flow(number, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
+                for _, _, piece, send_proxy, receive_proxy in by_proxies
+                for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
+                if sizes[piece]
+            ]
+        return flows
 
-def _hops_of(
-    exchange: int,
-    parcel: tuple[int, int, int, int],
-    routes: dict[int, list[tuple[int, ...]]],
-    kinds: dict[int, list[int]],
-    machine: Machine,
-) -> list[Flow]:
-    src, dst, direct, packed = parcel
-    of = traffic_class(kinds[dst])
-    if dst not in routes:
-        crosses = bool(machine.crosses(np.array(src), np.array(dst)))
-        return [Flow(exchange, "direct", stream_name("direct", crosses, of), src, dst, src, dst, direct)]
-    sizes = [stop - start for start, stop in piece_bounds(packed, len(routes[dst]))]
-    return [
-        Flow(exchange, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
-        for _, _, piece, send_proxy, receive_proxy in routes[dst]
-        for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
-        if sizes[piece]
-    ]
+    def collectives(self, machine: Machine) -> list[GroupExchange]:
+        """The collective calls, in the order in which ranks come to them."""
+        groups = {self.ops[at].id: self.ops[at] for at in np.flatnonzero(self.together).tolist()}
+        found: list[GroupExchange] = []
+        ids = np.array([op.id for op in self.ops], dtype=np.int64)
+        for number, op in groups.items():
+            rows = self.rows[self.sent & (ids[self.at] == number)]
+            found.append(_collective(op, rows, machine))
+        return found
 
 
 def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:

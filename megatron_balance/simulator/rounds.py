@@ -29,7 +29,7 @@ from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import RingClock
-from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, Waves, ZoneTable
+from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable
 from megatron_balance.simulator.work import ADD
 
 
@@ -143,8 +143,6 @@ class _RoundsPhase:
         match table.traffic:
             case None:
                 self._compute(table)
-            case Hops():
-                RingClock(self.clocks, table, table.traffic).run()
             case Collectives():
                 self._collective(table, table.traffic)
             case PointToPoint():
@@ -213,7 +211,8 @@ class _RoundsPhase:
 
     def _nested(self, table: ZoneTable, traffic: Nested) -> None:
         """Collectives inside groups, rings between them, collectives inside groups."""
-        backward, size = self.clocks.backward, len(table.ranks) // len(traffic.groups)
+        backward = self.clocks.backward
+        size = len(table.ranks) // len(traffic.groups) if traffic.groups else 1
         inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
         for part, group in inside:
             self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
@@ -222,8 +221,8 @@ class _RoundsPhase:
         if traffic.hops is None:
             self._compute(table)
         else:
-            # The rings pass on what the collectives brought.
-            self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
+            if inside:  # the rings pass on what the collectives brought
+                self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             RingClock(self.clocks, table, traffic.hops, size).run()
         for part, group in inside:
             self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)

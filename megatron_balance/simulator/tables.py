@@ -99,7 +99,7 @@ class Waves:
 
 def _walks(traffic: ZoneTraffic | None) -> bool:
     """Whether blocks of keys walk round the ranks of a zone."""
-    return isinstance(traffic, HopByHop) or (isinstance(traffic, HeadsThenHops) and traffic.hops is not None)
+    return isinstance(traffic, HeadsThenHops) and traffic.hops is not None
 
 
 def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
@@ -108,7 +108,7 @@ def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
     return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
 
 
-Traffic: TypeAlias = Hops | Collectives | PointToPoint | Nested | Waves
+Traffic: TypeAlias = Collectives | PointToPoint | Nested | Waves
 
 
 @dataclass(slots=True)
@@ -167,8 +167,6 @@ class Tables:
 
     def _traffic(self, traffic: ZoneTraffic | None) -> Traffic | None:
         match traffic:
-            case HopByHop():
-                return Hops.of(traffic)
             case GroupTraffic():
                 return Collectives.of(traffic, self.machine.payload)
             case HeadsThenHops(groups, hops):
@@ -192,10 +190,10 @@ class Tables:
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
             spared = spared_messages(hops)[of_zone]
             match table.traffic:
-                case Hops():
+                case Nested(hops=Hops(forward)):
                     place = np.zeros(self.plan.num_ranks, dtype=np.int64)
                     place[table.ranks] = np.arange(len(table.ranks))
-                    np.add.at(table.traffic.forward[:, 1], place[spared[:, Message.SRC]], spared[:, Message.TOKENS])
+                    np.add.at(forward[:, 1], place[spared[:, Message.SRC]], spared[:, Message.TOKENS])
                     table.waits_next |= targets
                 case PointToPoint(inputs, outputs):
                     table.traffic = PointToPoint(np.concatenate([inputs, spared]), outputs)

@@ -67,10 +67,3 @@ def launches(
     sizes = machine.payload.whole()
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
-
-
-def unpack_s(values: Ints, kinds: Ints, machine: Machine) -> float:
-    """Seconds of unpacking what arrives; `values`: bytes of each message."""
-    stored, added = (float(values[np.isin(kinds, of)].sum()) for of in (STORED, ADDED))
-    pack_s = machine.cost.pack_s
-    return (pack_s(stored) if stored else 0.0) + (ADD * pack_s(added) if added else 0.0)

@@ -1,8 +1,8 @@
-"""A pattern that says no more than it must: all other questions are answered from its ops."""
+"""A pattern that says no more than it must: all other questions are answered from its sends and work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +17,14 @@ from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, as_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
-from megatron_balance.ir.program import Kind, Op
-from megatron_balance.patterns.base import CommPattern, Context, ZoneProgram, exchange, prefix_pairs
-from megatron_balance.patterns.rows import attend, transfers_of
+from megatron_balance.ir.program import Kind
+from megatron_balance.patterns.base import CommPattern, Context, Work, prefix_pairs
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.report import placement
 from megatron_balance.simulator.attention import EngineName, attention_call, coupled
@@ -51,24 +51,31 @@ class Broadcast(CommPattern[Zone]):
         rows = np.array([(seq, 0, lengths[seq]) for seq in zone.seqs], dtype=np.int64).reshape(-1, 3)
         return rows if rank == zone.ranks[0] else rows[:0]
 
-    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        first, size = zone.ranks[0], len(zone.ranks)
-        whole = self.place(zone, context.lengths, first)
-        heads, kv_heads = (0, context.num_heads), (0, context.num_kv_heads)
+    def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
+        del across
+        first, whole = zone.ranks[0], self.place(zone, context.lengths, zone.ranks[0])
+        blocks = Blocks.of([whole, *(part(whole, at, len(zone.ranks)) for at in range(1, len(zone.ranks)))])
+        block, others = np.arange(1, len(zone.ranks)), np.array(zone.ranks[1:])
+        there = [
+            table_of(0, first, others, Kind.Q, 0, context.num_heads, block, 0),
+            table_of(0, first, others, Kind.KV, 0, context.num_kv_heads, 0, 0),
+        ]
+        rows = np.concatenate([*there, table_of(1, others, first, Kind.OUT, 0, context.num_heads, block, 0)])
+        if rank is not None:
+            rows = rows[(rows[:, [Send.SRC, Send.DST]] == rank).any(axis=1)]
+        sizes = np.append(0, np.cumsum(blocks.rows[:, 2] - blocks.rows[:, 1]))
+        return Sends(rows, lambda: np.diff(sizes[blocks.begin]), lambda: blocks)
 
-        def part(i: int) -> Ints:
-            rows = whole.copy()
-            rows[:, 1], rows[:, 2] = whole[:, 2] * i // size, whole[:, 2] * (i + 1) // size
-            return rows[rows[:, 1] < rows[:, 2]]
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+        whole = self.place(zone, context.lengths, zone.ranks[0])
+        own = part(whole, zone.ranks.index(rank), len(zone.ranks))
+        yield Work(1, as_rows(prefix_pairs(own, context)))
 
-        others = [other for other in zone.ranks[1:] if rank in (first, other)]
-        there = [transfers_of(Kind.Q, part(zone.ranks.index(other)), heads, first, other) for other in others]
-        there += [transfers_of(Kind.KV, whole, kv_heads, first, other) for other in others]
-        back = [transfers_of(Kind.OUT, part(zone.ranks.index(other)), heads, other, first) for other in others]
-        ops: list[Op] = [exchange(context, 0, np.concatenate(there))] if there else []
-        ops.append(attend(rank, prefix_pairs(part(zone.ranks.index(rank)), context)))
-        ops += [exchange(context, 1, np.concatenate(back))] if back else []
-        return ZoneProgram(ops)
+
+def part(whole: Ints, at: int, size: int) -> Ints:
+    rows = whole.copy()
+    rows[:, 1], rows[:, 2] = whole[:, 2] * at // size, whole[:, 2] * (at + 1) // size
+    return rows[rows[:, 1] < rows[:, 2]]
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ def test_imports_point_down():
     [
         ("ir/span.py", "import megatron_balance.planners", "Imports point down"),
         ("ir/span.py", "import numpy", "The vocabulary needs the standard library only"),
-        ("planners/te_ring.py", "import torch", "The library torch only"),
-        ("planners/te_ring.py", "import megatron_balance.planners.zeppelin", "Planners do not know one another"),
+        ("planners/whole_pool.py", "import torch", "The library torch only"),
+        ("planners/whole_pool.py", "import megatron_balance.planners.zeppelin", "Planners do not know one another"),
         ("cli/plan.py", "import megatron.core", "The library megatron only"),
         ("patterns/ring.py", "import yaml", "Planning imports no configuration library"),
     ],

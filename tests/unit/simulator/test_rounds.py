@@ -155,11 +155,18 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
     cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
     forward, back = ring.walks(cut)
-    blocks = ring.Blocks(cut, np.arange(size), (0, 1))
-    tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
-    for hop in range(1, size):
-        assert forward[:, hop].tolist() == (tokens * (blocks.reach_forward() >= hop)).sum(axis=(1, 2)).tolist()
-        assert back[:, hop].tolist() == (tokens * (blocks.reach_backward() >= hop)).sum(axis=(1, 2)).tolist()
+    for walked, blocks in ((forward, ring.hops_of(cut)), (back, ring.hops_of(cut, back=True))):
+        assert blocks.reach is not None
+        tokens = (blocks.rows[:, 2] - blocks.rows[:, 1]).reshape(size, -1)
+        for hop in range(1, size):
+            going = blocks.reach.reshape(size, -1) >= hop
+            assert walked[:, hop].tolist() == (tokens * going).sum(axis=1).tolist()
+
+
+def hops_of(zone: tables.ZoneTable) -> tables.Hops:
+    assert isinstance(zone.traffic, tables.Nested)
+    assert zone.traffic.hops is not None
+    return zone.traffic.hops
 
 
 def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
@@ -173,9 +180,7 @@ def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
     first = next(op for op in project(moved, 1).forward if isinstance(op, Exchange) and op.id == 1)
     rows = as_array(first.transfers)
     stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == Kind.KV)].sum())
-    hops = tables.Tables(moved, machine).zones[0].traffic
-    assert isinstance(hops, tables.Hops)
-    assert hops.forward[0, 1] == stays
+    assert hops_of(tables.Tables(moved, machine).zones[0]).forward[0, 1] == stays
 
 
 @pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
@@ -189,9 +194,7 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
     by_kind = tables.Tables(planned, machine).zones[0]
     assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
     assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
-    assert isinstance(by_kind.traffic, tables.Hops)
-    assert isinstance(each.traffic, tables.Hops)
-    assert np.array_equal(by_kind.traffic.forward, each.traffic.forward)
+    assert np.array_equal(hops_of(by_kind).forward, hops_of(each).forward)
 
 
 def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():

@@ -1,0 +1,128 @@
+"""What the ranks of a zone send one another, as one table: every comm pattern says it once, and
+transfers, messages, received tokens and traffic of rounds are selections of it.
+
+A row sends one block, which is some rows of tokens that travel together. So rows are few where
+fragments are many, and a message needs no fragment at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Message, Transfer
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.program import Collective, Exchange
+from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns.rows import split_rows
+
+
+class Send:
+    """Columns of a table of sends: those of `ir.columns.Message`, with a block in place of tokens.
+
+    `EXCHANGE`: counted from the zone's first. `DST`: -1 in an all-gather: all others of its group.
+    `HOP`: of a block that goes round, which of its hops this is, from 1 on; else 0.
+    """
+
+    WIDTH = 8
+    EXCHANGE, SRC, DST, KIND, HEAD_START, HEAD_STOP, BLOCK, HOP = range(8)
+    MESSAGE = slice(0, 6)
+    """All columns that a message has, too."""
+
+
+class Blocks(NamedTuple):
+    """Rows (seq, start, stop) of blocks: those of block b are `rows[begin[b] : begin[b + 1]]`.
+
+    `reach` [len(rows)]: the last hop that a row makes; None: all rows of a block go together.
+    """
+
+    rows: Ints
+    begin: Ints
+    reach: Ints | None = None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Ints]) -> Blocks:
+        rows = np.concatenate([np.empty((0, 3), dtype=np.int64), *blocks])
+        return cls(rows, np.cumsum([0, *map(len, blocks)]))
+
+
+class Call(NamedTuple):
+    """How an exchange is made: as in `ir.program.Exchange`."""
+
+    collective: Collective = "p2p"
+    group: tuple[int, ...] = ()
+    moves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """Sends of all ranks, or of those that one rank sends or receives, by exchange.
+
+    `rows`: `Send` rows. `tokens` makes [blocks], or [blocks, hops] where blocks go round: tokens of
+    each block, or of what of it makes a hop. `blocks`: makes their rows. `calls`: of exchanges that
+    are collectives, also of those in which a rank of the group sends and receives nothing itself.
+
+    `again`: what a replayed backward sends in place of it, by the forward's exchanges; None: the
+    same. `silent`: exchanges in which it then sends nothing unless `again` says so.
+    """
+
+    rows: Ints
+    tokens: Callable[[], Ints]
+    blocks: Callable[[], Blocks]
+    calls: Mapping[int, Call] = field(default_factory=dict[int, Call])
+    again: Sends | None = None
+    silent: Collection[int] = ()
+
+    def messages(self) -> Ints:
+        """Rows of `ir.columns.Message`."""
+        rows = np.empty((len(self.rows), Message.WIDTH), dtype=np.int64)
+        rows[:, Message.KEY] = self.rows[:, Send.MESSAGE]
+        block, tokens = self.rows[:, Send.BLOCK], self.tokens()
+        rows[:, Message.TOKENS] = tokens[block] if tokens.ndim == 1 else tokens[block, self.rows[:, Send.HOP]]
+        return rows
+
+    def transfers(self) -> tuple[Ints, Ints]:
+        """(exchange of each, rows of `ir.columns.Transfer`), by exchange."""
+        rows, begin, reach = self.blocks()
+        block = self.rows[:, Send.BLOCK]
+        send, at = ranges(begin[block], begin[block + 1])
+        if reach is not None:
+            goes = reach[at] >= self.rows[send, Send.HOP]
+            send, at = send[goes], at[goes]
+        each = np.empty((len(self.rows), Transfer.WIDTH), dtype=np.int64)
+        each[:, Transfer.KIND] = self.rows[:, Send.KIND]
+        each[:, Transfer.HEADS] = self.rows[:, [Send.HEAD_START, Send.HEAD_STOP]]
+        each[:, Transfer.ENDS] = self.rows[:, [Send.SRC, Send.DST]]
+        table = each.take(send, axis=0)
+        table[:, Transfer.SPAN] = rows.take(at, axis=0)
+        return self.rows[send, Send.EXCHANGE], table
+
+    def exchanges(self, base: int) -> dict[int, Exchange]:
+        """The exchanges by id, counted from the zone's first, which is `base`, ascending."""
+        number, table = self.transfers()
+        counts = np.bincount(number)
+        tables = {at: data for at, data in enumerate(split_rows(table, counts)) if data}
+        made: dict[int, Exchange] = {}
+        for at in sorted(tables.keys() | self.calls.keys()):
+            collective, group, moves = self.calls.get(at, Call())
+            made[at] = Exchange(base + at, Rows(Transfer.WIDTH, tables.get(at, b"")), collective, group, moves=moves)
+        return made
+
+    def replays(self, base: int, forward: Mapping[int, Exchange]) -> list[tuple[int, Exchange]]:
+        """What a replayed backward makes in place of `forward`, by id."""
+        if self.again is None:
+            return []
+        made = self.again.exchanges(base)
+        made |= {
+            at: Exchange(base + at, Rows(Transfer.WIDTH)) for at in self.silent if at in forward and at not in made
+        }
+        return [(base + at, made[at]) for at in sorted(made)]
+
+
+def table_of(*columns: Ints | int) -> Ints:
+    """Rows of `Send`; the columns are broadcast against one another."""
+    return np.stack([column.ravel() for column in np.broadcast_arrays(*columns)], axis=1).astype(np.int64)
