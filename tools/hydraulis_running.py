@@ -38,7 +38,6 @@ from tests.megatron.test_changes import GOING_ON, LONG, SAMPLES, changes_of
 from tests.megatron.test_parity import SLOW
 from tests.support.megatron_run import Trainer
 from tests.support.pipeline_runs import worst_gradient
-from tools.hydraulis_parity import Folders, difference
 
 MOST = 1e-5
 DEADLINE_S = 1800
@@ -137,6 +136,16 @@ WAYS: Mapping[str, Way] = {
 }
 
 
+class Folders:
+    """Temporary folders under one, as the fixtures of the tests ask for them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def mktemp(self, name: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=name, dir=self.root))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ways; 0 if all agree with one rank, and the first one's runs with each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,6 +188,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             trainer.close()
     return int(failed)
+
+
+def difference(run: Run, one: Run, name: str) -> float:
+    """The largest difference of a column from one rank's, relative."""
+    assert run.column("step") == one.column("step"), "the runs have other steps"
+    pairs = zip(run.column(name), one.column(name), strict=True)
+    return max(abs(got - wanted) / abs(wanted) for got, wanted in pairs)
 
 
 def _run(

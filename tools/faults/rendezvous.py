@@ -8,13 +8,12 @@ interleaved. Of each the group calls of all ranks, forward and backward, are com
 have one order (`compile.batches.verify_issue_order`), and must all go through in a model of the hosts
 (`tests.support.rendezvous`). Plan n is the same in every run. Those from `LED` on are zeppelin's
 default, waves with a lead (in five of six), which needs a model and lengths of real size:
-`python -m tools.rendezvous 20000 21400` tries them.
+`python -m tools.faults rendezvous --only 20000` tries the first of them.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,7 @@ from megatron_balance.errors import BalanceError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.workloads.lengths import draw
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, plan
@@ -128,21 +127,3 @@ def tried(program: Drawn, *, passing: bool) -> str:
         said = said or "though there is one order"
         said = f"{len(hangs)} ranks hang, rank {min(hangs)} in {hangs[min(hangs)].name}; {said}"
     return said
-
-
-def main(first: int, stop: int) -> int:
-    """Try programs by number; print those that fail, and how many had a lead."""
-    led = faults = 0
-    for number in range(first, stop):
-        program = drawn(number)
-        led += any(isinstance(zone, SharedZone) and zone.lead > 0 for each in program.plans for zone in each.zones)
-        said = tried(program, passing=True) or tried(program, passing=False)
-        faults += bool(said)
-        if said:
-            print(f"{number}, {program}: {said}")
-    print(f"{faults} of {stop - first} programs hang or have no one order; {led} have a lead")
-    return int(faults > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
