@@ -254,8 +254,8 @@ class Meter:
     def _planned(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """In pipelines the model begins when its microbatches are planned; each is bound within."""
 
-        def planned(*args: Any) -> Any:
-            found = plan(*args)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            found = plan(*args, **kwargs)
             self.step.dealt = dealt(found.step)
             if self.run.experiment.PIPELINED:
                 self._begin()
