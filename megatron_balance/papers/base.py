@@ -150,6 +150,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     notes: dict[str, str] = found.pop("notes", {})
+    found.pop("common", None)  # what tables merge
 
     def parsed(given: Any) -> Published:
         over, _, under = str(given).partition("/")
