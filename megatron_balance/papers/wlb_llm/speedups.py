@@ -24,6 +24,7 @@ from megatron_balance.papers.wlb_llm.systems import (
 from megatron_balance.workloads.distributions import K
 
 FIXED = "Fixed-4D"
+BY_WINDOW = (64 * K, 128 * K)
 WINDOWS = (32 * K, 64 * K, 96 * K, 128 * K, 160 * K)
 
 Found = Mapping[WlbCase, Mapping[str, Sequence[float]]]
@@ -66,8 +67,7 @@ def _summary(found: Found, what: str) -> Ours:
         "WLB-LLM over Plain-4D, mean": mean(WLB.name),
         "WLB-LLM over Fixed-4D, mean": mean(WLB.name, FIXED),
         "Fixed-4D over Plain-4D, mean": mean(FIXED),
-        "WLB-LLM over Plain-4D, 64K, mean": mean(WLB.name, window=64 * K),
-        "WLB-LLM over Plain-4D, 128K, mean": mean(WLB.name, window=128 * K),
+        **{f"WLB-LLM over Plain-4D, {each // K}K, mean": mean(WLB.name, window=each) for each in BY_WINDOW},
         f"{MIXED.name}, over Plain-4D, mean": mean(MIXED.name),
     }.items():
         yield f"{what}{name}", each[0], error_of(each)

@@ -112,4 +112,4 @@ def test_lines_compare_medians_with_te_ring_and_with_nano_batches_one_by_one() -
     assert line["of_single"] == pytest.approx(0.75)
     assert line["spread"] == pytest.approx(2 / 5)
     assert line["nic_mb"] == 2.0
-    assert report.markdown(report.headings(columns), report.rows(found, columns)).count("| 75% | 40% |") == 2
+    assert report.markdown(report.headings(columns), report.rows(found, columns)).count("| 75 % | 40 % |") == 2

@@ -263,7 +263,11 @@ def lines(records: Sequence[Record], columns: Sequence[Column]) -> list[dict[str
 def rows(found: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
     """Cells of a table, by line."""
     return [
-        [line["dataset"], line["variant"], *(column.show.format(line[column.key]) for column in columns)]
+        [
+            line["dataset"],
+            line["variant"],
+            *(column.show.format(line[column.key]).replace("%", " %") for column in columns),
+        ]
         for line in found
     ]
 
