@@ -26,16 +26,11 @@ Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
 class Published(float):
-    """A number that a paper prints; a constant of a module, so that tests can change all of them and
-    see which of ours move.
+    """A number that a paper prints; a type of its own, so that tests can change all of them and see
+    which of ours move.
     """
 
     __slots__ = ()
-
-
-def published(*numbers: float) -> tuple[Published, ...]:
-    """Numbers that a paper prints, in one row of a table."""
-    return tuple(map(Published, numbers))
 
 
 ITSELF = "this number"

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.cost.base import Link
 from megatron_balance.papers.base import Effort, Row
-from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig9, fig10, fig11, fig12, table2, table3
+from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig12, table2, table3, throughput
 from megatron_balance.papers.zeppelin.systems import (
     DATASETS,
     DEFAULT,
@@ -262,8 +262,8 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
     def rate(system, case, batches):
         return {TE.name: 10.0, LLAMA.name: 5.0, HYBRID.name: 12.0}.get(system.name, 2.0 * case.num_gpus)
 
-    monkeypatch.setattr(fig9, "tokens_per_s", rate)
-    rows = fig9.TABLE.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", rate)
+    rows = throughput.FIG9.rows(ONE)
     assert (named(rows, "GitHub: growth of TE CP").ours, named(rows, "GitHub: growth of TE CP").published) == (1.0, 1.0)
     assert named(rows, "ArXiv: growth of Zeppelin").ours == pytest.approx(128 / 16)
     assert named(rows, "LLaMA CP over TE CP, smallest").ours == pytest.approx(0.5)
@@ -273,9 +273,9 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
 
 
 def test_the_ablations_printed_numbers_stand_at_their_rows(monkeypatch):
-    monkeypatch.setattr(fig11, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
-    monkeypatch.setattr(fig11, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
-    rows = fig11.TABLE.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
+    monkeypatch.setattr(throughput, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
+    rows = throughput.FIG11.rows(ONE)
     printed = {row.name: row.published for row in rows if row.published is not None}
     assert printed["ArXiv: attention engine alone"] == 3.2
     assert printed["ArXiv: engine and routing"] == 3.51
@@ -292,8 +292,8 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
             (case.cluster_name, system.name), 6.0
         )
 
-    monkeypatch.setattr(fig10, "tokens_per_s", rate)
-    rows = fig10.TABLE.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", rate)
+    rows = throughput.FIG10.rows(ONE)
     assert named(rows, "ArXiv: speedup on A over that on B").ours == pytest.approx(4.0 / 2.0)
     assert named(rows, "ArXiv: throughput on B over that on A").ours == pytest.approx(6.0 / 4.0)
 

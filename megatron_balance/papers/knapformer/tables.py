@@ -1,4 +1,6 @@
-"""Table 1: imbalance, latency, throughput and utilisation of FLUX with and without the balancer."""
+"""Figure 3: tokens that each GPU of the image and video workload loads, on average; Table 1:
+imbalance, latency, throughput and utilisation of FLUX with and without the balancer.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,19 @@ from statistics import fmean
 
 from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.knapformer.cases import TOPOLOGIES, WITHOUT, WORKLOADS, SystemResult, batches, run
+from megatron_balance.workloads.datacodes import IMAGES_AND_VIDEOS, TEXT_TOKENS, parse
 
 AUTO = "auto"
 COLUMNS = ("WIR", "FBL", "TPS", "HFU")
 
 
-def ours(effort: Effort) -> Ours:
+def fig3(_: Effort) -> Ours:
+    """A row a data code."""
+    for text, code in zip(IMAGES_AND_VIDEOS.split(","), parse(IMAGES_AND_VIDEOS), strict=True):
+        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + TEXT_TOKENS / 2)
+
+
+def table1(effort: Effort) -> Ours:
     """Four rows a workload and system; means over the batches."""
     for workload, codes in effort.progress(list(WORKLOADS.items()), "table1"):
         drawn = batches(codes, effort.batches)
@@ -21,4 +30,4 @@ def ours(effort: Effort) -> Ours:
                 yield f"{workload}, {system}: {what}", fmean(getattr(one, field) for one in each)
 
 
-TABLE = table("knapformer", "table1", ours)
+FIG3, TABLE1 = table("knapformer", "fig3", fig3), table("knapformer", "table1", table1)
