@@ -1,12 +1,18 @@
-"""Published results: a paper has tables, a table is a function that gives rows, a row is one number
-beside ours.
+"""Published results: a paper has tables, a table gives rows, a row is one number beside ours.
+
+What a paper prints stands in its YAML beside this file, with titles, sources, units and notes:
+`PRINTED`. A table's code gives names and our values alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import yaml
 
 from megatron_balance.errors import ConfigError, suggest
 
@@ -20,20 +26,12 @@ Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
 class Published(float):
-    """A number that a paper prints; a constant of a module, so that tests can change all of them and
-    see which of ours move.
+    """A number that a paper prints; a type of its own, so that tests can change all of them and see
+    which of ours move.
     """
 
     __slots__ = ()
 
-
-def published(*numbers: float) -> tuple[Published, ...]:
-    """Numbers that a paper prints, in one row of a table."""
-    return tuple(map(Published, numbers))
-
-
-STATED = Published(1.0)
-"""A ratio that a text states without a number: alike, ahead or behind."""
 
 ITSELF = "this number"
 """Input of a row whose own published number was used to make ours: there is nothing to compare."""
@@ -134,3 +132,66 @@ def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
         hint = suggest(name, known) or f"there are {', '.join(known)}"
         raise ConfigError(f"{missing} {name!r}; {hint}")
     return known[name]
+
+
+# What papers print
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """A paper's tables, by name. `rows`: by pattern of names, what a row has; later patterns override.
+
+    A value alone is `published`: a number, a quotient of two ("3.64 / 3.51"), or `stated`, a ratio
+    of 1: alike, ahead or behind, as a text says without a number. Notes have names in `notes`.
+    """
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    notes: dict[str, str] = found.pop("notes", {})
+    found.pop("common", None)  # what tables merge
+
+    def parsed(given: Any) -> Published:
+        over, _, under = str(given).partition("/")
+        return Published(1.0 if over == "stated" else float(over) / float(under or 1))
+
+    def of_row(given: Any) -> dict[str, Any]:
+        keys = dict(given) if isinstance(given, dict) else {"published": given}
+        if keys.get("published") is not None:
+            keys["published"] = parsed(keys["published"])
+        if "note" in keys:
+            keys["note"] = notes.get(keys["note"], keys["note"])
+        return keys
+
+    for table in found.values():
+        table["rows"] = {pattern: of_row(given) for pattern, given in table.get("rows", {}).items()}
+        table["numbers"] = {name: parsed(given) for name, given in table.get("numbers", {}).items()}
+        table.update(of_row(table))
+    return found
+
+
+PRINTED = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+"""By paper and table: title, source, batches, `numbers` that ours is made from, and rows."""
+
+Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str]]
+"""Names of rows with our values, and what a row's note says beside the table's."""
+
+
+def number(paper: str, table: str, name: str) -> Published:
+    """A printed number that something of ours is made from."""
+    return PRINTED[paper][table]["numbers"][name]
+
+
+def table(paper: str, name: str, ours: Callable[[Effort], Ours]) -> PaperTable:
+    """The table of this name, with what the paper prints beside our values."""
+
+    def rows(effort: Effort) -> list[Row]:
+        return [_row(PRINTED[paper][name], *each) for each in ours(effort)]
+
+    printed = PRINTED[paper][name]
+    return PaperTable(printed["title"], rows, printed.get("batches", 1))
+
+
+def _row(printed: Mapping[str, Any], name: str, ours: float, more: str = "") -> Row:
+    keys: dict[str, Any] = {"unit": "", "kind": "simulated", "sign": "=", "note": "", "inputs": (), "published": None}
+    for given in (printed, *(given for pattern, given in printed["rows"].items() if fnmatchcase(name, pattern))):
+        keys |= {key: value for key, value in given.items() if key in keys}
+    keys["note"] = "; ".join(filter(None, (keys["note"], more)))
+    keys["inputs"] = tuple(ITSELF if each == "itself" else each for each in keys["inputs"])
+    return Row(name, ours=ours, **keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tools import rendezvous
+from tools.faults import rendezvous
 from tools.faults.cases import Outcome
 from tools.gpu_model.drawn import drawn
 
@@ -22,7 +22,7 @@ def programs() -> Iterator[Callable[[int], Outcome]]:
 
 
 def try_program(number: int) -> Outcome:
-    """One issue order, and no host that waits for ever: program `number` of `tools.rendezvous`."""
+    """One issue order, and no host that waits for ever: program `number` of `rendezvous`."""
     program = rendezvous.drawn(number)
     said = rendezvous.tried(program, passing=True)
     if not said and number % SAFE == 0:

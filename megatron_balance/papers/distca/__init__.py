@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_balance.papers.base import Paper
-from megatron_balance.papers.distca import appendix_a, fig9, fig10, fig11, fig12, motivation, overheads
+from megatron_balance.papers.distca import appendix_a, motivation, overheads, speedups, tolerance
 
 PAPER = Paper(
     "DistCA: Efficient Long-context Language Model Training by Core Attention Disaggregation",
@@ -12,10 +12,10 @@ PAPER = Paper(
         "fig4": motivation.FIG4,
         "fig5": motivation.FIG5,
         "fig6": motivation.FIG6,
-        "fig9": fig9.TABLE,
-        "fig10": fig10.TABLE,
-        "fig11": fig11.TABLE,
-        "fig12": fig12.TABLE,
+        "fig9": speedups.FIG9,
+        "fig10": speedups.FIG10,
+        "fig11": tolerance.FIG11,
+        "fig12": tolerance.FIG12,
         "appendixa": appendix_a.TABLE,
         "table6": overheads.TABLE6,
         "table7": overheads.TABLE7,

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
 from megatron_balance.cost.collectives import all_gather_s
 from megatron_balance.ir.columns import Pair
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
+from megatron_balance.papers.base import Effort, Ours, number, table
 from megatron_balance.papers.distca.baselines import (
     deal,
     degrees,
@@ -26,54 +26,27 @@ from megatron_balance.papers.distca.cases import TENSOR, DistcaCase
 from megatron_balance.workloads.distributions import K
 
 TOKENS_PER_NODE = 128 * K
-SHARES = {2: published(0.03, 0.03), 16: (None, Published(0.30)), 32: (Published(0.40), None)}
-"""Of time and of memory, by degree."""
-IDLE = {4: Published(0.19), 8: Published(0.55)}
-DIVERGES = 1.17
-"""Most tokens of a rank over the mean that balance asks for, as printed; the memory's limit here."""
-DRAWN = "drawn in the paper, not printed"
-TOKENS_NOTE = "tokens of a node are not printed; 128K, as in Table 4, the same at every degree"
 
 
-def fig3(_: Effort) -> list[Row]:
+def fig3(_: Effort) -> Ours:
     """The gathering of keys and values: share of a layer's time and of a rank's memory, by degree
     (8B, documents of 32K).
     """
-    table_rows: list[Row] = []
     for degree in (2, 4, 8, 16, 32):
         case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
         gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), group_on(case, degree))
-        time_share = gather_s / layer_s(case, share)[0]
-        held = rank_memory(
-            case.model,
-            TOKENS_PER_NODE,
-            case.num_tokens - TOKENS_PER_NODE,
-            Sharding(TENSOR, optimizer=degree),
-            Holding(),
-        )
-        of_time, of_memory = SHARES.get(degree, (None, None))
-        table_rows.append(
-            Row(f"{degree} nodes: all-gather", of_time, time_share, "of a layer forward", "simulated", note=TOKENS_NOTE)
-        )
-        table_rows.append(
-            Row(
-                f"{degree} nodes: gathered keys",
-                of_memory,
-                held.received / held.total,
-                "of memory",
-                "simulated",
-                note=TOKENS_NOTE,
-            )
-        )
-    return table_rows
+        yield f"{degree} nodes: all-gather", gather_s / layer_s(case, share)[0]
+        sharding, others = Sharding(TENSOR, optimizer=degree), case.num_tokens - TOKENS_PER_NODE
+        held = rank_memory(case.model, TOKENS_PER_NODE, others, sharding, Holding())
+        yield f"{degree} nodes: gathered keys", held.received / held.total
 
 
-def fig4(effort: Effort) -> list[Row]:
+def fig4(effort: Effort) -> Ours:
     """Documents dealt to replicas by work, without limit and within memory (8B, chunks of 512K
-    tokens, no context parallelism).
+    tokens, no context parallelism). The memory's limit is the most tokens of a rank over the mean
+    that balance asks for, as printed.
     """
-    table_rows: list[Row] = []
     for replicas in effort.progress([2, 4, 8], "fig4"):
         case = DistcaCase("8B", replicas, replicas * 512 * K, 512 * K)
         tokens: list[float] = []
@@ -81,41 +54,19 @@ def fig4(effort: Effort) -> list[Row]:
         for batch in case.batches("pretrain", effort.batches):
             work = [document_s(case, n) for n in batch]
             loads: list[list[float]] = []
-            for limit in (float("inf"), DIVERGES * case.tokens_per_rank):
+            for limit in (inf, number("distca", "fig4", "diverges") * case.tokens_per_rank):
                 bins = deal(work, [float(n) for n in batch], replicas, limit)
                 if bins is not None:
                     loads.append([sum(work[i] for i in each) for each in bins])
-                    if limit == float("inf"):
+                    if limit == inf:
                         tokens.append(max(sum(batch[i] for i in each) for each in bins) / case.tokens_per_rank)
             idle.append((max(loads[-1]) - fmean(loads[-1]), max(loads[-1])))
         name = f"data parallelism {replicas}"
-        table_rows.append(
-            Row(
-                f"{name}: most tokens over the mean",
-                None,
-                fmean(tokens),
-                "x",
-                "simulated",
-                note="printed: 1.08 to 1.17",
-            )
-        )
-        of_the_time = sum(idle_s for idle_s, _ in idle) / sum(all_s for _, all_s in idle)
-        note = "average idle time over average time of a layer's forward pass; the memory's limit is not printed"
-        table_rows.append(
-            Row(
-                f"{name}: idle",
-                IDLE.get(replicas),
-                of_the_time,
-                "of the time",
-                "simulated",
-                note=note,
-                inputs=("1.17 times the mean tokens, Fig. 4a's most, as the memory's limit",),
-            )
-        )
-    return table_rows
+        yield f"{name}: most tokens over the mean", fmean(tokens)
+        yield f"{name}: idle", sum(idle_s for idle_s, _ in idle) / sum(all_s for _, all_s in idle)
 
 
-def fig5(effort: Effort) -> list[Row]:
+def fig5(effort: Effort) -> Ours:
     """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are
     drawn, over that at 4K.
     """
@@ -132,14 +83,10 @@ def fig5(effort: Effort) -> list[Row]:
             seconds = case.cost.attend_s(pairs, np.zeros(count, dtype=np.int64), 1)[0]
             each.append(float((length * (stop - length + (length + 1) / 2)).sum() / seconds))
         rates[length] = fmean(each)
-    note = "printed: it drops below 128 tokens, the kernel's tile, and is high above"
-    return [
-        Row(f"shards of {n}", None, rate / rates[4096], "of the rate at 4096", "simulated", note=note)
-        for n, rate in rates.items()
-    ]
+    return ((f"shards of {n}", rate / rates[4096]) for n, rate in rates.items())
 
 
-def fig6(effort: Effort) -> list[Row]:
+def fig6(effort: Effort) -> Ours:
     """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64
     GPUs, chunks of 512K).
     """
@@ -151,21 +98,9 @@ def fig6(effort: Effort) -> list[Row]:
             by_degree[config.degree] = min(seconds, by_degree.get(config.degree, inf))
         for degree, seconds in by_degree.items():
             samples[degree].append(case.num_tokens / seconds / 8 / TENSOR)
-    rates = {degree: fmean(each) if each else 0.0 for degree, each in samples.items()}
-    return [
-        Row(
-            f"DP {8 // degree}, CP {degree}",
-            None,
-            rate,
-            "tokens/s/GPU",
-            "simulated",
-            note=f"{DRAWN}; {len(samples[degree])} batches fit",
-        )
-        for degree, rate in rates.items()
-    ]
+    for degree, each in samples.items():
+        yield f"DP {8 // degree}, CP {degree}", fmean(each) if each else 0.0, f"{len(each)} batches fit"
 
 
-FIG3 = PaperTable("gathering keys and values, by degree of context parallelism", fig3)
-FIG4 = PaperTable("variable-length chunks: memory and idle time", fig4, batches=10)
-FIG5 = PaperTable("rate of the attention kernel, by length of a shard", fig5, batches=10)
-FIG6 = PaperTable("variable-length chunks with per-document context parallelism", fig6, batches=10)
+FIG3, FIG4 = table("distca", "fig3", fig3), table("distca", "fig4", fig4)
+FIG5, FIG6 = table("distca", "fig5", fig5), table("distca", "fig6", fig6)

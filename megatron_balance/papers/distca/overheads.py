@@ -11,38 +11,19 @@ import numpy as np
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.base import Ints
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.distca.cases import TENSOR, DistcaCase
-from megatron_balance.papers.distca.fig9 import TABLE_4
+from megatron_balance.papers.distca.speedups import TABLE_4
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.workloads.distributions import K
 
-TABLE_6 = {
-    ("8B", 8): published(1.61, 0.54),
-    ("8B", 16): published(0.57, 0.30),
-    ("8B", 32): published(0.43, 0.28),
-    ("34B", 16): published(0.69, 0.32),
-    ("34B", 32): published(0.37, 0.18),
-    ("34B", 64): published(0.28, 0.14),
-}
-TABLE_7 = {
-    ("8B", 2, 8): (0.15, Published(41.3)),
-    ("8B", 4, 16): (0.05, Published(40.3)),
-    ("8B", 8, 32): (0.05, Published(39.7)),
-    ("34B", 2, 8): (0.10, Published(33.8)),
-    ("34B", 4, 16): (0.05, Published(33.3)),
-    ("34B", 8, 32): (0.05, Published(32.7)),
-}
-SPLIT_NOTE = (
-    "all queries, keys and values of a rank split and all its outputs merged, backward their gradients: each read and "
-    "written once at the memory's rate"
+TABLE_6 = (("8B", 8), ("8B", 16), ("8B", 32), ("34B", 16), ("34B", 32), ("34B", 64))
+"""Model and nodes."""
+TABLE_7 = (
+    *(("8B", 2, 8, 0.15), ("8B", 4, 16, 0.05), ("8B", 8, 32, 0.05)),
+    *(("34B", 2, 8, 0.10), ("34B", 4, 16, 0.05), ("34B", 8, 32, 0.05)),
 )
-PACK_NOTE = "not the paper's quantity: ours packs what travels alone, once on either side"
-BANDWIDTH_NOTE = (
-    "most bytes that a GPU receives for one nano-batch, over the least time of a GPU's modules outside attention on "
-    "the other nano-batch, forward"
-)
-COVERED_NOTE = "not the paper's quantity: the other nano-batch's attention hides bytes, too, as in our schedule"
+"""Model, batch size, nodes, tolerance."""
 
 
 def received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
@@ -54,10 +35,9 @@ def received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
     return queries * of_token + keys * int(case.cost.kv_bytes(1)), outputs * of_token
 
 
-def table6(effort: Effort) -> list[Row]:
+def table6(effort: Effort) -> Ours:
     """Share of the time of all layers that splitting and merging take, tokens as in Table 4."""
-    table_rows: list[Row] = []
-    for (model, nodes), printed in effort.progress(list(TABLE_6.items()), "table6"):
+    for model, nodes in effort.progress(list(TABLE_6), "table6"):
         per_node = TABLE_4[model, 128][0] * 128 * K // 8
         case = DistcaCase(model, nodes, nodes * per_node, 128 * K)
         # A pass over all of a rank's tensors forward, and one over their gradients backward.
@@ -70,24 +50,15 @@ def table6(effort: Effort) -> list[Row]:
             travels = [2 * sum(part[i].sum() for part in parts) / nodes for i in (0, 1)]
             layers = 2 * case.model.num_layers
             shares.append([100 * layers * case.cost.pack_s(each) / seconds for each in (*of_all, *travels)])
-        for at, (what, note) in enumerate(
-            (
-                ("QKV", SPLIT_NOTE),
-                ("O", SPLIT_NOTE),
-                ("QKV, what travels", PACK_NOTE),
-                ("O, what travels", PACK_NOTE),
-            )
+        for what, each in zip(
+            ("QKV", "O", "QKV, what travels", "O, what travels"), zip(*shares, strict=True), strict=True
         ):
-            known = printed[at] if at < len(printed) else None
-            share = fmean(each[at] for each in shares)
-            table_rows.append(Row(f"{model}, {nodes} nodes: {what}", known, share, "%", "simulated", note=note))
-    return table_rows
+            yield f"{model}, {nodes} nodes: {what}", fmean(each)
 
 
-def table7(effort: Effort) -> list[Row]:
+def table7(effort: Effort) -> Ours:
     """Bytes per second and GPU that hide all exchanges, documents of up to 512K."""
-    table_rows: list[Row] = []
-    for (model, size, nodes), (tolerance, printed) in effort.progress(list(TABLE_7.items()), "table7"):
+    for model, size, nodes, tolerance in effort.progress(list(TABLE_7), "table7"):
         case = DistcaCase(model, nodes, size * 512 * K, 512 * K)
         rates: list[tuple[float, float]] = []
         for batch in case.batches("pretrain", effort.batches):
@@ -97,10 +68,8 @@ def table7(effort: Effort) -> list[Row]:
                 rates.append((max(each for each, _ in both), max(each for _, each in both)))
         name = f"{model}, {nodes} nodes, tolerance {tolerance:g}"
         outside, covered = (fmean(each) / 1e9 for each in zip(*rates, strict=True))
-        table_rows.append(Row(name, printed, outside, "GB/s", "simulated", note=BANDWIDTH_NOTE))
-        name = f"{name}, beside attention too"
-        table_rows.append(Row(name, None, covered, "GB/s", "simulated", note=COVERED_NOTE))
-    return table_rows
+        yield name, outside
+        yield f"{name}, beside attention too", covered
 
 
 def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) -> tuple[float, float]:
@@ -113,5 +82,4 @@ def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) 
     return most / float(outside.min()), most / float(meanwhile.min())
 
 
-TABLE6 = PaperTable("splitting and merging of tensors, share of the time of all layers", table6, batches=3)
-TABLE7 = PaperTable("bandwidth that hides all exchanges", table7, batches=5)
+TABLE6, TABLE7 = table("distca", "table6", table6), table("distca", "table7", table7)

@@ -9,17 +9,17 @@ differ by more than 20 %, docs/reproduce-hydraulis.md says why.
 from __future__ import annotations
 
 from megatron_balance.papers.base import Paper
-from megatron_balance.papers.hydraulis import appendix_a, fig13, fig14, fig15, fig16, fig20, table1, table2
+from megatron_balance.papers.hydraulis import appendix_a, fig13, strategies, table1, table2
 
 PAPER = Paper(
     "Hydraulis (arXiv 2412.07894)",
     {
         "fig13": fig13.TABLE,
-        "fig14": fig14.TABLE,
-        "fig15a": fig15.CHOICES,
-        "fig15b": fig15.BALANCE,
-        "fig16": fig16.TABLE,
-        "fig20": fig20.TABLE,
+        "fig14": strategies.FIG14,
+        "fig15a": strategies.CHOICES,
+        "fig15b": strategies.BALANCE,
+        "fig16": strategies.FIG16,
+        "fig20": strategies.FIG20,
         "table1": table1.TABLE,
         "a1": appendix_a.LONGEST,
         "a2": appendix_a.FLUCTUATION,

@@ -23,7 +23,6 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.papers.base import Published, Row
 from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
 from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
@@ -33,8 +32,6 @@ from megatron_balance.workloads.lengths import draw
 
 AUTHORS, OURS = "authors' coefficients", "our costs"
 SOURCES = (AUTHORS, OURS)
-SPREAD = "appendix A.1's longest pages, which set the spread of both data sets"
-INPUTS = {AUTHORS: (SPREAD, "the coefficients that the authors publish"), OURS: (SPREAD,)}
 SEED, SAMPLE_SEED, RANK_SEED = 0, 1, 2
 SAMPLE_BATCHES, RANK_BATCHES = 50, 6
 K = 1024
@@ -97,11 +94,6 @@ def candidates(source: str, job: TrainedCase) -> tuple[Strategy, ...]:
 def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
     """Seconds of each pipeline under dispatch (Eq. 3) and packing (Eq. 1)."""
     return pipelines_s(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))
-
-
-def row(source: str, name: str, printed: Published | None, ours: float, unit: str, note: str = "") -> Row:
-    """A row by one source of costs."""
-    return Row(f"{name}, {source}", printed, ours, unit, "exact", note=note, inputs=INPUTS[source])
 
 
 def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:

@@ -15,7 +15,7 @@ from statistics import fmean
 
 from megatron_balance.analysis.change import base_for
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.papers.base import Effort, PaperTable, Row, published
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.hydraulis.cases import (
     OURS,
     SOURCES,
@@ -26,7 +26,6 @@ from megatron_balance.papers.hydraulis.cases import (
     chosen_step,
     megatron,
     moving,
-    row,
 )
 from megatron_balance.papers.hydraulis.deepspeed import deepspeed
 
@@ -67,15 +66,8 @@ ULYSSES = {SHORT: 4, LONG: 8}
 RANGES = (4 * K, 16 * K, 32 * K)
 """Longest sequences of its strategies, from the last one on."""
 TOKENS = 100_000
-LEAST, MOST = published(1.32, 2.66)
-SWITCHES = {32: published(2.17), 64: published(2.21)}
-"""Seconds of HotSPa's switches in a step of 32B, by GPUs (Table 4)."""
-SWITCH_NOTE = "bytes over links and NICs alone; with the three strategies of Table 3 (assumed)"
-RANGE = (
-    "published: least and most of all cells, whole steps; ours: propagation and what moves weights and gradients, "
-    "by links alone for all systems, 100K tokens a step (assumed: tokens by F are only drawn), both data sets"
-)
-PROPAGATION = "not the paper's quantity: nobody's exchanges and switches are counted, but DeepSpeed's"
+SWITCHED = (32, 64)
+"""GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed)."""
 
 
 def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Lengths) -> float:
@@ -116,9 +108,8 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
     return min(others_s), fmean(chosen_step(source, job, batch, base)[2] for batch in batches)
 
 
-def rows(effort: Effort) -> list[Row]:
+def ours(effort: Effort) -> Ours:
     """Speed-up of each cell, least and most, and of propagation alone; HotSPa's switches."""
-    found: list[Row] = []
     for source in SOURCES:
         gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
         for size, ranks, longest, text in effort.progress(CELLS, f"fig13, {source}"):
@@ -127,21 +118,14 @@ def rows(effort: Effort) -> list[Row]:
                 batches = job.batches(effort.batches)
                 for whole, by_cell in gains.items():
                     before_s, after_s = step_s(source, job, text, batches, whole=whole)
-                    name = f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}"
-                    by_cell[name] = before_s / after_s
-        each, alone = gains[True].values(), gains[False].values()
-        found += [row(source, name, None, gain, "x") for name, gain in gains[True].items()]
-        found += [
-            row(source, "least of all", LEAST, min(each), "x", RANGE),
-            row(source, "most of all", MOST, max(each), "x", RANGE),
-            row(source, "least of all, propagation alone", None, min(alone), "x", PROPAGATION),
-            row(source, "most of all, propagation alone", None, max(alone), "x", PROPAGATION),
-        ]
-    for ranks, (printed,) in SWITCHES.items():
+                    by_cell[f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}"] = before_s / after_s
+        yield from ((f"{name}, {source}", gain) for name, gain in gains[True].items())
+        for whole, what in ((True, ""), (False, ", propagation alone")):
+            yield f"least of all{what}, {source}", min(gains[whole].values())
+            yield f"most of all{what}, {source}", max(gains[whole].values())
+    for ranks in SWITCHED:
         switch_s = exchanged_s(TrainedCase("32b", ranks), HOTSPA["32b", ranks, LONG])
-        name = f"HotSPa's switches in a step, 32B, {ranks} GPUs"
-        found.append(Row(name, printed, switch_s, "s", "exact", note=SWITCH_NOTE))
-    return found
+        yield f"HotSPa's switches in a step, 32B, {ranks} GPUs", switch_s
 
 
-TABLE = PaperTable("Hydraulis over the best of the others", rows, batches=4)
+TABLE = table("hydraulis", "fig13", ours)

@@ -9,7 +9,7 @@ from statistics import fmean
 from megatron_balance.analysis.change import base_sync_s
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import num_parameters
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.hydraulis.cases import (
     B32,
     HETEROGENEOUS,
@@ -19,29 +19,16 @@ from megatron_balance.papers.hydraulis.cases import (
     chosen_step,
     cluster_and_model,
     exchange_s,
-    row,
     seconds,
 )
 
-PROPAGATION, EXCHANGE, STEP = published(6.78, 4.29), published(1.11, 1.71, 1.18), published(7.91, 6.02, 5.49)
-"""Homogeneous; heterogeneous without, and with overlap, which propagate alike."""
-FASTER, EXCHANGE_FASTER, STEP_FASTER = Published(1.58), published(0.69, 0.94), published(1.31, 1.44)
-OPTIMIZER_S = Published(0.02)
-HIDES = Published(1560)
 COLUMNS = ("homogeneous", "heterogeneous without overlap", "heterogeneous with overlap")
-TOKENS = "200K tokens a step; 100K, the default of section 8.1, take half as long"
-STATIC = "not the paper's: one mix for every step"
-BOTH = "not the paper's: the candidate that takes least of P and O-P together"
-MISPRINT = "printed as 0.69x; the seconds printed beside it, 1.11 and 1.71, make 0.65x"
-LINKS = "bytes over links and NICs alone"
 PRINTED_FLOPS, PRINTED_BYTES_PER_S, PRINTED_TENSOR = 19.5e12, 200e9, 16
-FORMULA = ("TP, F and B",)
-RIGHT = "TP cancels, F is bf16's 312 TFLOP/s, B is 25 GB/s a GPU: eight ports of 200 Gb/s a node"
 
 
-def rows(effort: Effort) -> list[Row]:
+def ours(effort: Effort) -> Ours:
     """Means over the batches, by the authors' coefficients and by ours."""
-    batches, found = B32.batches(effort.batches), list[Row]()
+    batches = B32.batches(effort.batches)
     cluster, model = cluster_and_model(B32.size)
     homo_exchange_s = sum(base_sync_s(HOMOGENEOUS, model, cluster))
     optimizer_s = AnalyticCost(cluster, model).optimizer_s(num_parameters(model) / B32.num_ranks)
@@ -55,34 +42,20 @@ def rows(effort: Effort) -> list[Row]:
         steps_s = [
             own_s + each + optimizer_s for own_s, each in zip((homo_s, hetero_s, hetero_s), exchanges_s, strict=True)
         ]
-        found += [
-            row(source, "P, homogeneous <16,1,1> x 4", PROPAGATION[0], homo_s, "s", TOKENS),
-            row(source, "P, heterogeneous, chosen every step", PROPAGATION[1], hetero_s, "s", TOKENS),
-            row(source, "P, <16,1,1> + <8,1,1> x 6", None, mixed_s, "s", STATIC),
-            row(source, "P, homogeneous over heterogeneous", FASTER, homo_s / hetero_s, "x"),
-        ]
+        yield f"P, homogeneous <16,1,1> x 4, {source}", homo_s
+        yield f"P, heterogeneous, chosen every step, {source}", hetero_s
+        yield f"P, <16,1,1> + <8,1,1> x 6, {source}", mixed_s
+        yield f"P, homogeneous over heterogeneous, {source}", homo_s / hetero_s
         for at, column in enumerate(COLUMNS[1:], start=1):
-            over, note = f"homogeneous over {column}", "; ".join((LINKS, MISPRINT)[: 3 - at])
-            gains = homo_exchange_s / exchanges_s[at], steps_s[0] / steps_s[at]
-            found += [
-                row(source, f"O-P, {column}", EXCHANGE[at], exchanges_s[at], "s", LINKS),
-                row(source, f"O-P, {over}", EXCHANGE_FASTER[at - 1], gains[0], "x", note),
-                row(source, f"E2E, {over}", STEP_FASTER[at - 1], gains[1], "x", LINKS),
-            ]
-        found += [
-            row(source, f"E2E, {name}", printed, step_s, "s", LINKS)
-            for name, printed, step_s in zip(COLUMNS, STEP, steps_s, strict=True)
-        ]
-        found.append(row(source, "E2E, with overlap, chosen by both", None, counted_s + optimizer_s, "s", BOTH))
-    hides = PRINTED_TENSOR * PRINTED_FLOPS / PRINTED_BYTES_PER_S
-    right = cluster.flops_per_s / cluster.nic_bytes_per_s
-    return [
-        *found,
-        Row("O", OPTIMIZER_S, optimizer_s, "s", "exact"),
-        Row("O-P, homogeneous", EXCHANGE[0], homo_exchange_s, "s", "exact", note=LINKS),
-        Row("B.2, tokens that hide a pull, as printed", HIDES, hides, "tokens", "exact", inputs=FORMULA),
-        Row("B.2, tokens that hide a pull, by B.1's own W / TP", None, right, "tokens", "exact", note=RIGHT),
-    ]
+            yield f"O-P, {column}, {source}", exchanges_s[at]
+            yield f"O-P, homogeneous over {column}, {source}", homo_exchange_s / exchanges_s[at]
+            yield f"E2E, homogeneous over {column}, {source}", steps_s[0] / steps_s[at]
+        yield from ((f"E2E, {name}, {source}", step_s) for name, step_s in zip(COLUMNS, steps_s, strict=True))
+        yield f"E2E, with overlap, chosen by both, {source}", counted_s + optimizer_s
+    yield "O", optimizer_s
+    yield "O-P, homogeneous", homo_exchange_s
+    yield "B.2, tokens that hide a pull, as printed", PRINTED_TENSOR * PRINTED_FLOPS / PRINTED_BYTES_PER_S
+    yield "B.2, tokens that hide a pull, by B.1's own W / TP", cluster.flops_per_s / cluster.nic_bytes_per_s
 
 
-TABLE = PaperTable("seconds of a step's parts, 32B on 64 GPUs", rows, batches=20)
+TABLE = table("hydraulis", "table1", ours)

@@ -6,13 +6,14 @@ Ideal dispatching (40.21 s) and packing by integer programs are not here: HiGHS 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import process_time
+from typing import TypeVar
 
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.hydraulis.cases import (
     AUTHORS,
     B32,
-    INPUTS,
     SAMPLE_BATCHES,
     SAMPLE_SEED,
     TrainedCase,
@@ -22,53 +23,41 @@ from megatron_balance.planning.strategies import costs_of, propose
 from megatron_balance.solvers.dispatch import dispatch, greedy
 from megatron_balance.solvers.microbatches import pack
 
+T = TypeVar("T")
 STEPS = 10
 JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": TrainedCase("32b", 1024, 3_200_000)}
-GREEDY_S = {"64 GPUs, 200K tokens": Published(5.46), "1024 GPUs, 3.2M tokens": Published(38.56)}
-MACHINE = "published: ten processes; ours: processor time of one process of this machine; ten steps and one strategy"
-NOT_EQ4 = "not the paper's: Eq. 4's limit for small steps, in closed form; its dynamic program took 2.03 and 107.21 s"
-NOT_ALG1 = "not the paper's: longest first with moves and swaps, which plans use (solvers/makespan.py)"
-NOT_EQ1 = "not the paper's: longest first; its integer programs (Eq. 1) took 10.15 and 13.46 s on ten processes"
 
 
-def rows(effort: Effort) -> list[Row]:
+def _timed_s(run: Callable[[], T]) -> tuple[T, float]:
+    """What a call makes, and its processor time."""
+    begin = process_time()
+    made = run()
+    return made, process_time() - begin
+
+
+def ours(effort: Effort) -> Ours:
     """Wall seconds on this machine."""
     del effort
-    found: list[Row] = []
     known = costs(AUTHORS, "32b")
     for name, job in JOBS.items():
-        sample = [
-            length
-            for batch in job.batches(SAMPLE_BATCHES * B32.tokens // job.tokens + 1, SAMPLE_SEED)
-            for length in batch
+        drawn = job.batches(SAMPLE_BATCHES * B32.tokens // job.tokens + 1, SAMPLE_SEED)
+        sample = [length for batch in drawn for length in batch]
+        proposed, proposal_s = _timed_s(
+            lambda job=job, sample=sample: propose(sample, job.tokens, known, job.num_ranks)
+        )
+        pipelines, batches = costs_of(proposed[max(proposed)][0], known, job.num_ranks), job.batches(STEPS)
+        _, greedy_s = _timed_s(lambda own=pipelines, each=batches: [greedy(batch, own) for batch in each])
+        dealt, dispatch_s = _timed_s(lambda own=pipelines, each=batches: [dispatch(batch, own) for batch in each])
+        parts = [
+            ([batch[seq] for seq in own], cost)
+            for batch, of_batch in zip(batches, dealt, strict=True)
+            for own, cost in zip(of_batch, pipelines, strict=True)
         ]
-        begin = process_time()
-        proposed = propose(sample, job.tokens, known, job.num_ranks)
-        proposal_s = process_time() - begin
-        pipelines = costs_of(proposed[max(proposed)][0], known, job.num_ranks)
-        batches = job.batches(STEPS)
-        begin = process_time()
-        for batch in batches:
-            greedy(batch, pipelines)
-        greedy_s = process_time() - begin
-        begin = process_time()
-        dealt = [dispatch(batch, pipelines) for batch in batches]
-        dispatch_s = process_time() - begin
-        begin = process_time()
-        for batch, parts in zip(batches, dealt, strict=True):
-            for own, cost in zip(parts, pipelines, strict=True):
-                pack([batch[seq] for seq in own], cost)
-        pack_s = process_time() - begin
-        found += [
-            Row(f"{what}, {name}", printed, took, "s", "measured", note=note, inputs=INPUTS[AUTHORS])
-            for what, printed, took, note in (
-                ("greedy dispatching (Alg. 1, 100 trials)", GREEDY_S[name], greedy_s, MACHINE),
-                ("our strategy proposal", None, proposal_s, NOT_EQ4),
-                ("our dispatching", None, dispatch_s, NOT_ALG1),
-                ("our packing", None, pack_s, NOT_EQ1),
-            )
-        ]
-    return found
+        _, pack_s = _timed_s(lambda parts=parts: [pack(own, cost) for own, cost in parts])
+        yield f"greedy dispatching (Alg. 1, 100 trials), {name}", greedy_s
+        yield f"our strategy proposal, {name}", proposal_s
+        yield f"our dispatching, {name}", dispatch_s
+        yield f"our packing, {name}", pack_s
 
 
-TABLE = PaperTable("seconds of solving", rows)
+TABLE = table("hydraulis", "table2", ours)

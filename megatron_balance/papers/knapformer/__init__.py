@@ -7,6 +7,6 @@ docs/reproduce-knapformer.md says why.
 from __future__ import annotations
 
 from megatron_balance.papers.base import Paper
-from megatron_balance.papers.knapformer import fig3, table1
+from megatron_balance.papers.knapformer import tables
 
-PAPER = Paper("KnapFormer", {"fig3": fig3.TABLE, "table1": table1.TABLE})
+PAPER = Paper("KnapFormer", {"fig3": tables.FIG3, "table1": tables.TABLE1})

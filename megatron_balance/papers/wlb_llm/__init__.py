@@ -9,14 +9,14 @@ differ by more than 20 %, docs/reproduce-wlb-llm.md says why. The loss of traini
 from __future__ import annotations
 
 from megatron_balance.papers.base import Paper
-from megatron_balance.papers.wlb_llm import fig12, fig13, fig14, fig15, table2
+from megatron_balance.papers.wlb_llm import fig15, speedups, table2
 
 PAPER = Paper(
     "WLB-LLM (OSDI 2025, arXiv 2503.17924)",
     {
-        "fig12": fig12.TABLE,
-        "fig13": fig13.TABLE,
-        "fig14": fig14.TABLE,
+        "fig12": speedups.FIG12,
+        "fig13": speedups.FIG13,
+        "fig14": speedups.FIG14,
         "table2": table2.TABLE,
         "fig15": fig15.TABLE,
     },

@@ -39,10 +39,7 @@ from megatron_balance.simulator.setup import Setup
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Distribution, K, Pareto
 from megatron_balance.workloads.lengths import Lengths
 
-TABLE_2 = "Table 2's imbalance of original and greedy packing, which set the exponent of wlb-skew"
 SKEW, COUNTED = "wlb-skew", "wlb"
-FITTED: dict[str, tuple[str, ...]] = {SKEW: (TABLE_2,), COUNTED: ()}
-"""Inputs of all rows on a data set."""
 SEED = 0
 
 ROOM = 1.25

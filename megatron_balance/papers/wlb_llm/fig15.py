@@ -10,27 +10,23 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.wlb_llm.cases import B7_128K, FITTED, SKEW, TABLE_1, WlbCase
-from megatron_balance.papers.wlb_llm.fig12 import OURS_NOTE
+from megatron_balance.papers.base import Effort, Ours, table
+from megatron_balance.papers.wlb_llm.cases import B7_128K, SKEW, TABLE_1, WlbCase
 from megatron_balance.papers.wlb_llm.systems import (
     ADAPTIVE,
     PER_DOCUMENT,
     PLAIN,
     WlbSystem,
+    error_of,
     in_blocks,
     speedups,
-    with_error,
 )
 from megatron_balance.simulator.attention import attention_call, linear_tokens
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 
 CASES = (replace(TABLE_1[2], context=4), replace(B7_128K, context=4))
-PER_DOCUMENT_PUBLISHED = published(1.01, 1.07)
-ADAPTIVE_PUBLISHED = published(1.075, 1.034)
 OPTIMAL = "optimal"
-OPTIMAL_NOTE = "the better of both for each microbatch; in the paper very close"
 MIXED = WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED)
 
@@ -44,7 +40,7 @@ def layer_s(case: WlbCase, system: WlbSystem, lengths: Lengths) -> float:
     return sum(float(outcome.end_s.max()) for outcome in call)
 
 
-def rows(effort: Effort) -> list[Row]:
+def ours(effort: Effort) -> Ours:
     """Ratios by context window, and over both."""
     by_window: dict[int, dict[str, list[float]]] = {}
     for case in effort.progress(CASES, "fig15"):
@@ -53,29 +49,20 @@ def rows(effort: Effort) -> list[Row]:
         # The better of both for each microbatch.
         seconds[OPTIMAL] = list(map(min, zip(seconds[PLAIN.name], seconds[PER_DOCUMENT.name], strict=True)))
         by_window[case.window] = seconds
-    table_rows = [
-        _row(
-            f"{window // K}K: per-document over per-sequence",
-            printed,
-            _speedups(seconds, PER_DOCUMENT.name, PLAIN.name),
-        )
-        for (window, seconds), printed in zip(by_window.items(), PER_DOCUMENT_PUBLISHED, strict=True)
-    ]
-    for over, printed in zip((PLAIN, PER_DOCUMENT), ADAPTIVE_PUBLISHED, strict=True):
-        ratios = [_speedups(seconds, ADAPTIVE.name, over.name) for seconds in by_window.values()]
-        label = "per-sequence" if over is PLAIN else "per-document"
-        both = [fmean(each) for each in zip(*ratios, strict=True)]
-        table_rows.append(_row(f"adaptive over {label}, both windows", printed, both))
+
+    def of(name: str, each: Sequence[float]) -> tuple[str, float, str]:
+        return name, each[0], error_of(each)
+
     for window, seconds in by_window.items():
-        over_best = _speedups(seconds, ADAPTIVE.name, OPTIMAL)
-        table_rows.append(_row(f"{window // K}K: adaptive over optimal", None, over_best, OPTIMAL_NOTE))
+        yield of(f"{window // K}K: per-document over per-sequence", _speedups(seconds, PER_DOCUMENT.name, PLAIN.name))
+    for over, label in ((PLAIN, "per-sequence"), (PER_DOCUMENT, "per-document")):
+        ratios = [_speedups(seconds, ADAPTIVE.name, over.name) for seconds in by_window.values()]
+        both = [fmean(each) for each in zip(*ratios, strict=True)]
+        yield of(f"adaptive over {label}, both windows", both)
+    for window, seconds in by_window.items():
+        yield of(f"{window // K}K: adaptive over optimal", _speedups(seconds, ADAPTIVE.name, OPTIMAL))
         mixed = _speedups(seconds, MIXED.name, ADAPTIVE.name)
-        table_rows.append(_row(f"{window // K}K: a choice for each document over adaptive", None, mixed, OURS_NOTE))
-    return table_rows
-
-
-def _row(name: str, printed: Published | None, each: Sequence[float], note: str = "") -> Row:
-    return Row(name, printed, each[0], "x", "simulated", note=with_error(note, each), inputs=FITTED[SKEW])
+        yield of(f"{window // K}K: a choice for each document over adaptive", mixed)
 
 
 def _speedups(seconds: Mapping[str, Sequence[float]], system: str, over: str) -> list[float]:
@@ -84,4 +71,4 @@ def _speedups(seconds: Mapping[str, Sequence[float]], system: str, over: str) ->
     return speedups(of, by)
 
 
-TABLE = PaperTable("a layer of 7B by sharding, four context-parallel ranks", rows, batches=48)
+TABLE = table("wlb_llm", "fig15", ours)

@@ -130,7 +130,6 @@ def tokens_per_s(blocks: Sequence[Block]) -> float:
     return sum(tokens for tokens, _ in blocks) / sum(seconds for _, seconds in blocks)
 
 
-def with_error(note: str, each: Sequence[float]) -> str:
-    """A note, with the standard error of the first number by the blocks behind it."""
-    error = f"standard error {stdev(each[1:]) / (len(each) - 1) ** 0.5:.3f}" if len(each) > 2 else ""
-    return "; ".join(filter(None, (note, error)))
+def error_of(each: Sequence[float]) -> str:
+    """The standard error of the first number by the blocks behind it."""
+    return f"standard error {stdev(each[1:]) / (len(each) - 1) ** 0.5:.3f}" if len(each) > 2 else ""

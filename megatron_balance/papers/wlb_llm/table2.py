@@ -29,8 +29,8 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.step import EMPTY, Carry, Lengths
-from megatron_balance.papers.base import ITSELF, Effort, PaperTable, Published, Row, published
-from megatron_balance.papers.wlb_llm.cases import FITTED
+from megatron_balance.papers.base import Effort, Ours, table
+from megatron_balance.papers.wlb_llm.cases import COUNTED, SKEW
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm import NAME, REMAINED, WlbLlmOptions, pack
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, K
@@ -44,17 +44,10 @@ THRESHOLDS = {
     "wlb-skew": {1: (65536,), 2: (10321, 52016), 3: (16384, 32768, 65536)},
     "wlb": {1: (49727,), 2: (9867, 78936), 3: (15663, 78936, 125303)},
 }
-ORIGINAL = published(1.44)
-GREEDY = {1: published(1.41, 4), 2: published(1.22, 5), 4: published(1.11, 5), 8: published(1.08, 5)}
-SOLVER = {1: published(1.40, 467), 2: published(1.18, 1488), 4: published(1.09, 25313)}
-QUEUES = {1: published(1.24, 8), 2: published(1.05, 20), 3: published(1.05, 23)}
-"""Imbalance and milliseconds, by global batches or queues."""
-DELAY = Published(0.5)
+WINDOWS = {"greedy": (1, 2, 4, 8), "solver": (1, 2, 4)}
+"""Global batches that are packed at once."""
 OWN_DATA = "the paper's own data are not published; data set {} stands in for them"
 SOLVER_NOTE = "the best that HiGHS finds in so many nodes as planner wlb_llm gives it"
-FITS = ("original packing", "fixed-length greedy")
-"""Rows that the exponent of `wlb-skew` was chosen by."""
-MS_NOTE = "processor time of one thread for packing alone, on the machine that prints this"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,42 +143,37 @@ def _carried(lengths: Lengths, carry: Carry, microbatches: Sequence[Any], queued
     return (Carry.of(NAME, {REMAINED: remained}, waiting) if waiting else EMPTY), fresh
 
 
-def rows(effort: Effort) -> list[Row]:
+def ours(effort: Effort) -> Ours:
     """Every method on both data sets, on the same global batches."""
-    table: list[Row] = []
-    for dataset in effort.progress(list(FITTED), "table2"):
+    for dataset in effort.progress([SKEW, COUNTED], "table2"):
         batches = global_batches(dataset, max(8, effort.batches))
-        table += _rows(dataset, "original packing", ORIGINAL, measure(batches, context(packing="original")))
-        for window, printed in GREEDY.items():
-            found = measure(batches, context(packing="fixed", window=window, context_tokens=WINDOW))
-            table += _rows(dataset, f"fixed-length greedy, {window} global batches", printed, found)
-        for window, printed in SOLVER.items():
-            found = measure(batches, context(packing="ilp", window=window, context_tokens=WINDOW))
-            table += _rows(dataset, f"fixed-length solver, {window} global batches", printed, found, SOLVER_NOTE)
-        for queues, printed in QUEUES.items():
+        stands_in = OWN_DATA.format(dataset)
+
+        def of(
+            name: str,
+            found: Method,
+            *,
+            timed: bool = True,
+            note: str = "",
+            dataset: str = dataset,
+            own: str = stands_in,
+        ) -> Ours:
+            spread = f"{found.count} global batches, standard error {found.error:.3f}"
+            yield f"{dataset}: {name}: imbalance", found.imbalance, "; ".join(filter(None, (own, spread, note)))
+            if timed:
+                yield f"{dataset}: {name}: packing", found.ms
+
+        yield from of("original packing", measure(batches, context(packing="original")), timed=False)
+        for packing, method, note in (("fixed", "greedy", ""), ("ilp", "solver", SOLVER_NOTE)):
+            for window in WINDOWS[method]:
+                found = measure(batches, context(packing=packing, window=window, context_tokens=WINDOW))
+                yield from of(f"fixed-length {method}, {window} global batches", found, note=note)
+        for queues in THRESHOLDS[dataset]:
             found = measure(batches, context(thresholds=THRESHOLDS[dataset][queues]))
             name = f"wlb_llm, {queues} queue{'s' * (queues > 1)}"
-            table += _rows(dataset, name, printed, found)
-            delay, note, taken = DELAY if queues == 2 else None, OWN_DATA.format(dataset), FITTED[dataset]
-            table += [
-                Row(f"{dataset}: {name}: delay", delay, found.delay, "steps a token", "exact", "<=", note, taken),
-                Row(f"{dataset}: {name}: tokens delayed", None, found.delayed, "of tokens", "exact", "=", note, taken),
-            ]
-    return table
+            yield from of(name, found)
+            yield f"{dataset}: {name}: delay", found.delay, stands_in
+            yield f"{dataset}: {name}: tokens delayed", found.delayed, stands_in
 
 
-def _rows(dataset: str, name: str, printed: Sequence[Published], found: Method, note: str = "") -> list[Row]:
-    """Imbalance, and milliseconds where the paper has them."""
-    taken = FITTED[dataset]
-    fitted = (ITSELF, *taken) if taken and name.startswith(FITS) else taken
-    spread = f"{found.count} global batches, standard error {found.error:.3f}"
-    text = "; ".join(filter(None, (OWN_DATA.format(dataset), spread, note)))
-    imbalance = Row(f"{dataset}: {name}: imbalance", printed[0], found.imbalance, "", "exact", "=", text, fitted)
-    packing = [
-        Row(f"{dataset}: {name}: packing", each, found.ms, "ms", "measured", "=", MS_NOTE, taken)
-        for each in printed[1:]
-    ]
-    return [imbalance, *packing]
-
-
-TABLE = PaperTable("imbalance of microbatches by packing method, and time of packing", rows, batches=48)
+TABLE = table("wlb_llm", "table2", ours)

@@ -8,7 +8,7 @@ Where ours differ by more than 20 %, docs/reproduce-zeppelin.md says why.
 from __future__ import annotations
 
 from megatron_balance.papers.base import Paper
-from megatron_balance.papers.zeppelin import fig3, fig5, fig8, fig9, fig10, fig11, fig12, table2, table3
+from megatron_balance.papers.zeppelin import fig3, fig5, fig8, fig12, table2, table3, throughput
 
 PAPER = Paper(
     "Zeppelin (arXiv 2509.21841)",
@@ -17,9 +17,9 @@ PAPER = Paper(
         "fig5": fig5.TABLE,
         "table2": table2.TABLE,
         "fig8": fig8.TABLE,
-        "fig9": fig9.TABLE,
-        "fig10": fig10.TABLE,
-        "fig11": fig11.TABLE,
+        "fig9": throughput.FIG9,
+        "fig10": throughput.FIG10,
+        "fig11": throughput.FIG11,
         "fig12": fig12.TABLE,
         "table3": table3.TABLE,
     },

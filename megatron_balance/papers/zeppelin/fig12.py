@@ -15,7 +15,7 @@ import numpy as np
 from megatron_balance.compile.order import LEGS
 from megatron_balance.cost import kernel
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row, published
+from megatron_balance.papers.base import Effort, Ours, number, table
 from megatron_balance.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, ZeppelinCase, ZeppelinSystem
 from megatron_balance.simulator.attention import BothPhases, attention_call, events
 from megatron_balance.simulator.engine import Outcome
@@ -24,25 +24,9 @@ from megatron_balance.workloads.distributions import K
 
 SINGLE = (64 * K,)
 SEVERAL = (32 * K, 16 * K, 8 * K, 4 * K, 4 * K)
-ROUND_MS, BACK_MS = published(2.18, 4.41)
-TOTAL_MS, ZEPPELIN_MS = published(105.44, 21.504)
-LEG_MS, ROUTED_MS = published(0.411, 1.3)
-FORWARD_MS, BACKWARD_MS = published(0.738, 1.95)
-FASTER = Published(105.44 / 21.504)
+SEVERAL_ROUNDS = 8
 ACROSS = 8
 """The rank that receives from the other node."""
-
-EQ1_NOTE = (
-    "Eq. 1: n b_inter max(1/x1, 1/x2) over four NICs; the paper's own 2.18 ms over 4 is 0.545 ms, so 0.411 "
-    "ms cannot be reached"
-)
-OVERLAP_NOTE = (
-    "in our program the three legs of a routed round overlap with those of the next, and attention sets the pace"
-)
-SERIAL_NOTE = (
-    "Eq. 1's legs one after the other, each after the thread block of attention that its SM is at work on; closed form"
-)
-SERIES_NOTE = "lengths are not printed: 32k on one node; 16k, 8k, 4k and 4k on the other"
 
 
 def call_of(case: ZeppelinCase, system: ZeppelinSystem, lengths: Sequence[int]) -> BothPhases:
@@ -92,82 +76,27 @@ def serial_routing_s(case: ZeppelinCase, lengths: Sequence[int]) -> float:
     return step.step_s - own_s + case.model.num_layers * attention_s
 
 
-def rows(_: Effort) -> list[Row]:
+def ours(_: Effort) -> Ours:
     """The rounds of the three traces, and their sums."""
     case = ZeppelinCase("llama-3b", "a800", 16)
-    ring, routed, several = (
-        call_of(case, TE, SINGLE),
-        call_of(case, TE_ROUTED, SINGLE),
-        call_of(case, ZEPPELIN, SEVERAL),
-    )
-    return [*_ring_rows(ring), *_routed_rows(case, routed), *_several_rows(ring, several)]
-
-
-def _ring_rows(ring: BothPhases) -> list[Row]:
-    forward, back = (
-        leg_ms(outcome, rank, "direct", "inter_node")
-        for outcome, rank in ((ring.forward, ACROSS), (ring.backward, ACROSS - 1))
-    )
-    return [
-        Row("a) TE CP: inter-node transfer of a round, forward", ROUND_MS, forward, "ms", "simulated"),
-        Row("a) TE CP: inter-node transfer of a round, backward", BACK_MS, back, "ms", "simulated"),
-    ]
-
-
-def _routed_rows(case: ZeppelinCase, routed: BothPhases) -> list[Row]:
+    ring, routed = call_of(case, TE, SINGLE), call_of(case, TE_ROUTED, SINGLE)
+    several = call_of(case, ZEPPELIN, SEVERAL)
     size, tokens = case.cluster.num_ranks, SINGLE[0] / case.cluster.num_ranks
-    across = leg_ms(routed.forward, ACROSS, "across", "inter_node")
-    period = 1e3 * float(routed.forward.end_s.max()) / size
+    a, b = "a) TE CP: inter-node transfer of a round", "b) routed: "
+    yield f"{a}, forward", leg_ms(ring.forward, ACROSS, "direct", "inter_node")
+    yield f"{a}, backward", leg_ms(ring.backward, ACROSS - 1, "direct", "inter_node")
+    yield f"{b}inter-node leg of a round, forward", leg_ms(routed.forward, ACROSS, "across", "inter_node")
     nics = case.cluster.node_size // case.cluster.ranks_per_nic
-    serial = 1e3 * serial_round_s(case, tokens, tokens)
-    return [
-        Row("b) routed: inter-node leg of a round, forward", LEG_MS, across, "ms", "simulated", note=EQ1_NOTE),
-        Row(
-            "b) the same, at least, by Eq. 1 from 2.18 ms",
-            LEG_MS,
-            ROUND_MS / nics,
-            "ms",
-            "exact",
-            note=EQ1_NOTE,
-            inputs=("2.18 ms over one NIC",),
-        ),
-        Row("b) routed: a round, forward", ROUTED_MS, period, "ms", "simulated", note=OVERLAP_NOTE),
-        Row("b) routed: a round whose legs follow one another", ROUTED_MS, serial, "ms", "exact", note=SERIAL_NOTE),
-    ]
+    yield "b) the same, at least, by Eq. 1 from 2.18 ms", number("zeppelin", "fig12", "round_ms") / nics
+    yield f"{b}a round, forward", 1e3 * float(routed.forward.end_s.max()) / size
+    yield f"{b}a round whose legs follow one another", 1e3 * serial_round_s(case, tokens, tokens)
+    for phase, outcome in zip(("forward", "backward"), several, strict=True):
+        yield f"c) several sequences: a round on rank 0, {phase}", 1e3 * float(outcome.end_s[0]) / SEVERAL_ROUNDS
+    # both phases, on rank 0
+    total, zeppelin = (1e3 * float(call.forward.end_s[0] + call.backward.end_s[0]) for call in (ring, several))
+    yield "a) TE CP: attention, forward and backward", total
+    yield "c) several sequences: the same", zeppelin
+    yield "a) over c)", total / zeppelin
 
 
-def _several_rows(ring: BothPhases, several: BothPhases) -> list[Row]:
-    rounds, total = 8, _total_ms(ring, 0)
-    forward, backward = (1e3 * float(outcome.end_s[0]) / rounds for outcome in several)
-    zeppelin = _total_ms(several, 0)
-    return [
-        Row(
-            "c) several sequences: a round on rank 0, forward", FORWARD_MS, forward, "ms", "simulated", note=SERIES_NOTE
-        ),
-        Row(
-            "c) several sequences: a round on rank 0, backward",
-            BACKWARD_MS,
-            backward,
-            "ms",
-            "simulated",
-            note=SERIES_NOTE,
-        ),
-        Row("a) TE CP: attention, forward and backward", TOTAL_MS, total, "ms", "simulated"),
-        Row("c) several sequences: the same", ZEPPELIN_MS, zeppelin, "ms", "simulated", note=SERIES_NOTE),
-        Row(
-            "a) over c)",
-            FASTER,
-            total / zeppelin,
-            "x",
-            "simulated",
-            note=SERIES_NOTE,
-        ),
-    ]
-
-
-def _total_ms(call: BothPhases, rank: int) -> float:
-    """Both phases, on this rank."""
-    return 1e3 * float(call.forward.end_s[rank] + call.backward.end_s[rank])
-
-
-TABLE = PaperTable("timeline of section 5.4.1: 3B, 16 GPUs of cluster A, 64k tokens, one attention call", rows)
+TABLE = table("zeppelin", "fig12", ours)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.ir.mask import CAUSAL
-from megatron_balance.papers.base import Effort, PaperTable, Published, Row
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.zeppelin.systems import DATASETS, TE, ZeppelinCase
 from megatron_balance.planners.packing import redundant_pairs
 from megatron_balance.simulator.attention import attention_call
@@ -24,11 +24,7 @@ from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 
 RANGES = {"< 1k": (0, K), "1k - 4k": (K, 4 * K), "4k - 16k": (4 * K, 16 * K), "16k - 64k": (16 * K, 64 * K)}
-IN_VAIN = Published(0.6)
 STAND_IN = "commoncrawl"
-STAND_IN_NOTE = (
-    "published for StackExchange, whose lengths are not printed; ours for CommonCrawl, 620 tokens a document on average"
-)
 SHOWN = {**DATASETS, STAND_IN: "CommonCrawl"}
 
 
@@ -50,7 +46,7 @@ class CostShares:
         return CostShares(self.needed / total, self.redundant / total, self.waiting / total)
 
 
-def rows(effort: Effort) -> list[Row]:
+def ours(effort: Effort) -> Ours:
     """Shares that packing wastes, and that even splitting waits, by data set and range of lengths."""
     case = ZeppelinCase("llama-3b", "a800", 16)
     packed: dict[str, dict[str, CostShares]] = {}
@@ -60,30 +56,14 @@ def rows(effort: Effort) -> list[Row]:
         packed[dataset] = _by_range(batches, [packing_shares(case, lengths) for lengths in batches])
         split[dataset] = _by_range(batches, [even_shares(case, lengths) for lengths in batches])
     worst = packed[STAND_IN]["< 1k"]
-    table_rows = [
-        Row(
-            "a) packing, < 1k, many short sequences: in vain or waiting",
-            IN_VAIN,
-            worst.redundant + worst.waiting,
-            "of attention",
-            "simulated",
-            note=STAND_IN_NOTE,
-        )
-    ]
+    yield "a) packing, < 1k, many short sequences: in vain or waiting", worst.redundant + worst.waiting
     for dataset, label in SHOWN.items():
         for name, share in packed[dataset].items():
-            table_rows.append(
-                Row(f"a) packing, {label} {name}: in vain", None, share.redundant, "of attention", "simulated")
-            )
-            table_rows.append(
-                Row(f"a) packing, {label} {name}: waiting", None, share.waiting, "of attention", "simulated")
-            )
+            yield f"a) packing, {label} {name}: in vain", share.redundant
+            yield f"a) packing, {label} {name}: waiting", share.waiting
     for dataset, label in SHOWN.items():
-        table_rows += [
-            Row(f"b) even CP, {label} {name}: waiting", None, share.waiting, "of attention", "simulated")
-            for name, share in split[dataset].items()
-        ]
-    return table_rows
+        for name, share in split[dataset].items():
+            yield f"b) even CP, {label} {name}: waiting", share.waiting
 
 
 def packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[CostShares]:
@@ -136,4 +116,4 @@ def _by_range(batches: Sequence[Lengths], shares: Sequence[Sequence[CostShares]]
     }
 
 
-TABLE = PaperTable("where attention's cost goes: 3B, 16 GPUs of cluster A, 64k tokens", rows, batches=5)
+TABLE = table("zeppelin", "fig3", ours)

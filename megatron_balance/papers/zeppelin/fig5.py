@@ -14,14 +14,12 @@ from typing import cast
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.ir.mask import CAUSAL
-from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.zeppelin.fig8 import DRAWN
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.zeppelin.systems import DATASETS, ZeppelinCase
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins
 
 MODELS = {"3B": "llama-3b", "7B": "llama-7b"}
 ZONES = ("local", "intra-node", "inter-node")
-BOTH_WAYS_NOTE = "the caption's 400 GB/s is both directions of the A800's NVLink together; a GPU sends 200 GB/s"
 
 
 def boundary(case: ZeppelinCase, link: Link) -> int:
@@ -34,48 +32,20 @@ def boundary(case: ZeppelinCase, link: Link) -> int:
     return length
 
 
-def rows(_: Effort) -> list[Row]:
+def ours(_: Effort) -> Ours:
     """The boundaries, and how the tokens of each data set fall into the zones."""
-    table_rows: list[Row] = []
     cases = {label: ZeppelinCase(model, "a800", 16) for label, model in MODELS.items()}
     for label, case in cases.items():
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)
-        table_rows += [
-            Row(
-                f"{label}: local / intra-node, NVLink at 400 GB/s",
-                None,
-                boundary(case, doubled),
-                "tokens",
-                "exact",
-                note=DRAWN,
-            ),
-            Row(
-                f"{label}: local / intra-node, at 200 GB/s",
-                None,
-                boundary(case, intra),
-                "tokens",
-                "exact",
-                note=BOTH_WAYS_NOTE,
-            ),
-            Row(
-                f"{label}: intra-node / inter-node, a NIC at 200 Gb/s",
-                None,
-                boundary(case, inter),
-                "tokens",
-                "exact",
-                note=DRAWN,
-            ),
-        ]
+        yield f"{label}: local / intra-node, NVLink at 400 GB/s", boundary(case, doubled)
+        yield f"{label}: local / intra-node, at 200 GB/s", boundary(case, intra)
+        yield f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", boundary(case, inter)
     case = cases["7B"]
     limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
         shares = token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
-        table_rows += [
-            Row(f"{label}: in the {zone} zone of 7B", None, each, "of tokens", "exact")
-            for zone, each in zip(ZONES, shares, strict=True)
-        ]
-    return table_rows
+        yield from ((f"{label}: in the {zone} zone of 7B", each) for zone, each in zip(ZONES, shares, strict=True))
 
 
 def token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
@@ -99,4 +69,4 @@ def _tokens(low: float, high: float, bins: Bins) -> float:
     return total
 
 
-TABLE = PaperTable("zones: where causal attention on an A800 takes as long as sending its keys and values", rows)
+TABLE = table("zeppelin", "fig5", ours)

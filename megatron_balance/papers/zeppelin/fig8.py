@@ -14,7 +14,7 @@ from itertools import product
 from statistics import fmean
 
 from megatron_balance.cost.experts import ExpertLoad
-from megatron_balance.papers.base import STATED, Effort, PaperTable, Row, published
+from megatron_balance.papers.base import Effort, Ours, table
 from megatron_balance.papers.zeppelin.systems import (
     DATASETS,
     DEFAULT,
@@ -38,19 +38,6 @@ UNEVEN = {
 }
 """Routing to experts: documents that prefer some, and as much as two of eight experts a token allow;
 an expert that all prefer."""
-
-MEAN, LARGEST = published(2.80, 6.60)
-DRAWN = "drawn in the paper, not printed"
-PRINTED_NOTE = (
-    "Zeppelin: Algorithms 1 and 2 as printed, always routed and remapped, room for 1.5 times the mean tokens of a rank"
-)
-OURS_NOTE = "not the paper's: the same zones by predicted cost, routing and remap where they pay"
-DEFAULT_NOTE = "this project's default: uneven shares on groups that exchange heads, in waves; not the paper's"
-MOE_NOTE = "tokens are taken as evenly routed to experts"
-UNEVEN_NOTE = (
-    "documents apart: deviation of an expert's share between documents over its mean, shares cut at 1/2, since a token "
-    "visits two; an expert 3 times as busy as each other one, for all documents alike"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +69,8 @@ def speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
     return {name: seconds[TE.name] / each for name, each in seconds.items()}
 
 
-def rows(effort: Effort) -> list[Row]:
-    """A row for each cell of the grid, then what the text says of all."""
+def ours(effort: Effort) -> Ours:
+    """Each cell of the grid, then what the text says of all."""
     by_cell: dict[Cell, dict[str, float]] = {}
     uneven: dict[str, list[dict[str, float]]] = {label: [] for label in UNEVEN}
     for model, context in effort.progress(list(product(MODELS, CONTEXTS)), "fig8"):
@@ -94,128 +81,54 @@ def rows(effort: Effort) -> list[Row]:
             if (model, context) == (MOE, CONTEXTS[0]):
                 for label, load in UNEVEN.items():
                     uneven[label].append(speedups(replace(case, expert_load=load), batches))
-    cells = [
-        Row(
-            f"{model}, {context // K}k, {DATASETS[dataset]}{named}",
-            None,
-            each[system.name],
-            "x",
-            "simulated",
-            note=note,
-        )
-        for (model, context, dataset), each in by_cell.items()
-        for system, named, note in ((ZEPPELIN, "", DRAWN), (DEFAULT, ": zeppelin, default", DEFAULT_NOTE))
-    ]
-    return [*cells, *_summary(by_cell), *_claims(by_cell), *_uneven(uneven)]
+    for (model, context, dataset), each in by_cell.items():
+        cell = f"{model}, {context // K}k, {DATASETS[dataset]}"
+        yield cell, each[ZEPPELIN.name]
+        yield f"{cell}: zeppelin, default", each[DEFAULT.name]
+    yield from _summary(by_cell)
+    yield from _claims(by_cell)
+    for label, found in uneven.items():
+        for system in (ZEPPELIN, DEFAULT) if found else ():
+            yield f"8x550M, 64k, {label}: LLaMA CP over {system.name}", _ahead(found, LLAMA.name, system.name)
 
 
-def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
-    ours, rule, default = ([each[system.name] for each in by_cell.values()] for system in (ZEPPELIN, OURS, DEFAULT))
-    least = min(each[DEFAULT.name] / each[ZEPPELIN.name] for each in by_cell.values())
-    return [
-        Row("Zeppelin over TE CP, mean", MEAN, fmean(ours), "x", "simulated", note=PRINTED_NOTE),
-        Row("Zeppelin over TE CP, largest", LARGEST, max(ours), "x", "simulated", note=PRINTED_NOTE),
-        Row("zeppelin with rule cost over TE CP, mean", None, fmean(rule), "x", "simulated", note=OURS_NOTE),
-        Row("zeppelin with rule cost over TE CP, largest", None, max(rule), "x", "simulated", note=OURS_NOTE),
-        Row("zeppelin by default over TE CP, mean", None, fmean(default), "x", "simulated", note=DEFAULT_NOTE),
-        Row("zeppelin by default over TE CP, largest", None, max(default), "x", "simulated", note=DEFAULT_NOTE),
-        Row("zeppelin by default over Zeppelin, smallest", None, least, "x", "simulated", note=DEFAULT_NOTE),
-        Row(
-            "Hybrid DP over TE CP, mean",
-            None,
-            fmean(each[HYBRID.name] for each in by_cell.values()),
-            "x",
-            "simulated",
-            note=DRAWN,
-        ),
-        Row(
-            "LLaMA CP over TE CP, mean",
-            None,
-            fmean(each[LLAMA.name] for each in by_cell.values()),
-            "x",
-            "simulated",
-            note=DRAWN,
-        ),
-    ]
+def _ahead(found: Sequence[Mapping[str, float]], system: str, over: str) -> float:
+    """One system's mean speedup over another's."""
+    return fmean(each[system] for each in found) / fmean(each[over] for each in found)
 
 
-def _uneven(by_load: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
-    """LLaMA CP over Zeppelin and over the default for 8x550M at 64k, by the routing to experts.
-    `by_load`: of each data set the systems' speedups.
-    """
-    return [
-        Row(
-            f"8x550M, 64k, {label}: LLaMA CP over {system.name}",
-            printed,
-            fmean(each[LLAMA.name] for each in found) / fmean(each[system.name] for each in found),
-            "x",
-            "simulated",
-            ">=" if printed else "=",
-            UNEVEN_NOTE,
-        )
-        for label, found in by_load.items()
-        if found
-        for system, printed in ((ZEPPELIN, STATED), (DEFAULT, None))
-    ]
+def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> Ours:
+    cells = list(by_cell.values())
+    names = {"Zeppelin": ZEPPELIN, "zeppelin with rule cost": OURS, "zeppelin by default": DEFAULT}
+    for name, system in names.items():
+        yield f"{name} over TE CP, mean", fmean(each[system.name] for each in cells)
+        yield f"{name} over TE CP, largest", max(each[system.name] for each in cells)
+    yield "zeppelin by default over Zeppelin, smallest", min(each[DEFAULT.name] / each[ZEPPELIN.name] for each in cells)
+    for system in (HYBRID, LLAMA):
+        yield f"{system.name} over TE CP, mean", fmean(each[system.name] for each in cells)
 
 
-def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
+def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> Ours:
     """Claims of the text without a number, each as a ratio that should be above or below 1."""
 
     def mean(model: str, dataset: str | None = None) -> float:
         return fmean(each[ZEPPELIN.name] for (m, _, d), each in by_cell.items() if m == model and dataset in (None, d))
 
     def ahead(system: str, over: str, context: int) -> float:
-        cells = [each for (model, at, _), each in by_cell.items() if (model, at) == (MOE.label, context)]
-        return fmean(each[system] for each in cells) / fmean(each[over] for each in cells)
+        return _ahead([each for (m, at, _), each in by_cell.items() if (m, at) == (MOE.label, context)], system, over)
 
     longest, shortest = CONTEXTS[-1], CONTEXTS[0]
     others = (TE.name, LLAMA.name, HYBRID.name)
+    yield "7B: speedup on ArXiv over that on GitHub", mean("7B", "arxiv") / mean("7B", "github")
+    yield "speedup of 13B over that of 7B, mean", mean("13B") / mean("7B")
+    yield "8x550M, 64k: LLaMA CP over Zeppelin", ahead(LLAMA.name, ZEPPELIN.name, shortest)
+    yield "8x550M, 256k: Zeppelin over LLaMA CP", ahead(ZEPPELIN.name, LLAMA.name, longest)
     best = min(
         each[ZEPPELIN.name] / max(each[name] for name in others)
         for (model, context, _), each in by_cell.items()
         if (model, context) != (MOE.label, shortest)
     )
-    return [
-        Row(
-            "7B: speedup on ArXiv over that on GitHub",
-            STATED,
-            mean("7B", "arxiv") / mean("7B", "github"),
-            "x",
-            "simulated",
-            ">=",
-        ),
-        Row("speedup of 13B over that of 7B, mean", STATED, mean("13B") / mean("7B"), "x", "simulated", ">="),
-        Row(
-            "8x550M, 64k: LLaMA CP over Zeppelin",
-            STATED,
-            ahead(LLAMA.name, ZEPPELIN.name, shortest),
-            "x",
-            "simulated",
-            ">=",
-            MOE_NOTE,
-        ),
-        Row(
-            "8x550M, 256k: Zeppelin over LLaMA CP",
-            STATED,
-            ahead(ZEPPELIN.name, LLAMA.name, longest),
-            "x",
-            "simulated",
-            ">=",
-            MOE_NOTE,
-        ),
-        Row(
-            "Zeppelin over the best of the others, smallest",
-            STATED,
-            best,
-            "x",
-            "simulated",
-            ">=",
-            "all cells but 8x550M at 64k",
-        ),
-    ]
+    yield "Zeppelin over the best of the others, smallest", best
 
 
-TABLE = PaperTable(
-    "speedup over TE CP: 7B and 8x550M on cluster A, 13B with TP 2 on A, 30B with TP 2 on C", rows, batches=5
-)
+TABLE = table("zeppelin", "fig8", ours)

@@ -21,81 +21,36 @@ from megatron_balance.cost.collectives import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
-from megatron_balance.papers.base import Effort, PaperTable, Row, published
-from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_round_s
+from megatron_balance.papers.base import Effort, Ours, table
+from megatron_balance.papers.zeppelin.fig12 import serial_round_s
 from megatron_balance.papers.zeppelin.systems import ZEPPELIN, ZeppelinCase
 from megatron_balance.simulator.attention import attention_call, linear_tokens
 from megatron_balance.workloads.distributions import K
 
 BALANCED = (64 * K, 32 * K, 16 * K, 8 * K, 4 * K, 2 * K, K, K)
 SKEWED = (112 * K, *(4 * K,) * 4)
-PUBLISHED = {
-    "forward": (published(316, 817), published(1000, 1002)),
-    "forward, attention": (published(161, 670), published(801, 854)),
-    "forward, linear modules": (published(93, 97), published(91, 105)),
-    "forward, remapping": (published(14, 16), published(14, 45)),
-    "forward, sequence partition": (published(3, 10), published(3, 12)),
-    "backward": (published(422, 1108), published(1605, 1608)),
-}
-REMAPS_MS, SKEWED_MS = published(14, 801)
-LENGTHS_NOTE = "lengths are not printed; balanced: 64k, 32k, 16k, 8k, 4k, 2k, 1k, 1k; skewed: 112k and four of 4k"
-PLAN_NOTE = "planning a batch once, on this machine's CPU"
-ALL_TO_ALL_NOTE = "the latencies of a pairwise all-to-all alone, there and back, without a byte"
+PARTS = ("forward", "forward, attention", "forward, linear modules", "forward, remapping")
+PARTS += ("forward, sequence partition", "backward")
 REPEATS = 5
 
 
-def rows(_: Effort) -> list[Row]:
-    """The smallest and the largest rank of every row of the table, for both distributions."""
+def ours(_: Effort) -> Ours:
+    """The smallest and the largest rank of every row of the table, for both distributions; then closed
+    forms for the paper's own way of communicating, where ours differs.
+    """
     case = ZeppelinCase("llama-7b", "h200", 32)
     of_batch = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
-    table: list[Row] = []
-    for part, printed in PUBLISHED.items():
-        for (name, parts), bounds in zip(of_batch.items(), printed, strict=True):
-            ours = parts[part]
-            partition = part == "forward, sequence partition"
-            note = PLAN_NOTE if partition else LENGTHS_NOTE
-            for which, value, mine in zip(("smallest", "largest"), bounds, (ours.min(), ours.max()), strict=True):
-                table.append(
-                    Row(
-                        f"{name}: {part}, {which}",
-                        value,
-                        1e3 * float(mine),
-                        "ms",
-                        "measured" if partition else "simulated",
-                        note=note,
-                    )
-                )
-    return [*table, *_closed_forms(case)]
-
-
-def _closed_forms(case: ZeppelinCase) -> list[Row]:
-    """Closed forms for the paper's own way of communicating, where ours differs."""
-    layers, group = (
-        case.model.num_layers,
-        group_of(case.cluster, case.cluster.num_ranks, case.cluster.node_size, busy_nics=True),
-    )
+    for part in PARTS:
+        for name, parts in of_batch.items():
+            yield f"{name}: {part}, smallest", 1e3 * float(parts[part].min())
+            yield f"{name}: {part}, largest", 1e3 * float(parts[part].max())
+    layers, size, longest = case.model.num_layers, case.cluster.num_ranks, max(SKEWED)
+    group = group_of(case.cluster, size, case.cluster.node_size, busy_nics=True)
     everywhere_s = 2 * layers * (case.cost.call_s + all_to_all_s(0.0, group))
-    size, longest = case.cluster.num_ranks, max(SKEWED)
     kernels_s = case.cost.attention_s(longest**2 / size / 2, longest / size)
     round_s = max(kernels_s / size, serial_round_s(case, longest / size, longest / size))
-    return [
-        Row(
-            "balanced: forward, remapping, as an all-to-all of all ranks",
-            REMAPS_MS,
-            1e3 * everywhere_s,
-            "ms",
-            "exact",
-            note=ALL_TO_ALL_NOTE,
-        ),
-        Row(
-            "skewed: forward, attention, rounds in series",
-            SKEWED_MS,
-            1e3 * layers * size * round_s,
-            "ms",
-            "exact",
-            note=SERIAL_NOTE,
-        ),
-    ]
+    yield "balanced: forward, remapping, as an all-to-all of all ranks", 1e3 * everywhere_s
+    yield "skewed: forward, attention, rounds in series", 1e3 * layers * size * round_s
 
 
 def _parts(case: ZeppelinCase, lengths: Sequence[int]) -> dict[str, Floats]:
@@ -146,4 +101,4 @@ def remap_s(case: ZeppelinCase, plan: MicrobatchPlan) -> Floats:
     return seconds
 
 
-TABLE = PaperTable("range over ranks: 7B, 32 GPUs of cluster C, 128k tokens", rows)
+TABLE = table("zeppelin", "table3", ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.papers import PAPERS
+from megatron_balance.papers import PAPERS, base
 from megatron_balance.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 from tools import goldens
 from tools.goldens import Entry, Golden, compared, read, rows_of
@@ -21,10 +22,12 @@ ENTRIES = [
     for name, entry in read(paper).items()
 ]
 once = cache(rows_of)
+SHARED = {"*, authors' coefficients", "*, our costs"}
+"""Patterns of all tables of a paper."""
 
 
 def changed(value: Any) -> Any:
-    """A constant with other published numbers; one factor for all would leave their ratios."""
+    """The same with other published numbers; one factor for all would leave their ratios."""
     if isinstance(value, Published):
         return Published(1.3 * value + 0.7)
     if isinstance(value, tuple):
@@ -36,7 +39,9 @@ def changed(value: Any) -> Any:
 
 @pytest.fixture
 def change_published(monkeypatch: pytest.MonkeyPatch):
-    def change(modules: list[ModuleType]) -> None:
+    def change(modules: list[ModuleType], paper: str = "") -> None:
+        if paper:
+            monkeypatch.setitem(base.PRINTED, paper, changed(base.PRINTED[paper]))
         for module in modules:
             for name, value in list(vars(module).items()):
                 if not name.startswith("__") and isinstance(value, Published | tuple | dict):
@@ -51,7 +56,7 @@ def compared_with_themselves(before: list[Row], after: list[Row]) -> Iterator[st
         if one.kind != "measured" and not one.inputs and one.ours != other.ours:
             yield f"{one.name}: ours is made of what is published"
         if one.published is not None and ITSELF not in one.inputs and other.published != changed(one.published):
-            yield f"{one.name}: {one.published} is no Published constant of a module"
+            yield f"{one.name}: {one.published} stands in no YAML and is no constant of a module"
 
 
 @pytest.mark.parametrize(("paper", "name"), ENTRIES)
@@ -63,7 +68,8 @@ def test_rows_are_golden(paper: str, name: str) -> None:
 @pytest.mark.parametrize(("paper", "name"), ENTRIES)
 def test_no_number_is_compared_with_itself(paper: str, name: str, change_published) -> None:
     before = once(paper, name)
-    change_published([each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.papers.{paper}.")])
+    modules = [each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.papers.{paper}.")]
+    change_published(modules, paper)
     assert not list(compared_with_themselves(before, rows_of(paper, name)))
 
 
@@ -91,6 +97,35 @@ def test_a_ratio_of_published_numbers_given_as_ours_is_found(change_published) -
     before = rows()
     change_published([table])
     assert [each.split(":")[0] for each in compared_with_themselves(before, rows())] == ["its own", "literal"]
+
+
+def test_a_printed_number_given_as_ours_is_found(change_published, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "sketch.yaml"
+    file.write_text('t: {title: one, numbers: {n: 3.64 / 3.51}, rows: {said: {published: 2, inputs: [n]}, "its *": 2}}')
+    monkeypatch.setitem(base.PRINTED, "sketch", base._read(file))
+
+    def ours(_: Effort) -> base.Ours:
+        return [(name, base.number("sketch", "t", "n")) for name in ("said", "its own")] + [("its other", 1.0)]
+
+    table = base.table("sketch", "t", ours)
+    before = table.rows(Effort(1))
+    assert [(row.published, row.ours) for row in before] == [(2, 3.64 / 3.51), (2, 3.64 / 3.51), (2, 1)]
+    change_published([], "sketch")
+    found = list(compared_with_themselves(before, table.rows(Effort(1))))
+    assert found == ["its own: ours is made of what is published"]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_what_a_paper_prints_names_its_source_and_rows_that_are_there(paper: str) -> None:
+    names = {
+        name: {row for key, each in read(paper).items() if key.split("@")[0] == name for row in each.rows}
+        for name in PAPERS[paper].tables
+    }
+    for name, printed in base.PRINTED[paper].items():
+        assert printed["source"]
+        plain = {pattern for pattern in printed["rows"] if "*" not in pattern}
+        assert plain <= names[name]
+        assert all(fnmatch.filter(names[name], pattern) for pattern in set(printed["rows"]) - plain - SHARED)
 
 
 def test_goldens_say_what_moved_and_keep_how_closely_a_row_is_held(monkeypatch, tmp_path, capsys) -> None:

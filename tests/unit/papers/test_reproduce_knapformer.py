@@ -7,7 +7,7 @@ import pytest
 
 from megatron_balance.cost.gamma import GAMMA_H100_FLUX, gamma_of
 from megatron_balance.papers.base import ITSELF, Effort
-from megatron_balance.papers.knapformer import PAPER, cases, fig3, table1
+from megatron_balance.papers.knapformer import PAPER, cases, tables
 from megatron_balance.papers.knapformer.cases import MODEL, WITHOUT, batches, flops, machine, plan
 from megatron_balance.workloads.datacodes import MIXED_RESOLUTION
 
@@ -17,7 +17,7 @@ def test_the_paper_has_what_it_prints() -> None:
 
 
 def test_figure_3_is_exact_but_for_the_misprint() -> None:
-    rows = {row.name: row for row in fig3.rows(Effort(1))}
+    rows = {row.name: row for row in tables.FIG3.rows(Effort(1))}
     clip = rows.pop("g4b1i512f85s1: tokens a GPU")
     assert all(row.ratio == pytest.approx(1) for row in rows.values())
     assert (clip.published, clip.ours) == (103184, 25796)
@@ -27,11 +27,11 @@ def test_table_1_is_close_to_the_paper() -> None:
     """Imbalance within 8 %; times within 20 %, but for g8n4 on low-resolution images, which
     docs/reproduce-knapformer.md explains.
     """
-    rows = [row for row in table1.rows(Effort(3)) if row.published is not None]
+    rows = [row for row in tables.TABLE1.rows(Effort(3)) if row.published is not None]
     assert len(rows) == 3 * 5 * 4
     fitted = [row.name.removeprefix("low-resolution images, g1n32: ") for row in rows if ITSELF in row.inputs]
     assert fitted == ["FBL", "TPS", "HFU"]
-    assert all(table1.RATE in row.inputs for row in rows if row.kind == "simulated")
+    assert all(any("sets the rate" in each for each in row.inputs) for row in rows if row.kind == "simulated")
     for row in rows:
         if ITSELF in row.inputs:
             continue

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.cost.base import Link
 from megatron_balance.papers.base import Effort, Row
-from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig9, fig10, fig11, fig12, table2, table3
+from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig12, table2, table3, throughput
 from megatron_balance.papers.zeppelin.systems import (
     DATASETS,
     DEFAULT,
@@ -81,7 +81,7 @@ def test_tokens_of_a_zone_are_those_of_its_lengths():
     # longest.
     assert fig5.token_shares(Bins((0, 100), (1.0,)), [50]) == pytest.approx([0.25, 0.75])
     assert fig5.token_shares(Bins((0, 10, 30), (0.5, 0.5)), [10, 20]) == pytest.approx([5 / 25, 7.5 / 25, 12.5 / 25])
-    shares = [row.ours for row in fig5.rows(ONE) if row.unit == "of tokens"]
+    shares = [row.ours for row in fig5.TABLE.rows(ONE) if row.unit == "of tokens"]
     assert [sum(shares[at : at + 3]) for at in (0, 3, 6)] == pytest.approx([1.0] * 3)
 
 
@@ -113,7 +113,7 @@ def test_even_splitting_waits_by_tokens_and_computes_by_pairs(small):
 
 
 def test_shares_of_all_ranges_add_up_to_everything():
-    rows = fig3.rows(ONE)
+    rows = fig3.TABLE.rows(ONE)
     packed = [row for row in rows if row.name.startswith("a) packing, CommonCrawl")]
     assert 0.8 < sum(row.ours for row in packed) < 1  # the rest is what is needed
     assert named(rows, "a) packing, < 1k").ours == pytest.approx(
@@ -126,7 +126,7 @@ def test_shares_of_all_ranges_add_up_to_everything():
 
 @pytest.fixture(scope="module")
 def timeline() -> list[Row]:
-    return fig12.rows(ONE)
+    return fig12.TABLE.rows(ONE)
 
 
 def test_a_round_between_nodes_takes_its_bytes_over_the_nic(small, timeline):
@@ -228,8 +228,12 @@ def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
     monkeypatch.setattr(fig8, "MODELS", (fig8.B7, fig8.B13, fig8.MOE))
     monkeypatch.setattr(fig8, "CONTEXTS", (64 * K,))
     monkeypatch.setattr(fig8, "speedups", _fixed_speedups)
-    rows = fig8.rows(ONE)
-    cells = [row for row in rows if row.name.startswith(("7B, ", "13B, ", "8x550M, 64k, ")) and row.note == fig8.DRAWN]
+    rows = fig8.TABLE.rows(ONE)
+    cells = [
+        row
+        for row in rows
+        if row.name.startswith(("7B, ", "13B, ", "8x550M, 64k, ")) and row.note == "drawn in the paper, not printed"
+    ]
     assert len(cells) == 9
     default = [row for row in rows if row.name.endswith(": zeppelin, default")]
     assert [row.ours for row in default] == [6.0] * 9
@@ -258,8 +262,8 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
     def rate(system, case, batches):
         return {TE.name: 10.0, LLAMA.name: 5.0, HYBRID.name: 12.0}.get(system.name, 2.0 * case.num_gpus)
 
-    monkeypatch.setattr(fig9, "tokens_per_s", rate)
-    rows = fig9.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", rate)
+    rows = throughput.FIG9.rows(ONE)
     assert (named(rows, "GitHub: growth of TE CP").ours, named(rows, "GitHub: growth of TE CP").published) == (1.0, 1.0)
     assert named(rows, "ArXiv: growth of Zeppelin").ours == pytest.approx(128 / 16)
     assert named(rows, "LLaMA CP over TE CP, smallest").ours == pytest.approx(0.5)
@@ -269,9 +273,9 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
 
 
 def test_the_ablations_printed_numbers_stand_at_their_rows(monkeypatch):
-    monkeypatch.setattr(fig11, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
-    monkeypatch.setattr(fig11, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
-    rows = fig11.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
+    monkeypatch.setattr(throughput, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
+    rows = throughput.FIG11.rows(ONE)
     printed = {row.name: row.published for row in rows if row.published is not None}
     assert printed["ArXiv: attention engine alone"] == 3.2
     assert printed["ArXiv: engine and routing"] == 3.51
@@ -288,8 +292,8 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
             (case.cluster_name, system.name), 6.0
         )
 
-    monkeypatch.setattr(fig10, "tokens_per_s", rate)
-    rows = fig10.rows(ONE)
+    monkeypatch.setattr(throughput, "tokens_per_s", rate)
+    rows = throughput.FIG10.rows(ONE)
     assert named(rows, "ArXiv: speedup on A over that on B").ours == pytest.approx(4.0 / 2.0)
     assert named(rows, "ArXiv: throughput on B over that on A").ours == pytest.approx(6.0 / 4.0)
 
@@ -308,7 +312,7 @@ def test_a_remap_takes_the_longer_of_link_and_nic():
 
 
 def test_table_3_gives_both_ends_of_every_range():
-    rows = table3.rows(ONE)
+    rows = table3.TABLE.rows(ONE)
     ranges = [row for row in rows if row.kind != "exact"]
     assert len(ranges) == 24
     for low, high in zip(ranges[::2], ranges[1::2], strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
+    Assigned,
     PipelineCost,
     dispatch,
     greedy,
@@ -18,7 +21,39 @@ from megatron_balance.solvers.dispatch import (
 )
 from megatron_balance.solvers.machines import MachinesProblem
 from megatron_balance.solvers.makespan_bound import Stairs, by_weights, lower_bound
-from tools.bench.dispatch import drawn, least_of_all, seconds
+
+
+def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
+    """Sequences and pipelines. `mixed`: pipeline parallelism of 1, 2 and 4 side by side."""
+    pipelines: list[PipelineCost] = []
+    for _ in range(rng.choice([2, 3, 4, 8, 12])):
+        ranks, stages = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4]) if mixed else 1
+        a, b, c = 1e-9 * rng.uniform(0.9, 1.1) / ranks, 1e-5 / ranks, 5e-3 * rng.uniform(0.5, 1.5)
+        pipelines.append(PipelineCost(a, b, c, stages, 4096 * ranks))
+    most = max(pipeline.max_tokens for pipeline in pipelines)
+    count = rng.choice([5, 9, 20, 50, 120])
+    return [min(most, max(1, int(rng.lognormvariate(6, 1.3)))) for _ in range(count)], pipelines
+
+
+def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
+    """Seconds of the slowest pipeline, c spread over full microbatches as both ways have it."""
+    problem, of = problem_of(lengths, pipelines), np.zeros(len(lengths), dtype=np.int64)
+    for at, seqs in enumerate(assigned):
+        of[list(seqs)] = at
+    return float(problem.seconds(of).max())
+
+
+def least_of_all(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
+    """Seconds of the best of all assignments."""
+    problem = problem_of(lengths, pipelines)
+    every = np.array(list(itertools.product(range(len(pipelines)), repeat=len(lengths))))
+    work = problem.work[problem.kind]
+    total, largest = np.zeros((2, len(every), len(pipelines)))
+    for at in range(len(pipelines)):
+        own = np.where(every == at, work[at], 0.0)
+        total[:, at], largest[:, at] = own.sum(axis=1), own.max(axis=1)
+    return float((total + problem.behind * largest + problem.start_s * (largest > 0)).max(axis=1).min())
+
 
 CASES = [drawn(random.Random(number), mixed=number % 3 == 0) for number in range(18)]
 
@@ -35,7 +70,7 @@ def test_every_sequence_goes_once_to_a_pipeline_that_holds_it(case: int) -> None
 
 
 def test_it_is_no_slower_than_algorithm_1() -> None:
-    """By a tenth of a per cent at most, and faster in the mean; many more: tools/bench/dispatch.py."""
+    """By a tenth of a per cent at most, and faster in the mean."""
     ratios = [
         seconds(lengths, pipelines, dispatch(lengths, pipelines))
         / seconds(lengths, pipelines, greedy(lengths, pipelines, trials=20))

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_balance.planning.tick_order import ticks
-from tools.bench.distca.pipeline import report
-from tools.bench.distca.pipeline.experiment import APART, REPLICAS, SAMPLE, TOGETHER, VARIANTS, Pipelined, cut
+from tools.bench.emulated import report
+from tools.bench.emulated.experiments import APART, REPLICAS, SAMPLE, TOGETHER, WARM_UP, Joint, cut
 from tools.bench.emulated.point import Kernels
-from tools.bench.emulated.steps import WARM_UP
 
-EXPERIMENT = Pipelined(
+WAYS = (APART, TOGETHER)
+
+EXPERIMENT = Joint(
     out="out",
     batches=2,
     microbatches=3,
@@ -35,7 +36,7 @@ def test_a_step_is_cut_back_into_the_samples_it_was_drawn_as() -> None:
             samples = cut(lengths, SAMPLE)
             assert list(map(sum, samples)) == [SAMPLE] * 3 * REPLICAS
             assert [n for sample in samples for n in sample] == list(lengths)
-    assert Pipelined.parse(EXPERIMENT.text()) == EXPERIMENT
+    assert Joint.parse(EXPERIMENT.text()) == EXPERIMENT
     assert cut((3, 1, 4, 2, 2), 4) == [(3, 1), (4,), (2, 2)]
 
 
@@ -52,7 +53,7 @@ def test_an_idle_stage_is_warming_up_before_its_passes_and_draining_after_them()
     assert len(idle) == 4
 
 
-def record(variant: int, repeat: int, step_s: float) -> report.Record:
+def record(variant: str, repeat: int, step_s: float) -> report.Record:
     """Two ranks, one on each stage."""
     rank: dict[str, Any] = {
         "step_s": step_s + 0.5,
@@ -64,9 +65,11 @@ def record(variant: int, repeat: int, step_s: float) -> report.Record:
     idle = [[[True, True, 6 + repeat, 0.2], [False, False, 5, 0.2]], [[False, True, 9, 0.1], [True, False, 4, 0.1]]]
     ranks = [{**rank, "idle": each if variant == TOGETHER else []} for each in idle]
     names = {
+        "nics": 4,
         "dataset": "arxiv",
         "batch": 0,
-        "variant": VARIANTS[variant].name,
+        "variant_id": WAYS.index(variant),
+        "variant": variant,
         "nic_sent": [10**6],
         "nic_received": [2 * 10**6],
     }
@@ -75,14 +78,16 @@ def record(variant: int, repeat: int, step_s: float) -> report.Record:
 
 def test_tables_compare_steps_turn_by_turn_and_count_what_idle_stages_attended_to() -> None:
     records = [
-        record(variant, repeat, (8.0, 5.0)[variant] + repeat) for variant in (APART, TOGETHER) for repeat in (0, 1)
+        record(variant, repeat, step_s + repeat)
+        for variant, step_s in ((APART, 8.0), (TOGETHER, 5.0))
+        for repeat in (0, 1)
     ]
     records += [record(TOGETHER, WARM_UP, 100.0)]
-    apart, together = report.lines(records)[:2]
-    assert (apart.step_s, apart.ratio, apart.low, apart.high) == (8.5, 1, 1, 1)
-    assert (together.step_s, together.ratio) == (5.5, pytest.approx(8.5 / 5.5))
-    assert (together.low, together.high) == (9 / 6, 8 / 5)
-    assert together.spread == pytest.approx(1 / 5.5)
+    apart, together = report.lines(records, report.COLUMNS["pipeline"])[:2]
+    assert (apart["step_s"], apart["ratio"], apart["low"], apart["high"]) == (8.5, 1, 1, 1)
+    assert (together["step_s"], together["ratio"]) == (5.5, pytest.approx(8.5 / 5.5))
+    assert (together["low"], together["high"]) == (9 / 6, 8 / 5)
+    assert together["spread"] == pytest.approx(1 / 5.5)
     first, last = report.idle_rows(records)
     assert first == ["0", "0", "-", "6.5", "5.0", "-", "11.5", "11", "0.40", "20 %"]
     assert last[2:8] == ["9.0", "-", "-", "4.0", "13.0", "13"]

@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 
 from tools.bench.emulated import __main__ as command
-from tools.bench.emulated import launch, report
-from tools.bench.emulated.batches import DATASETS, draw_batches, scaled
+from tools.bench.emulated import report
 from tools.bench.emulated.device import share_of_core
-from tools.bench.emulated.point import SHAPE, SHAPES, TOKENS, TRANSFER_TO_ROUND, Kernels, Point
-from tools.bench.emulated.steps import WARM_UP, Ablation
-from tools.bench.emulated.variants import BASELINE, VARIANTS
+from tools.bench.emulated.experiments import ABLATION, BASELINE, WARM_UP, Ablation
+from tools.bench.emulated.point import (
+    DATASETS,
+    SHAPE,
+    SHAPES,
+    TOKENS,
+    TRANSFER_TO_ROUND,
+    Kernels,
+    Point,
+    draw_batches,
+    scaled,
+)
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
+COLUMNS = report.COLUMNS["ablation"]
 
 
 def experiment(**changes: Any) -> Ablation:
@@ -29,7 +38,7 @@ def experiment(**changes: Any) -> Ablation:
         "seed": 0,
         "layers": 1,
         "backward": "replay",
-        "variants": (0, 1, 4),
+        "chosen": (0, 1, 4),
         "nic_mbit": None,
         "calibration_s": 1.0,
         "core_share": 0.2,
@@ -63,7 +72,8 @@ def test_the_point_has_the_papers_ratio_and_tells_planners_the_same_rates() -> N
 
 def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that_rotates() -> None:
     run = experiment()
-    steps = run.steps(0)
+    trainings = run.trainings()
+    steps = trainings[0].steps
     warm_up, measured = steps[:3], steps[3:]
     assert [step.repeat for step in warm_up] == [WARM_UP] * 3
     assert [step.variant for step in warm_up] == [0, 1, 4]
@@ -71,7 +81,7 @@ def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that
     assert len(turns) == 2 * 2 * len(DATASETS)
     assert all(len({(s.dataset, s.batch, s.repeat, s.lengths) for s in turn}) == 1 for turn in turns)
     assert [tuple(s.variant for s in turn) for turn in turns[:4]] == [(0, 1, 4), (1, 4, 0), (4, 0, 1), (0, 1, 4)]
-    assert len(run.steps(1)) == 3 + 3 * 2 * len(DATASETS)
+    assert len(trainings[1].steps) == 3 + 3 * 2 * len(DATASETS)
     assert Ablation.parse(run.text()) == run
 
 
@@ -92,11 +102,12 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
     body: report.Record = {
         "nics": 4,
+        "stages": 1,
         "dataset": "arxiv",
         "batch": batch,
         "repeat": repeat,
         "variant_id": variant,
-        "variant": VARIANTS[variant].name,
+        "variant": ABLATION[variant].name,
         "share": 0.2,
         "cores": 2,
         "loss": 5.0,
@@ -121,16 +132,16 @@ def test_ratios_compare_the_same_batches_and_leave_the_warm_up_out() -> None:
         record(4, 0, 2, 1.0),
     ]
     records += [record(0, 1, 0, 6.0), record(4, 1, 0, 4.0)]
-    by_name = {(line.dataset, line.variant): line for line in report.lines(records)}
-    base, whole = by_name["arxiv", BASELINE], by_name["arxiv", VARIANTS[4].name]
-    assert (base.attention_ratio, base.step_ratio) == (1.0, 1.0)
-    assert whole.attention_s == pytest.approx(3.0)  # medians 2 and 4
-    assert whole.attention_ratio == pytest.approx(2.0)
-    assert (whole.low, whole.high) == pytest.approx((1.5, 3.0))
-    assert whole.spread == pytest.approx(0.6)
-    assert whole.step_ratio == pytest.approx((7.0 + 7.0) / (3.0 + 5.0))
-    assert whole.hidden_share == pytest.approx(0.5)
-    assert by_name["mean", VARIANTS[4].name].attention_ratio == pytest.approx(2.0)
+    by_name = {(line["dataset"], line["variant"]): line for line in report.lines(records, COLUMNS)}
+    base, whole = by_name["arxiv", BASELINE], by_name["arxiv", ABLATION[4].name]
+    assert (base["attention_ratio"], base["step_ratio"]) == (1.0, 1.0)
+    assert whole["attention_s"] == pytest.approx(3.0)  # medians 2 and 4
+    assert whole["attention_ratio"] == pytest.approx(2.0)
+    assert (whole["low"], whole["high"]) == pytest.approx((1.5, 3.0))
+    assert whole["spread"] == pytest.approx(0.6)
+    assert whole["step_ratio"] == pytest.approx((7.0 + 7.0) / (3.0 + 5.0))
+    assert whole["hidden_share"] == pytest.approx(0.5)
+    assert by_name["mean", ABLATION[4].name]["attention_ratio"] == pytest.approx(2.0)
 
 
 def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None:
@@ -146,9 +157,11 @@ def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None
     assert report.disturbed(slow)
     assert report.disturbed(busy)
     assert not report.disturbed({**slow, "share": None})
-    (line, *_) = report.lines([calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}])
-    assert line.disturbed == 2
-    assert line.nic_over_mean == pytest.approx(2.0)
+    (line, *_) = report.lines(
+        [calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}], COLUMNS
+    )
+    assert line["disturbed"] == 2
+    assert line["nic_over_mean"] == pytest.approx(2.0)
     sent = [2_000_000, 1_000_000]
     assert report.nic_over_mean({**calm, "nic_sent": sent, "nic_received": [900_000, 0]}) == pytest.approx(4 / 3)
 
@@ -167,8 +180,8 @@ def test_shapes_have_a_head_for_each_rank_and_say_so_to_planners(name: str) -> N
 
 
 def test_every_variant_names_a_planner_with_options_that_it_has() -> None:
-    assert [variant.choice().name for variant in VARIANTS] == [variant.planner for variant in VARIANTS]
-    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+    assert [variant.choice().name for variant in ABLATION] == [variant.planner for variant in ABLATION]
+    assert len({variant.name for variant in ABLATION}) == len(ABLATION)
 
 
 def test_a_loss_that_depends_on_the_variant_is_named() -> None:
@@ -190,7 +203,7 @@ def test_all_ranks_together_leave_room_for_transfers() -> None:
 def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "check", lambda: "needs root or user namespaces")
-    assert command.main(["--out", str(tmp_path / "out")]) == 77
+    monkeypatch.setattr(command, "check", lambda: "needs root or user namespaces")
+    assert command.main(["ablation", "--out", str(tmp_path / "out")]) == 77
     assert capsys.readouterr().out == "SKIP: no emulated cluster on this machine: needs root or user namespaces\n"
     assert not (tmp_path / "out").exists()

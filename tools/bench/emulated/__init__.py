@@ -1,3 +1,1 @@
-"""The ablation of Zeppelin's Fig. 11, measured inside Megatron's own pretrain loop on an emulated
-cluster. See docs/operating-point.md.
-"""
+"""Experiments inside Megatron's own pretrain loop on an emulated cluster."""

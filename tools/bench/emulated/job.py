@@ -10,15 +10,14 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 from tools.bench.emulated import device
-from tools.bench.emulated.point import SHAPE, SHAPES, Kernels, Point, Shape
-from tools.bench.emulated.steps import Ablation, Experiment, Planned
-from tools.bench.emulated.variants import VARIANTS, Variant
+from tools.bench.emulated.experiments import EXPERIMENTS, Experiment
+from tools.bench.emulated.point import Kernels, Shape
 from tools.emulated_cluster import Topology, run
 
 POINT_FILE = "operating-point.json"
@@ -26,41 +25,14 @@ STEPS_FILE = "steps.jsonl"
 DEADLINE_S = 7200.0
 
 
-class OnTopology(NamedTuple):
-    """The training on one topology. `nics`: of a node."""
-
-    nics: int
-    steps: tuple[Planned, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The trainings of a benchmark: variants, and Megatron's flags beside the usual ones."""
-
-    topologies: tuple[OnTopology, ...]
-    variants: tuple[Variant, ...]
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    shape: Shape = SHAPE
-    train: Callable[[int, Any, Any], None] | None = None
-    """A rank's work with its number, its controller and its `training.Run`; not given: one
-    microbatch a step under each variant.
-    """
-
-
 def main() -> int:
-    """Run the ablation that the only argument describes."""
-    experiment = Ablation.parse(sys.argv[1])
-    topologies = [OnTopology(nics, experiment.steps(at)) for at, nics in enumerate(experiment.nics)]
-    shape = SHAPES[experiment.shape]
-    return carry_out(
-        experiment, Task(tuple(topologies), VARIANTS, shape=shape), lambda kernels: Point.of(kernels, shape)
-    )
+    """Run the experiment that the two arguments describe: its name, and its text."""
+    carry_out(EXPERIMENTS[sys.argv[1]].parse(sys.argv[2]))
+    return 0
 
 
-def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], Point]) -> int:
-    """Import Megatron, measure the kernels, fix the point (by `point_of`, if the rate is not
-    given), train.
-    """
+def carry_out(experiment: Experiment) -> None:
+    """Import Megatron, measure the kernels, fix the point, train."""
     from megatron_balance.megatron import cpu
 
     cpu.install()
@@ -74,51 +46,29 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     from tools.bench.emulated import training
 
-    train = task.train or training.train
-    folder = experiment.folder
-    share = device.share_of_core(experiment.core_share, task.shape.num_ranks) if experiment.core_share else None
-    kernels = calibrated(share, experiment.calibration_s, folder / "kernels", task.shape)
-    point = point_of(kernels)
-    if experiment.nic_mbit is not None:
-        point = replace(point, nic_bits_per_s=round(1e6 * experiment.nic_mbit))
+    folder, shape = experiment.folder, experiment.cluster_shape
+    share = device.share_of_core(experiment.core_share, shape.num_ranks) if experiment.core_share else None
+    point = experiment.point(calibrated(share, experiment.calibration_s, folder / "kernels", shape))
     # Written before anything is compared: the point must not depend on how planners fare there.
     (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
     with (folder / STEPS_FILE).open("w") as records:
-        for nics, steps in task.topologies:
-            job = training.Run(
-                topology=point.topology(nics),
-                cluster=point.cluster(nics),
-                steps=steps,
-                layers=experiment.layers,
-                backward=experiment.backward,
-                folder=folder,
-                share=kernels.share,
-                record=writer(records),
-                variants=task.variants,
-                flags=task.flags,
-                shape=task.shape,
-            )
+
+        def record(step: dict[str, Any]) -> None:
+            records.write(json.dumps(step) + "\n")
+            records.flush()
+
+        for each in experiment.trainings():
+            job = training.Run(experiment, each, point, record)
             run(
-                job.topology,
-                lambda rank, controller, job=job: train(rank, controller, job),
-                folder / f"{nics}-nics",
+                point.topology(each.nics),
+                lambda rank, controller, job=job: training.train(rank, controller, job),
+                folder / f"{each.nics}-nics-pp{each.stages}",
                 deadline_s=DEADLINE_S,
                 may_schedule=True,
             )
-    return 0
 
 
-def writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
-    """Writes what each step measured as a line of JSON."""
-
-    def write(record: dict[str, Any]) -> None:
-        records.write(json.dumps(record) + "\n")
-        records.flush()
-
-    return write
-
-
-def calibrated(share: float | None, seconds: float, logs: Path, shape: Shape = SHAPE) -> Kernels:
+def calibrated(share: float | None, seconds: float, logs: Path, shape: Shape) -> Kernels:
     """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they
     share the cores evenly.
     """

@@ -1,12 +1,15 @@
-"""The operating point: how fast the emulated NICs are, from what attention takes on this machine.
-Derived in docs/operating-point.md.
+"""The operating point: how fast the emulated NICs are, from what attention takes on this machine
+(derived in docs/operating-point.md), and batches scaled down to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
+from megatron_balance.workloads.lengths import Lengths, draw
 from tools.emulated_cluster import Topology
 from tools.emulated_cluster.wiring import MTU
 
@@ -173,3 +176,25 @@ class Point:
     @staticmethod
     def _payload(bits_per_s: float) -> float:
         return bits_per_s / 8 * GOODPUT
+
+
+DATASETS = ("arxiv", "github", "prolong64k")
+
+
+def draw_batches(name: str, count: int, seed: int, scale: int = SCALE) -> list[Lengths]:
+    """Batches of a data set as Zeppelin draws them (arXiv 2509.21841, Table 2 and section 5.4.1):
+    `PAPER_TOKENS` tokens divided by `scale`.
+
+    Documents come until a batch is full; the last one is cut, so that none is longer than the
+    context.
+    """
+    # Of each data set its own random numbers: the same ones would give alike batches.
+    return [scaled(batch, scale) for batch in draw(name, PAPER_TOKENS, count, (seed, DATASETS.index(name)))]
+
+
+def scaled(lengths: Sequence[int], scale: int = SCALE) -> Lengths:
+    """A batch of `PAPER_TOKENS` tokens as one of fewer: every boundary between documents divided by
+    `scale`, rounded down.
+    """
+    bounds = (bound // scale for bound in accumulate(lengths, initial=0))
+    return tuple(stop - start for start, stop in pairwise(bounds) if start < stop)

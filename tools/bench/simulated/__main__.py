@@ -19,9 +19,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from megatron_balance.compile.transpose import POLICIES
-from tools.bench.emulated.batches import DATASETS
-from tools.bench.emulated.launch import rows_on_lines
-from tools.bench.emulated.point import PAPER_TOKENS, RANKS_PER_NODE
+from tools.bench.emulated.point import DATASETS, PAPER_TOKENS, RANKS_PER_NODE
+from tools.bench.emulated.report import rows_on_lines
 from tools.bench.simulated import piece, report
 from tools.bench.simulated.cases import VARIANTS, Grid
 from tools.emulated_cluster import check

@@ -20,9 +20,16 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
-from tools.bench.emulated.batches import PAPER_TOKENS, draw_batches
-from tools.bench.emulated.point import GOODPUT, INTRA_TO_NIC, NUM_NODES, NUM_RANKS, RANKS_PER_NODE
-from tools.bench.emulated.variants import RINGS, Variant
+from tools.bench.emulated.experiments import RINGS, Variant
+from tools.bench.emulated.point import (
+    GOODPUT,
+    INTRA_TO_NIC,
+    NUM_NODES,
+    NUM_RANKS,
+    PAPER_TOKENS,
+    RANKS_PER_NODE,
+    draw_batches,
+)
 from tools.emulated_cluster import Topology
 
 MODEL = Model(

@@ -1,1 +1,0 @@
-"""Microbatches of equal length against microbatches of equal work, through Megatron's pipelines."""
