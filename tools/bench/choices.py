@@ -34,7 +34,6 @@ from tools.bench.zeppelin_rules import CASES, batches_of, case_parser
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PLANNERS if name not in ("auto", "flexsp", "wlb_llm", "distca")},
     "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
-    "zeppelin, rule cost": ("zeppelin", {"rule": "cost"}),
 }
 """Planners of one microbatch that plan within a step and hide their transfers without a second
 nano-batch, by label: name and options."""

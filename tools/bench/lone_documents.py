@@ -21,7 +21,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.plan import SharedZone
-from megatron_balance.planners.zeppelin.waves import group_sizes
+from megatron_balance.planners.zeppelin import group_sizes
 from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step

@@ -9,9 +9,8 @@ keep; gradient synchronisation and optimizer, which no plan changes, are left ou
 (`simulator.bound`). `hosts`: with the host time of the cluster's preset. `uneven`: compute of the
 busiest rank over the mean.
 
-Rows: rings (`rule: cost`), rings of groups (`rule: groups`), the same zones in waves, and uneven
-shares (`rule: waves`, the default). Batches on which the default is more than 2 % slower than one of
-the others are listed.
+Rows: rings of single ranks and of groups (`rule: groups`), and uneven shares (`rule: waves`, the
+default). Batches on which the default is more than 2 % slower than one of the others are listed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,6 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
-from megatron_balance.ir.plan import Zone
-from megatron_balance.planners.zeppelin.estimate import GroupCosts, estimate
-from megatron_balance.planners.zeppelin.shares import Shares
-from megatron_balance.planners.zeppelin.waves import Chosen, shared_zone
-from megatron_balance.planning.layers import with_layers
 from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step
@@ -49,9 +42,12 @@ CASES = (
 )
 """Cluster, model and attention kernel."""
 
-RULES = {"rings": "cost", "rings of groups": "groups", "uneven shares": "waves"}
-IN_WAVES = "the same zones in waves"
-ROWS = ("rings", "rings of groups", IN_WAVES, "uneven shares")
+RULES: dict[str, dict[str, Any]] = {
+    "rings": {"rule": "groups", "group_size": 1},
+    "rings of groups": {"rule": "groups"},
+    "uneven shares": {"rule": "waves"},
+}
+ROWS = tuple(RULES)
 SLOWER = 1.02
 
 
@@ -128,25 +124,7 @@ def batches_of(document: dict[str, Any], count: int, joined: int) -> Iterator[tu
 
 
 def _plans(lengths: list[int], cluster: Cluster, model: Model) -> dict[str, MicrobatchPlan]:
-    plans = {row: make_planner("zeppelin", cluster, model, rule=rule)(lengths) for row, rule in RULES.items()}
-    plans[IN_WAVES] = _in_waves(plans["rings of groups"], cluster, model)
-    return {row: plans[row] for row in ROWS}
-
-
-def _in_waves(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> MicrobatchPlan:
-    """The plan's zones in even shares, as one schedule, in the number of waves that is cheapest."""
-    cost, size = AnalyticCost(cluster, model), max(zone.group_size for zone in plan.zones if isinstance(zone, Zone))
-    costs = GroupCosts(cost, cluster, model, size)
-    placed = Shares.empty([costs.work_s(length) for length in plan.lengths], plan.lengths, costs.num_groups)
-    for zone in plan.zones:
-        assert isinstance(zone, Zone)
-        groups = sorted({rank // size for rank in zone.ranks})
-        for seq in zone.seqs:
-            for group in groups:
-                placed.give(seq, group, 1 / len(groups))
-    own = shared_zone(Chosen(placed.of, plan.lengths, size, estimate(placed, costs), costs), cluster)
-    layers = Layers(routing="never", remap=True, remap_when="pays")
-    return with_layers(replace(plan, zones=(own,), moves=type(plan.moves)(3), routing=None), cluster, cost, layers)
+    return {row: make_planner("zeppelin", cluster, model, **options)(lengths) for row, options in RULES.items()}
 
 
 def _point(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Point:

@@ -26,7 +26,7 @@ LABELS = {
     ENGINE.name: "attention engine alone",
     ENGINE_ROUTED.name: "engine and routing",
     ZEPPELIN.name: "engine, routing and remapping",
-    OURS.name: "zeppelin, rule cost",
+    OURS.name: "zeppelin, rule groups",
     DEFAULT.name: "zeppelin, default",
 }
 ROUTING = Published(1.6)

@@ -115,8 +115,8 @@ def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
     return [
         Row("Zeppelin over TE CP, mean", MEAN, fmean(ours), "x", "simulated", note=PRINTED_NOTE),
         Row("Zeppelin over TE CP, largest", LARGEST, max(ours), "x", "simulated", note=PRINTED_NOTE),
-        Row("zeppelin with rule cost over TE CP, mean", None, fmean(rule), "x", "simulated", note=OURS_NOTE),
-        Row("zeppelin with rule cost over TE CP, largest", None, max(rule), "x", "simulated", note=OURS_NOTE),
+        Row("zeppelin with rule groups over TE CP, mean", None, fmean(rule), "x", "simulated", note=OURS_NOTE),
+        Row("zeppelin with rule groups over TE CP, largest", None, max(rule), "x", "simulated", note=OURS_NOTE),
         Row("zeppelin by default over TE CP, mean", None, fmean(default), "x", "simulated", note=DEFAULT_NOTE),
         Row("zeppelin by default over TE CP, largest", None, max(default), "x", "simulated", note=DEFAULT_NOTE),
         Row("zeppelin by default over Zeppelin, smallest", None, least, "x", "simulated", note=DEFAULT_NOTE),

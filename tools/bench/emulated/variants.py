@@ -39,7 +39,7 @@ def _default(name: str, planner: str, **options: Any) -> Variant:
 
 
 BASELINE = "te_ring"
-RINGS = {"rule": "cost"}
+RINGS = {"rule": "groups", "group_size": 1}
 VARIANTS = (
     Variant(BASELINE, "te_ring", Layers()),
     Variant("te_ring + routing", "te_ring", Layers(routing="always")),
