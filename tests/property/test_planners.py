@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {
     "zeppelin paper": ("zeppelin", {"rule": "paper"}),
-    "zeppelin rings": ("zeppelin", {"rule": "cost"}),
-    "zeppelin unremapped": ("zeppelin", {"rule": "cost", "remapped": False, "routed": False}),
+    "zeppelin rings": ("zeppelin", {"rule": "groups", "group_size": 1}),
+    "zeppelin groups": ("zeppelin", {"rule": "groups"}),
 }
 VARIANTS |= {"distca pairs": ("distca", {"shards": "head_tail", "block": 16, "tolerance": 0.02})}
 
@@ -95,44 +95,6 @@ def test_one_token_too_many_is_an_error_that_says_what_would_do(
     if capacity:
         with pytest.raises(BalanceError, match=f"{cluster.num_ranks}.*{capacity}.*raise .*tokens_per_rank"):
             make_planner(name, cluster, model, tokens_per_rank=capacity, **options)(lengths)
-
-
-def placement_of(plan: MicrobatchPlan) -> Placement:
-    found = {seq: zone.ranks for zone in plan.zones if isinstance(zone, Zone) for seq in zone.seqs}
-    return [found[seq] for seq in range(len(plan.lengths))]
-
-
-@given(
-    lengths=lengths_of.filter(bool),
-    cluster=clusters,
-    model=models,
-    slack=slacks,
-    scale=st.sampled_from([1, 50]),
-    layers=st.booleans(),
-)
-def test_zeppelin_never_has_a_higher_price_than_all_sequences_over_all_ranks(
-    lengths: list[int], cluster: Cluster, model: Model, slack: float, scale: int, layers: bool
-) -> None:
-    lengths = [n * scale for n in lengths]
-    pricing = Pricing(float(not layers), 0.05, routed=layers, remapped=layers)
-    prices = Prices(lengths, cluster, AnalyticCost(cluster, model), pricing)
-    plan = plan_of("zeppelin rings" if layers else "zeppelin unremapped", lengths, cluster, model, slack)
-    trivial = [tuple(range(cluster.num_ranks))] * len(lengths)
-    assert prices.price_s(placement_of(plan)) <= prices.price_s(trivial)
-
-
-@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, seed=st.integers(0, 9))
-def test_relabelling_the_ranks_of_a_node_does_not_change_the_price(
-    lengths: list[int], cluster: Cluster, model: Model, slack: float, seed: int
-) -> None:
-    rng = random.Random(seed)
-    new_name = [
-        rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)
-    ]
-    prices = Prices(lengths, cluster, AnalyticCost(cluster, model), Pricing(1.0, 0.05))
-    placement = placement_of(plan_of("zeppelin rings", lengths, cluster, model, slack))
-    relabelled = [tuple(sorted(new_name[rank] for rank in ranks)) for ranks in placement]
-    assert prices.price_s(relabelled) == pytest.approx(prices.price_s(placement))
 
 
 @given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks)

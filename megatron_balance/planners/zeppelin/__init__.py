@@ -44,7 +44,8 @@ Capacity: a plan may pass it by what `solvers.capacity.with_rounding` allows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -82,11 +83,11 @@ from megatron_balance.planners.zeppelin.shares import (
 from megatron_balance.solvers.capacity import check_pool, with_rounding
 from megatron_balance.solvers.placed import INTRA_NODE, LOCAL, zones
 
-_TARGETS = (0.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)
+_TARGETS = (0.0, 1.02, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0)
 """Targets of rings of groups that are tried, over the mean seconds of a group."""
 
-_BEGUN = 2
-"""Rings of groups, the cheapest ones, that a placement in waves begins with."""
+_BEST = 2
+"""Rings of groups, the cheapest ones, that are estimated as plans and that waves begin with."""
 
 _SHOWS = 1.08
 """Layer over even computation from which on rings of groups are asked for beside waves."""
@@ -183,6 +184,8 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     _check(options, cluster)
     check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
+    if options.rule == "waves" and model.latent_travels:
+        options = replace(options, group_size=options.group_size or 1)  # a latent is of all heads
     if isinstance(model.mask, SlidingWindow) and max(lengths, default=0) <= model.mask.size:
         model = replace(model, attention="causal")  # the window hides nothing
     size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
@@ -193,7 +196,7 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
         return replace(nothing, zones=zones(printed.place(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
         return replace(nothing, zones=(one_run_each(lengths, cluster),))
-    search = Search(nothing, replace(context, model=model), with_rounding(capacity, len(lengths)))
+    search = Search(nothing, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
     return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
@@ -253,12 +256,13 @@ class InWaves(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Search:
     """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: tokens
-    that a rank holds at most, rounding included.
+    that a rank holds at most, rounding included; `known`: rings of groups, by the size of a group.
     """
 
     nothing: MicrobatchPlan
     context: StepContext
     capacity: int
+    known: dict[int, list[list[tuple[int, ...]]]] = field(default_factory=dict[int, list[list[tuple[int, ...]]]])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -280,14 +284,12 @@ class Search:
     # Rings of groups
 
     def in_rings(self) -> MicrobatchPlan:
-        """The cheapest rings of groups."""
+        """The best plan of rings of groups, by estimate of the cheapest ones."""
         size = self.context.options.group_size or self._ring_size()
         costs = self.costs(size)
-        for groups_of in self.groups(costs):
-            plan = self._rings(groups_of, size)
-            if self._fits(plan):
-                return plan
-        return self._rings([tuple(range(costs.num_groups))] * len(self.lengths), size)
+        fitting = (plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size)))
+        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
+        return _best_of(list(islice(fitting, _BEST)) or [self._rings(everywhere, size)], self.machine)
 
     def _ring_size(self) -> int:
         """Ranks of a group of rings: the most of a node that divide heads and share NICs evenly."""
@@ -296,11 +298,15 @@ class Search:
 
     def groups(self, costs: GroupCosts) -> list[list[tuple[int, ...]]]:
         """The groups that share each sequence evenly, under each target; the cheapest first."""
+        if costs.size in self.known:
+            return self.known[costs.size]
         seconds = costs.layers_s(self.lengths)
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in _TARGETS]
         found = [each for at, each in enumerate(found) if each not in found[:at]]
-        return sorted(found, key=lambda groups_of: rings_s(groups_of, self.lengths, costs))
+        found.sort(key=lambda groups_of: rings_s(groups_of, self.lengths, costs))
+        self.known[costs.size] = found
+        return found
 
     def _rings(self, groups_of: Sequence[tuple[int, ...]], size: int) -> MicrobatchPlan:
         def ranks(groups: Sequence[int]) -> tuple[int, ...]:
@@ -325,11 +331,10 @@ class Search:
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
         if costs.num_groups > _MANY or _SURELY * chosen.price.seconds < _SHOWS * even_s:
             return plan
-        groups_of = self.groups(costs)[0]
-        rings = self._rings(groups_of, size)
-        if _SURELY * chosen.price.seconds <= rings_s(groups_of, lengths, costs) or not self._fits(rings):
+        best = self.groups(costs)[:_BEST]
+        if _SURELY * chosen.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        return _best_of([plan, rings], self.machine)
+        return _best_of([plan, *filter(self._fits, (self._rings(each, size) for each in best))], self.machine)
 
     # Waves
 
@@ -362,8 +367,6 @@ class Search:
     def choose(self, *, replays: bool = False) -> Chosen | None:
         """The cheapest placement within the capacity, over groups of the cheapest size."""
         lengths, cluster, wanted = self.lengths, self.context.cluster, self.context.options.group_size
-        if wanted is None and self.context.model.latent_travels:
-            wanted = 1  # a latent is of all heads
         sizes = group_sizes(cluster) if wanted is None else [wanted]
         at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
         costs = self.costs(sizes[at], replays=replays)
@@ -412,7 +415,7 @@ class Search:
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
             yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
         if num_groups <= _MANY:
-            begun = self.groups(costs)[:_BEGUN]
+            begun = self.groups(costs)[:_BEST]
             yield (
                 [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
                 _LEAST_OF_FEW,
