@@ -97,6 +97,9 @@ _SURELY = 1.01
 `_SHOWS`, to be taken without estimates of whole plans.
 """
 
+_AHEAD = 1.02
+"""By how much rings of groups must be faster than waves by estimate, which is no nearer."""
+
 _MANY = 32
 """Over more groups than these rings of groups are not tried, and the second search is made: the
 longest sequence alone never fills them, and a way takes as much longer as there are more groups.
@@ -334,7 +337,12 @@ class Search:
         best = self.groups(costs)[:_BEST]
         if _SURELY * chosen.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        return _best_of([plan, *filter(self._fits, (self._rings(each, size) for each in best))], self.machine)
+        rings = list(filter(self._fits, (self._rings(each, size) for each in best)))
+        found = _best_of([plan, *rings], self.machine)
+        own, other = (plan_estimate(each, self.machine) for each in (plan, found))
+        if own is None or other is None or (own.backward.fits and own.layer_s < _AHEAD * other.layer_s):
+            return plan
+        return found
 
     # Waves
 
@@ -342,7 +350,7 @@ class Search:
         """The best plan in waves; or rings of groups, where these are ahead, or no waves keep to the
         capacity.
         """
-        found = self.placed(replays=self._most_would_replay())
+        found = self.placed(replays=self.most_would_replay())
         if found is None:
             return self.in_rings()
         if not found.chosen.costs.replays and not _surely_keeps(found, self.machine):
@@ -426,7 +434,7 @@ class Search:
     # leave most layers no room that had some before it. Then the placement in more waves, and the
     # search's other answer, are compared with it.
 
-    def _most_would_replay(self) -> bool:
+    def most_would_replay(self) -> bool:
         """Whether most layers would receive keys again in the backward if tokens were even and all
         heads exchanged, by predicted memory of the step.
         """

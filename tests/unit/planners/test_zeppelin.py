@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -99,8 +99,6 @@ def test_paper_rule_without_slack_sends_everything_across_nodes() -> None:
     assert zones_of(plan) == [("inter_node", tuple(range(8)), [23, 19, 14, 8])]
 
 
-
-
 # Rule: groups
 
 
@@ -108,8 +106,6 @@ def test_short_sequences_stay_local_where_attention_is_even() -> None:
     plan = plan_of([500] * 16, Cluster(8, 4))
     assert {name for name, _, _ in zones_of(plan)} == {"local"}
     assert plan_statistics(plan, MODEL)["imbalance"] == {"tokens": 1.0, "attention": 1.0}
-
-
 
 
 def test_sequences_on_the_same_ranks_share_one_zone() -> None:
@@ -132,14 +128,6 @@ def test_tokens_stay_within_the_capacity() -> None:
         assert max(held_of(plan_of(lengths, Cluster(16, 8), tokens_per_rank=capacity))) <= with_rounding(capacity, 7)
 
 
-
-
-
-
-
-
-
-
 def test_sequences_are_on_the_fewest_neighbours_that_stay_below_the_target() -> None:
     """Of four groups with 19.25 seconds each in the mean."""
     seconds, tokens = [40.0, 30.0, 5.0, 2.0], [4, 3, 2, 1]
@@ -147,7 +135,7 @@ def test_sequences_are_on_the_fewest_neighbours_that_stay_below_the_target() -> 
     assert aligned(seconds, tokens, 4, 22.0, 100) == [(0, 1), (2, 3), (2,), (3,)]
     assert aligned(seconds, tokens, 4, 16.0, 100) == [(0, 1, 2), (0, 1, 2, 3), (3,), (3,)]
     assert aligned(seconds, tokens, 4, 0.0, 100) == [(0, 1, 2, 3)] * 4
-    assert aligned(seconds, tokens, 4, 27.0, 3) == [(0, 1), (2, 3), (2, 3), (2,)], "two have no room on one group"
+    assert aligned(seconds, tokens, 4, 27.0, 3) == [(0, 1), (2, 3), (2, 3), (2, 3)], "no room on one"
 
 
 @pytest.mark.parametrize("name", ["h200", "a800"])
@@ -176,8 +164,6 @@ def drawn(seed: int, num_seqs: int = 60) -> list[int]:
     weights = [rng.lognormvariate(0, 1.2) for _ in range(num_seqs)]
     lengths = [max(1, int(1024 * weight / sum(weights))) for weight in weights]
     return [lengths[0] + 1024 - sum(lengths), *lengths[1:]]
-
-
 
 
 # Rule: paper, thresholds
