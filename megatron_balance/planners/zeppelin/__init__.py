@@ -45,7 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -83,11 +82,13 @@ from megatron_balance.planners.zeppelin.shares import (
 from megatron_balance.solvers.capacity import check_pool, with_rounding
 from megatron_balance.solvers.placed import INTRA_NODE, LOCAL, zones
 
-_TARGETS = (0.0, 1.02, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0)
+_TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
 """Targets of rings of groups that are tried, over the mean seconds of a group."""
 
-_BEST = 2
-"""Rings of groups, the cheapest ones, that are estimated as plans and that waves begin with."""
+_CLOSE = 1.05
+"""Price over that of the cheapest rings of groups up to which the next ones are estimated, too: of
+up to `_MANY` groups. Of more, every second target is tried.
+"""
 
 _SHOWS = 1.08
 """Layer over even computation from which on rings of groups are asked for beside waves."""
@@ -96,9 +97,6 @@ _SURELY = 1.01
 """By how much waves must be faster than rings of groups by closed forms of their placements, and than
 `_SHOWS`, to be taken without estimates of whole plans.
 """
-
-_AHEAD = 1.02
-"""By how much rings of groups must be faster than waves by estimate, which is no nearer."""
 
 _MANY = 32
 """Over more groups than these rings of groups are not tried, and the second search is made: the
@@ -287,12 +285,12 @@ class Search:
     # Rings of groups
 
     def in_rings(self) -> MicrobatchPlan:
-        """The best plan of rings of groups, by estimate of the cheapest ones."""
+        """The best plan of rings of groups: of the cheapest ones by estimate."""
         size = self.context.options.group_size or self._ring_size()
         costs = self.costs(size)
-        fitting = (plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size)))
+        fitting = [plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size))]
         everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
-        return _best_of(list(islice(fitting, _BEST)) or [self._rings(everywhere, size)], self.machine)
+        return _best_of(fitting or [self._rings(everywhere, size)], self.machine)
 
     def _ring_size(self) -> int:
         """Ranks of a group of rings: the most of a node that divide heads and share NICs evenly."""
@@ -300,16 +298,17 @@ class Search:
         return max(size for size in ring_sizes(cluster) if heads % size == 0)
 
     def groups(self, costs: GroupCosts) -> list[list[tuple[int, ...]]]:
-        """The groups that share each sequence evenly, under each target; the cheapest first."""
+        """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
         if costs.size in self.known:
             return self.known[costs.size]
         seconds = costs.layers_s(self.lengths)
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
-        found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in _TARGETS]
+        targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
+        found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         found = [each for at, each in enumerate(found) if each not in found[:at]]
-        found.sort(key=lambda groups_of: rings_s(groups_of, self.lengths, costs))
-        self.known[costs.size] = found
-        return found
+        priced = sorted((rings_s(each, self.lengths, costs), at) for at, each in enumerate(found))
+        self.known[costs.size] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
+        return best
 
     def _rings(self, groups_of: Sequence[tuple[int, ...]], size: int) -> MicrobatchPlan:
         def ranks(groups: Sequence[int]) -> tuple[int, ...]:
@@ -334,15 +333,11 @@ class Search:
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
         if costs.num_groups > _MANY or _SURELY * chosen.price.seconds < _SHOWS * even_s:
             return plan
-        best = self.groups(costs)[:_BEST]
+        best = self.groups(costs)
         if _SURELY * chosen.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        rings = list(filter(self._fits, (self._rings(each, size) for each in best)))
-        found = _best_of([plan, *rings], self.machine)
-        own, other = (plan_estimate(each, self.machine) for each in (plan, found))
-        if own is None or other is None or (own.backward.fits and own.layer_s < _AHEAD * other.layer_s):
-            return plan
-        return found
+        rings = filter(self._fits, (self._rings(each, size) for each in best))
+        return _best_of([plan, *rings], self.machine)
 
     # Waves
 
@@ -423,7 +418,7 @@ class Search:
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
             yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
         if num_groups <= _MANY:
-            begun = self.groups(costs)[:_BEST]
+            begun = self.groups(costs)[:1]
             yield (
                 [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
                 _LEAST_OF_FEW,

@@ -227,11 +227,10 @@ def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs:
         across = groups[0] * costs.size // costs.cluster.node_size != groups[-1] * costs.size // costs.cluster.node_size
         keys_s = costs.keys_s(rounds * tokens, rounds, across=across)
         each_s = costs.cost.launch_s(1) + (costs.merge_s(tokens) if rounds else 0.0)
-        grads_s = _GRADIENT * keys_s * len(groups) / max(1, rounds)  # one way more: home
         # Keys of a round travel while those of the one before are attended, but for the last round.
         for round_s, link_s in (
             (work / len(groups) + each_s, keys_s),
-            (work * costs.backward / len(groups) + each_s, grads_s + costs.replays * keys_s),
+            (work * costs.backward / len(groups) + each_s, (_GRADIENT + costs.replays) * keys_s),
         ):
             seconds[own] += max(len(groups) * round_s, link_s + round_s)
         held[own] += tokens

@@ -86,10 +86,10 @@ def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
 def test_the_next_wave_is_under_way_before_the_launch_that_it_hides_behind() -> None:
     compiled = compile_rank(plan(zone(*spread(64, 4, 1), waves=2), (64,), 4), 1, "keep")
     steps = [step for step in compiled.forward.steps if isinstance(step, Start | RunLaunches)]
-    assert [type(step).__name__ for step in steps] == ["Start", "Start", "Run", "Run", "Run"]
+    assert [type(step).__name__ for step in steps] == ["Start", "Start", "RunLaunches", "RunLaunches", "RunLaunches"]
     # The backward's gradients of a wave leave as soon as its launch is done, the last behind own work.
     steps = [step for step in compiled.backward.steps if isinstance(step, Start | RunLaunches)]
-    assert [type(step).__name__ for step in steps] == ["Run", "Start", "Run", "Start", "Run"]
+    assert [type(step).__name__ for step in steps] == ["RunLaunches", "Start", "RunLaunches", "Start", "RunLaunches"]
 
 
 def test_keys_of_neighbouring_sources_are_one_piece() -> None:
