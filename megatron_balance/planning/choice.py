@@ -214,7 +214,7 @@ def choose_planner(
             f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
         )
     planner = PLANNERS[name]
-    _check_gone(name, given, where)
+    check_gone(name, given, where)
     keys = checked(planner.options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
         raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
@@ -222,8 +222,12 @@ def choose_planner(
     return under_layers(chosen, layers if layers is not None else planner.layers)
 
 
-def _check_gone(name: str, given: Mapping[str, Any], where: str) -> None:
-    """Reject options that planners had once, with what to write in their place."""
+def check_gone(name: str, given: Mapping[str, Any], where: str) -> None:
+    """Reject options that planners had once, with what to write in their place.
+
+    Raises:
+        ConfigError: one of them is given; `where` says in which file or option.
+    """
     for key, value in given.items():
         instead = _GONE.get((name, key, value if isinstance(value, str) else None)) or _GONE.get((name, key, None))
         if instead is not None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
-from megatron_balance.analysis.estimate import Estimate, estimate
+from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
@@ -28,7 +28,6 @@ from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.model_config import pretrained
-from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
@@ -101,18 +100,14 @@ def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
     told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, seen, compared = of_deepseek(16, 16, "full") if told else None, list[bool](), list[StepMemory | None]()
-    placed, price = Search.placed, zeppelin.plan_estimate
+    placed = Search.placed
 
     def noted(self: Search, *, replays: bool) -> InWaves | None:
         seen.append(replays)
+        compared.append(self.machine.memory)
         return placed(self, replays=replays)
 
-    def estimated(plan: MicrobatchPlan, machine: Prices) -> Estimate | None:
-        compared.append(machine.memory)
-        return price(plan, machine)
-
     monkeypatch.setattr(Search, "placed", noted)
-    monkeypatch.setattr(zeppelin, "plan_estimate", estimated)
     cluster = load_cluster("a800-ib").build(num_ranks=16)
     context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
     choose_planner("zeppelin", {}).plan_step((tuple(MIXED[3:]),), context)

@@ -78,7 +78,7 @@ def test_a_planner_that_prices_follows_the_table(slow: Path, quick: Path) -> Non
         LENGTHS
     )
     assert max(map(num_ranks, spread.zones)) == 8
-    assert set(map(num_ranks, kept.zones)) == {1}
+    assert max(map(num_ranks, kept.zones)) < 8
 
 
 def test_the_process_that_plans_ahead_has_the_same_table(slow: Path) -> None:
