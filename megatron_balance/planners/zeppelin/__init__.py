@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -236,6 +236,10 @@ def group_sizes(cluster: Cluster) -> list[int]:
     return [size for size in sizes if cluster.num_ranks % size == 0]
 
 
+_Rings: TypeAlias = list[tuple[int, ...]]
+"""By sequence, the groups that share it evenly."""
+
+
 class Chosen(NamedTuple):
     """A placement of sequences over groups of `size` ranks and its predicted seconds, by `costs`;
     `of[seq]`: the share of each group.
@@ -257,13 +261,14 @@ class InWaves(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Search:
     """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: tokens
-    that a rank holds at most, rounding included; `known`: rings of groups, by the size of a group.
+    that a rank holds at most, rounding included; `known`: rings of groups, by the size of a group
+    and whether layers replay.
     """
 
     nothing: MicrobatchPlan
     context: StepContext
     capacity: int
-    known: dict[int, list[list[tuple[int, ...]]]] = field(default_factory=dict[int, list[list[tuple[int, ...]]]])
+    known: dict[tuple[int, bool], list[_Rings]] = field(default_factory=dict[tuple[int, bool], list[_Rings]])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -286,7 +291,8 @@ class Search:
 
     def in_rings(self) -> MicrobatchPlan:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
-        size = self.context.options.group_size or self._ring_size()
+        wanted = self.context.options.group_size
+        size = wanted if wanted in ring_sizes(self.context.cluster) else self._ring_size()
         costs = self.costs(size)
         fitting = [plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size))]
         everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
@@ -297,20 +303,21 @@ class Search:
         cluster, heads = self.context.cluster, self.context.model.num_heads
         return max(size for size in ring_sizes(cluster) if heads % size == 0)
 
-    def groups(self, costs: GroupCosts) -> list[list[tuple[int, ...]]]:
+    def groups(self, costs: GroupCosts) -> list[_Rings]:
         """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
-        if costs.size in self.known:
-            return self.known[costs.size]
+        key = costs.size, costs.replays
+        if key in self.known:
+            return self.known[key]
         seconds = costs.layers_s(self.lengths)
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
         found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         found = [each for at, each in enumerate(found) if each not in found[:at]]
         priced = sorted((rings_s(each, self.lengths, costs), at) for at, each in enumerate(found))
-        self.known[costs.size] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
+        self.known[key] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
         return best
 
-    def _rings(self, groups_of: Sequence[tuple[int, ...]], size: int) -> MicrobatchPlan:
+    def _rings(self, groups_of: _Rings, size: int) -> MicrobatchPlan:
         def ranks(groups: Sequence[int]) -> tuple[int, ...]:
             return tuple(rank for group in groups for rank in range(group * size, (group + 1) * size))
 
