@@ -59,7 +59,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PLANNERS},
-    **{f"zeppelin {rule}": ("zeppelin", {"rule": rule}) for rule in ("paper", "groups", "cost")},
+    **{f"zeppelin {rule}": ("zeppelin", {"rule": rule}) for rule in ("paper", "groups")},
 }
 SLOW = {"flexsp": 20, "auto": 60}
 """Planners that see only so many of a record's batches under each mask and cluster."""

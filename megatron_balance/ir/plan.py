@@ -66,10 +66,10 @@ class TaskTable:
 class SharedZone:
     """Sequences cut anywhere over groups of ranks, attended in one schedule: comm pattern "waves".
 
-    `fragments`: `Placed` rows; every query attends in the group that holds it, to all keys before
-    it. Ranks `group_size` in a row form a group. `waves`: in how many parts the keys of other groups
-    come. `lead`: tokens of each group whose heads are exchanged first, so that it attends to them
-    while the exchange of the others is under way; 0: all at once.
+    `fragments`: `Placed` rows; every query attends in the group that holds it, to all keys that the
+    mask shows it. Ranks `group_size` in a row form a group. `waves`: in how many parts the keys of
+    other groups come. `lead`: tokens of each group whose heads are exchanged first, so that it
+    attends to them while the exchange of the others is under way; 0: all at once.
     """
 
     name: str

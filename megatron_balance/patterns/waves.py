@@ -21,9 +21,9 @@ rows for the same ones, whatever the order. Keys of a wave are sent while the on
 backward, which is the transpose, go home wave by wave behind the launches.
 
 Nothing but keys, values and their gradients crosses between groups, each once for every group that
-needs it; queries and outputs stay in their group. Causal attention only: so the first tokens that a
-group has of a sequence need none of its later ones, and a lead cuts no launch into two that must be
-merged. Keys leave for other groups behind both all-to-alls.
+needs it; queries and outputs stay in their group. Keys leave for other groups behind both
+all-to-alls. Masks are causal or full. A lead takes a causal one: then the first tokens that a group
+has of a sequence need none of its later ones, and no launch is cut into two that must be merged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
 from megatron_balance.ir.intervals import key as key_of
 from megatron_balance.ir.intervals import ranges, union
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import Rectangles, num_pairs
@@ -154,11 +154,12 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def schedule(zone: SharedZone) -> Schedule:
-    """The schedule of a zone, which follows from its fragments.
+def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
+    """The schedule of a zone, which follows from its fragments and the mask; how many exchanges it
+    has, from the fragments alone.
 
     Raises:
-        InvalidProgramError: groups of no rank, or no wave.
+        InvalidProgramError: groups of no rank, or no wave; a lead under a mask that is not causal.
     """
     size = zone.group_size
     if size < 1 or zone.waves < 1 or zone.lead < 0:
@@ -166,6 +167,8 @@ def schedule(zone: SharedZone) -> Schedule:
             f"zone {zone.name}: groups of {size} ranks, {zone.waves} waves and a lead of {zone.lead} tokens; expected "
             "one or more of each, and a lead of 0 or more"
         )
+    if zone.lead and mask != CAUSAL:
+        raise InvalidProgramError(f"zone {zone.name}: a lead of {zone.lead} tokens under mask {mask.name}; expected 0")
     placed = as_array(zone.fragments)
     of_group = placed.copy()
     of_group[:, Placed.RANK] //= size
@@ -174,8 +177,7 @@ def schedule(zone: SharedZone) -> Schedule:
     held[:, Placed.RANK] = index.reshape(-1)
     placed = placed[np.argsort(placed[:, Placed.RANK], kind="stable")]
     of_group = np.searchsorted(groups, placed[:, Placed.RANK] // size)
-    needs = _needs(held, len(groups), zone.waves)
-    num_waves = int(needs[:, Need.WAVE].max(initial=-1)) + 1
+    needs, num_waves = _needs(held, len(groups), zone.waves, mask)
     first = groups[:, None] * size + np.arange(size)
     runs = _by_rank(placed, first)
     if zone.lead and size > 1:
@@ -193,7 +195,7 @@ def schedule(zone: SharedZone) -> Schedule:
         )
         for rows in halves
     ]
-    tasks = _tasks(held_in, needs, len(groups), num_waves)
+    tasks = _tasks(held_in, needs, len(groups), num_waves, mask)
     return Schedule(size, tuple(groups.tolist()), runs, parts, np.array(tokens)[:, first], needs, tasks)
 
 
@@ -239,19 +241,24 @@ def lead_cuts(held: Ints, num_groups: int, lead: int) -> Ints:
     return cuts
 
 
-def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
-    """`Need` rows by wave; `held`: rows (group, seq, start, stop) of disjoint tokens."""
+def _needs(held: Ints, num_groups: int, num_waves: int, mask: Mask) -> tuple[Ints, int]:
+    """`Need` rows by wave, and the number of waves in which anything would come under a full mask;
+    `held`: rows (group, seq, start, stop) of disjoint tokens.
+    """
     held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
     columns = (Placed.RANK, Placed.SEQ, Placed.START, Placed.STOP)
     group, seq, start, stop = (np.asarray(held[:, column], dtype=np.int64) for column in columns)
-    # Of every run of queries, the runs of keys before it in other groups, each once a group.
-    first = np.searchsorted(seq, seq)
-    query, key = ranges(first, np.arange(len(held)))
+    # Of every run of queries, the runs of keys of its sequence in other groups, each once a group.
+    first, behind = np.searchsorted(seq, seq), np.searchsorted(seq, seq, side="right")
+    query, key = ranges(first, behind)
     other = group[query] != group[key]
-    to, key = np.divmod(np.unique(group[query[other]] * len(held) + key[other]), len(held))
+    needed, inverse = np.unique(group[query[other]] * len(held) + key[other], return_inverse=True)
+    to, key = np.divmod(needed, len(held))
+    last = np.zeros(len(needed), dtype=np.int64)  # of the group's own runs
+    np.maximum.at(last, inverse.reshape(-1), query[other])
     # The nearest next group first, so that messages leave in another order in each group.
     order = np.lexsort((start[key], seq[key], (group[key] - to) % num_groups, to))
-    to, key = to[order], key[order]
+    to, key, last = to[order], key[order], last[order]
     length = (stop - start)[key]
     edges = length[:, None] * np.arange(num_waves + 1) // num_waves
     edges[:, 1:-1] = np.where(length[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
@@ -261,11 +268,15 @@ def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     rows[:, :, Need.WAVE] = np.where(turned, np.arange(num_waves)[::-1, None], np.arange(num_waves)[:, None])
     rows[:, :, Need.TO], rows[:, :, Need.SEQ], rows[:, :, Need.FROM] = to, seq[key], group[key]
     rows[:, :, Need.START], rows[:, :, Need.STOP] = start[key] + edges[:, :-1].T, start[key] + edges[:, 1:].T
-    rows = rows[rows[:, :, Need.START] < rows[:, :, Need.STOP]]
-    return rows[np.argsort(rows[:, Need.WAVE], kind="stable")]
+    filled = rows[:, :, Need.START] < rows[:, :, Need.STOP]
+    waves = int(rows[:, :, Need.WAVE].max(initial=-1, where=filled)) + 1
+    rows = rows[filled & (key < last)] if mask == CAUSAL else rows[filled]
+    return rows[np.argsort(rows[:, Need.WAVE], kind="stable")], waves
 
 
-def _tasks(held_in: Sequence[Ints], needs: Ints, num_groups: int, num_waves: int) -> tuple[tuple[Ints, ...], ...]:
+def _tasks(
+    held_in: Sequence[Ints], needs: Ints, num_groups: int, num_waves: int, mask: Mask
+) -> tuple[tuple[Ints, ...], ...]:
     """Tasks by group and launch, as in `Schedule`; `held_in`: rows (group, seq, start, stop) of each
     part, ascending.
     """
@@ -282,26 +293,28 @@ def _tasks(held_in: Sequence[Ints], needs: Ints, num_groups: int, num_waves: int
     for at, own in enumerate(held_in):
         keys = np.concatenate(held_in[: at + 1])
         of_query, of_key = (number(rows[:, Placed.RANK], rows[:, Placed.SEQ]) for rows in (own, keys))
-        launches.append(_split(own, *_behind(own, of_query, keys, of_key), np.arange(num_groups)))
+        launches.append(_split(own, *_seen(own, of_query, keys, of_key, mask), np.arange(num_groups)))
     come = union(needs[:, [Need.WAVE, Need.TO, Need.SEQ, Need.START, Need.STOP]])
     of_query = number(queries[:, Placed.RANK], queries[:, Placed.SEQ])
     of_query = (np.arange(num_waves)[:, None] * len(known) + of_query).ravel()
     of_key = come[:, 0] * len(known) + number(come[:, 1], come[:, 2])
     every = np.tile(queries, (num_waves, 1))
     every[:, Placed.RANK] += np.repeat(np.arange(num_waves) * num_groups, len(queries))
-    split = _split(every, *_behind(every, of_query, come[:, 1:], of_key), np.arange(num_waves * num_groups))
+    split = _split(every, *_seen(every, of_query, come[:, 1:], of_key, mask), np.arange(num_waves * num_groups))
     launches += [split[wave * num_groups : (wave + 1) * num_groups] for wave in range(num_waves)]
     return tuple(zip(*launches, strict=True))
 
 
-def _behind(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints) -> tuple[Ints, Ints]:
-    """Numbers of queries, and spans of keys [n, 2] that begin no later than they and have the same
-    number (`of_query`, `of_key`). Rows (group, seq, start, stop); keys of one number are disjoint.
+def _seen(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints, mask: Mask) -> tuple[Ints, Ints]:
+    """Numbers of queries, and spans of keys [n, 2] that have the same number (`of_query`, `of_key`)
+    and under a causal mask begin no later. Rows (group, seq, start, stop); keys of one number are
+    disjoint.
     """
     order = np.lexsort((keys[:, Placed.START], of_key))
     starts, spans = key_of(of_key, keys[:, Placed.START])[order], keys[order, Placed.START :]
     begin = np.searchsorted(starts, key_of(of_query, 0))
-    end = np.searchsorted(starts, key_of(of_query, queries[:, Placed.START]), side="right")
+    stop = key_of(of_query, queries[:, Placed.START]) + 1 if mask == CAUSAL else key_of(of_query + 1, 0)
+    end = np.searchsorted(starts, stop)
     query, key = ranges(begin, end)
     return query, spans[key]
 
@@ -340,7 +353,7 @@ class WavesPattern(CommPattern[SharedZone]):
 
     def sends(self, zone: SharedZone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
         """The all-to-alls of each group, inputs in one part or two, and between them the waves."""
-        made, among = schedule(zone), context.crosses if across else None
+        made, among = schedule(zone, context.mask), context.crosses if across else None
         place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
         num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
         first, last, calls = [np.empty((0, Send.WIDTH), dtype=np.int64)], [], dict[int, Call]()
@@ -384,13 +397,13 @@ class WavesPattern(CommPattern[SharedZone]):
         """Own work, then a launch and a merge behind each wave.
 
         Raises:
-            InvalidProgramError: the mask is not causal.
+            InvalidProgramError: the mask is neither causal nor full.
         """
-        if context.mask != CAUSAL:
+        if context.mask.name not in MASKS:
             raise InvalidProgramError(
-                f"zone {zone.name}: waves attend causally, the plan's mask is {context.mask.name}; take rings"
+                f"zone {zone.name}: waves attend causally or fully, the plan's mask is {context.mask.name}"
             )
-        made = schedule(zone)
+        made = schedule(zone, context.mask)
         index, place = made.place_of(rank)
         own, num_parts = _slices(made, context)[place], len(made.parts)
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
@@ -417,7 +430,7 @@ class WavesPattern(CommPattern[SharedZone]):
         """Each rank attends all pairs of its group with its share of the heads."""
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
-            made = schedule(zone)
+            made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
             ranks = np.array([made.ranks(at) for at in range(made.num_groups)])
@@ -441,7 +454,7 @@ class WavesPattern(CommPattern[SharedZone]):
         """Own launches and those of the waves; the all-to-alls of each group, and the messages of
         each wave.
         """
-        made = schedule(zone)
+        made = schedule(zone, context.mask)
         slices = _slices(made, context)
         rows = self.sends(zone, context).messages()
         number = rows[:, Message.EXCHANGE]

@@ -179,8 +179,7 @@ class Planner:
     """An entry of the registry: how a system plans, and its traits.
 
     `options`: a frozen dataclass of plain fields with defaults, always with `tokens_per_rank: int |
-    None = None`, the capacity of a rank; options `remapped` and `routed`, where a planner has them,
-    follow the layers of a run. `layers`: remapping and routing that the system comes with.
+    None = None`, the capacity of a rank. `layers`: remapping and routing that the system comes with.
     """
 
     plan: Callable[[Batch, Cluster, Model, MachineCost, Any], MicrobatchPlan] | None

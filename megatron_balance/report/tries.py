@@ -30,7 +30,7 @@ SCALES = (1.25, 1.5, 2.0)
 FASTER = 2.0
 """Factor by which parts of the machine are made faster."""
 
-_SCALED_OPTIONS = ("tolerance", "weight_communication")
+_SCALED_OPTIONS = ("tolerance",)
 """Options that weigh one thing against another: halved and doubled."""
 
 Where = Literal["planner", "step", "machine"]

@@ -44,3 +44,10 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
         f"Use at least {-(-total // tokens_per_rank)} ranks, "
         f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
     )
+
+
+def with_rounding(tokens_per_rank: int, num_seqs: int) -> int:
+    """The most tokens that a plan may put on a rank of a capacity: two more of each sequence, since
+    even shares end at whole tokens, or 1 % more, since uneven ones end at tiles of a kernel.
+    """
+    return tokens_per_rank + max(2 * num_seqs, tokens_per_rank // 100)

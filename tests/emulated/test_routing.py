@@ -131,7 +131,7 @@ def test_every_nic_carries_what_the_plan_says(nics: int, policy: Policy, emulate
 
 def planned(name: str, cluster: Cluster, *, remapped: bool, routed: bool) -> MicrobatchPlan:
     layers = Layers(routing="always" if routed else "never", remap=remapped)
-    rings = {"rule": "cost"} if name == "zeppelin" else {}
+    rings = {"rule": "groups", "group_size": 1} if name == "zeppelin" else {}
     return make_planner(name, cluster, MODEL, layers, tokens_per_rank=CAPACITY, **rings)(BATCHES[name])
 
 

@@ -52,7 +52,10 @@ def one_rank(train: Train) -> Run:
 def options_of(planner: str) -> dict[str, Any]:
     # Without slack the longer documents of these batches must leave their node, so all three of
     # zeppelin's queues run, under the rule that has them.
-    given = {"zeppelin": {"slack": 1.0, "rule": "cost"}, "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0}}
+    given = {
+        "zeppelin": {"slack": 1.0, "rule": "groups", "group_size": 1},
+        "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0},
+    }
     return {"name": planner, **given.get(planner, {})}
 
 

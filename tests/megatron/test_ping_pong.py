@@ -69,7 +69,12 @@ def test_one_stream_trains_the_same(train: Train, one_rank: Run) -> None:
 
 def test_any_planner_with_both_layers_around_it(train: Train, one_rank: Run) -> None:
     config = {**two_nodes(4), "ping_pong": True, "routing": "always", "remap": True}
-    run = train(4, {"name": "zeppelin", "slack": 2.0, "rule": "cost"}, {**EIGHT, "train-iters": 2}, config=config)
+    run = train(
+        4,
+        {"name": "zeppelin", "slack": 2.0, "rule": "groups", "group_size": 1},
+        {**EIGHT, "train-iters": 2},
+        config=config,
+    )
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:2]))
     ping_pong(run, 4)
     assert min(sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))) > 0

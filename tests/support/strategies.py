@@ -40,7 +40,7 @@ TEST_PLANNERS = {
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
-    "zeppelin, rule cost": ("zeppelin", {"rule": "cost"}),
+    "zeppelin, rings": ("zeppelin", {"rule": "groups", "group_size": 1}),
     "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
     "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),

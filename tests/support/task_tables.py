@@ -13,7 +13,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.patterns import dispatch
@@ -106,8 +106,10 @@ def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mi
             fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, batch.lengths[seq])]
         size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
         lead = int(rng.integers(0, max(2, sum(batch.lengths) // 2))) if rng.integers(2) else 0
+        lead = 0 if model.mask == FULL else lead
         zones += [SharedZone(f"zone{i}", as_rows(_shuffled(rng, fragments, 4)), size, waves, lead)] if fragments else []
-    return replace(_plan("random_shares", batch, cluster, model, tuple(zones)), mask=CAUSAL)
+    mask = FULL if model.mask == FULL else CAUSAL
+    return replace(_plan("random_shares", batch, cluster, model, tuple(zones)), mask=mask)
 
 
 def _random_zone(rng: np.random.Generator, name: str, seqs: np.ndarray, cluster: Cluster) -> Zone:

@@ -164,17 +164,22 @@ def test_layers_are_the_planners_own_unless_given_and_are_written_out(write, tex
     assert written["once_per_node"] == layers.once_per_node
 
 
-def test_a_planner_prices_the_layers_that_a_run_has_unless_told_otherwise(write):
-    def options(text):
-        config = load_config(write(text))
-        assert config.planner is not None
-        return config.planner.options
-
-    assert (options("planner: zeppelin").routed, options("planner: zeppelin").remapped) == (True, True)
-    bare = options("planner: zeppelin\nrouting: never\nremap: false")
-    assert (bare.routed, bare.remapped) == (False, False)
-    told = options("planner: {name: zeppelin, routed: true}\nrouting: never\nremap: false")
-    assert (told.routed, told.remapped) == (True, False)
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("rule: cost", "rule: rule cost is gone; write groups, with group_size 1 for rings of single ranks"),
+        (
+            "remapped: false",
+            r"remapped: is gone with rule cost; leave it out, and say remap beside .* \(remap: false\)",
+        ),
+        ("routed: true", "routed: is gone with rule cost; leave it out, and say routing beside the planner"),
+        ("weight_tokens: 1.0", "weight_tokens: is gone with rule cost; leave it out"),
+        ("weight_communication: 0.1", "weight_communication: is gone with rule cost; leave it out"),
+    ],
+)
+def test_options_that_zeppelin_had_say_what_to_write_instead(write, option, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(write(f"planner: {{name: zeppelin, {option}}}"))
 
 
 def test_keys_of_a_remap_are_those_of_its_layer():
@@ -226,7 +231,7 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
         (
             "planner: {name: zeppelin, rule: papr}",
-            "DIR/run.yaml: planner.rule: expected 'waves', 'cost', 'groups' or 'paper', got 'papr'",
+            "DIR/run.yaml: planner.rule: expected 'waves', 'groups' or 'paper', got 'papr'",
         ),
         (
             "planner: {name: zeppelin, tokens_per_rank: 0}",

@@ -54,7 +54,6 @@ MODELS = ("llama-7b", "llama3-8b", "llama-3b", "moe-8x550m")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PLANNERS if name not in ("hydraulis", "megatron")},
     "zeppelin, printed rule": ("zeppelin", {"rule": "paper"}),
-    "zeppelin, rings": ("zeppelin", {"rule": "cost"}),
     "zeppelin, rings of groups": ("zeppelin", {"rule": "groups"}),
 }
 """By label: a planner and its options. `hydraulis` and `megatron` are not among them: they plan for

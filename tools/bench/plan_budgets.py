@@ -84,7 +84,7 @@ def measurements() -> Iterator[Measurement]:
     ):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
         size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
-        for rule in ("waves", "cost", "paper"):
+        for rule in ("waves", "groups", "paper"):
             for slack in (1.0, 1.25):
                 make = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(slack * tokens_per_rank), rule=rule)
                 yield Measurement(
@@ -135,7 +135,7 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
     and with all of it routed.
     """
     zeppelin = partial(
-        make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank), rule="cost"
+        make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank), rule="groups"
     )
     return {
         "te_ring": make_planner("te_ring", cluster, MODEL)(lengths),

@@ -7,9 +7,7 @@ BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ran
 {"NAME/CONTEXT": [[length, ...], ...]}}. Slack is the capacity of a rank over `tokens_per_gpu`. Plan
 times are CPU time of planning alone, on whatever machine this runs on.
 
-Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans
-that are rings: the slowest rank's attention and transfers, what a remap moves, and the linear
-parts, of the mean tokens with a remap and else of the rank that has most. wlb_sharding is printed
+Predicted is one layer's forward pass by estimate (`analysis.estimate`). wlb_sharding is printed
 with each of its shardings, the largest attention of a batch behind the mean. distca is printed at
 tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names. Each
 planner has the layers that its system comes with (te_ring: no routing, no remap); planning time
@@ -29,14 +27,13 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.wlb_sharding import SHARDINGS
-from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
-from megatron_balance.planners.zeppelin.price import Prices
 from megatron_balance.planning.layers import Layers
 
 ZONES = ("inter_node", "intra_node", "local")
@@ -109,10 +106,10 @@ def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
         yield Variant(f"distca {tolerance:g}", "distca", None, {"tolerance": tolerance})
     for slack in slacks:
         yield Variant("zeppelin paper", "zeppelin", slack, {"rule": "paper"})
-        yield Variant("zeppelin cost", "zeppelin", slack, {"rule": "cost"})
+        yield Variant("zeppelin groups", "zeppelin", slack, {"rule": "groups"})
         yield Variant("zeppelin", "zeppelin", slack, {})
-        yield Variant("zeppelin unrouted", "zeppelin", slack, {"rule": "cost"}, Layers(remap=True))
-        yield Variant("zeppelin unremapped", "zeppelin", slack, {"rule": "cost"}, Layers(routing="pays"))
+        yield Variant("zeppelin unrouted", "zeppelin", slack, {"rule": "groups"}, Layers(remap=True))
+        yield Variant("zeppelin unremapped", "zeppelin", slack, {"rule": "groups"}, Layers(routing="pays"))
 
 
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:
@@ -138,7 +135,7 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     made = plan(batch)
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
-            means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model, variant)}
+            means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model)}
             reference = (
                 REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key) if options.joined == 1 else None
             )
@@ -170,20 +167,11 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
     }
 
 
-def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, variant: Variant) -> float | None:
-    """Milliseconds of a layer; None for plans that are not rings."""
-    if any(not isinstance(zone, Zone) or zone.pattern != "ring" for plan in plans for zone in plan.zones):
-        return None
-    cost = AnalyticCost(cluster, model)
-    layers = variant.layers or PLANNERS[variant.planner].layers
-    layers_s: list[float] = []
-    for plan in plans:
-        ranks_of = {seq: zone.ranks for zone in plan.zones if isinstance(zone, Zone) for seq in zone.seqs}
-        judge = pricing(ZeppelinOptions(routed=layers.routing != "never", remapped=bool(plan.moves)))
-        found = Prices(plan.lengths, cluster, cost, judge).predict([ranks_of[seq] for seq in range(len(plan.lengths))])
-        linear_s = cost.linear_s(fmean(found.tokens) if plan.moves else max(found.tokens))
-        layers_s.append(found.attention_s + found.remap_s + linear_s)
-    return 1e3 * fmean(layers_s)
+def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model) -> float | None:
+    """Milliseconds of a layer; None where a plan has no estimate."""
+    machine = PricedMachine.of(cluster, model, AnalyticCost(cluster, model))
+    found = [each.forward_s for plan in plans if (each := estimate(plan, machine)) is not None]
+    return 1e3 * fmean(found) if len(found) == len(plans) else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

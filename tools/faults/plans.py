@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "servers": ("in_place", "in_place", "pool"),
         "empty_light_servers": (True, False),
     },
-    "zeppelin": {"rule": ("waves", "cost", "groups", "paper"), "num_waves": (None, 1, 2, 3)},
+    "zeppelin": {"rule": ("waves", "groups", "paper"), "num_waves": (None, 1, 2, 3)},
     "flexsp": {"solver": ("greedy", "greedy", "highs"), "num_buckets": (1, 4, 16)},
     "knapformer": {"heads": ("equal", "uneven", "ring"), "tries": (1, 20, 200)},
     "megatron_dynamic": {"rules": ("dynamic", "hybrid")},

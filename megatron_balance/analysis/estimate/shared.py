@@ -33,7 +33,7 @@ def shared_zone(zone: SharedZone, context: Context, machine: PricedMachine) -> Z
     Raises:
         InvalidProgramError: groups of no rank, or no wave.
     """
-    made = schedule(zone)
+    made = schedule(zone, context.mask)
     size, groups = made.size, len(made.groups)
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
     runs = made.run_tokens().astype(np.float64)

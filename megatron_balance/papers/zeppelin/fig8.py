@@ -99,7 +99,7 @@ def _ahead(found: Sequence[Mapping[str, float]], system: str, over: str) -> floa
 
 def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> Ours:
     cells = list(by_cell.values())
-    names = {"Zeppelin": ZEPPELIN, "zeppelin with rule cost": OURS, "zeppelin by default": DEFAULT}
+    names = {"Zeppelin": ZEPPELIN, "zeppelin with rule groups": OURS, "zeppelin by default": DEFAULT}
     for name, system in names.items():
         yield f"{name} over TE CP, mean", fmean(each[system.name] for each in cells)
         yield f"{name} over TE CP, largest", max(each[system.name] for each in cells)

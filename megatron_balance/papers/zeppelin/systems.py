@@ -109,7 +109,7 @@ PRINTED: dict[str, Any] = {"rule": "paper"}
 ENGINE = ZeppelinSystem("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
 ENGINE_ROUTED = ZeppelinSystem("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
 ZEPPELIN = ZeppelinSystem("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
-OURS = ZeppelinSystem("zeppelin, rule cost", "zeppelin", {"rule": "cost"})
+OURS = ZeppelinSystem("zeppelin, rule groups", "zeppelin", {"rule": "groups"})
 DEFAULT = ZeppelinSystem("zeppelin, default", "zeppelin")
 
 

@@ -90,7 +90,7 @@ VARIANTS = {
     "attention engine alone": ENGINE,
     "engine and routing": ENGINE_ROUTED,
     "engine, routing and remapping": ZEPPELIN,
-    "zeppelin, rule cost": OURS,
+    "zeppelin, rule groups": OURS,
     "zeppelin, default": DEFAULT,
 }
 

@@ -1,20 +1,30 @@
-"""zeppelin: short sequences local, medium ones in a ring inside a node, long ones in a ring across
-nodes.
+"""zeppelin: short sequences local, medium ones inside a node, long ones across nodes.
 
 Paper: Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv
 2509.21841), section 3.1, Algorithm 1 (inter-node partitioning) and Algorithm 2 (intra-node
 partitioning).
 
-What we implement: the hierarchical sequence partitioner. Zones `inter_node`, `intra_node` and
-`local`, in that issue order (the three queues of section 3.2); sequences on the same ranks share
-one ring; zigzag inside a ring. `rule: paper` is the printed algorithm: thresholds s1 and s0 start
-at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost` asks for each
-sequence what the paper asks for a threshold: does a wider zone pay. `rule: waves`, the default,
-leaves the paper's rings: sequences lie in uneven shares on groups of ranks that exchange heads, and
-all of them are attended in one schedule (`planners.zeppelin.waves`, `patterns.waves`).
+What we implement: the hierarchical sequence partitioner as printed (`rule: paper`, `printed`): zones
+`inter_node`, `intra_node` and `local`, in that issue order (the three queues of section 3.2), each a
+zigzag ring; sequences on the same ranks share one. Thresholds s1 and s0 start at a node's and a rank's
+capacity and fall until everything shorter fits. The two other rules are not in the paper:
 
-What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work
-on any plan and are not this planner's business; it only prices what they do (`price`).
+- `rule: waves`, the default: sequences lie in uneven shares on groups of ranks (`shares`), and all
+  of them are attended in one schedule (`patterns.waves`). A group exchanges heads, so that it attends
+  like one wide rank. How wide is a matter of price (`price`): from a node on narrower groups are
+  tried where keys hide, wider ones where they do not, until one is no better than the one before. Of
+  each size the placements from the fewest cuts to the most even one are priced.
+- `rule: groups`: rings of such groups (`patterns.head_ring`). Longest first, each sequence is shared
+  evenly by the fewest neighbouring groups that stay below a target time with it (`shares.aligned`);
+  of a few targets the cheapest is taken. A ring over R ranks in groups of eight has R / 8 rounds,
+  every rank sends over its own NIC, and it receives the keys of its own heads only. `group_size: 1`
+  makes rings of single ranks, the paper's zones.
+
+Under a window the default gives each rank one run of tokens, sequence after sequence: work is then as
+even as tokens, and the fewest keys lie on another rank than their queries (`compile.halo`).
+
+What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work on
+any plan and are not this planner's business.
 
 Trouble with the printed algorithm, measured on 180 batches (tools/bench/planners.py): with a
 capacity equal to the average (no slack) hardly anything fits below a threshold, and every sequence
@@ -28,62 +38,105 @@ least loaded ones follow; a split sequence that does not fit there goes over all
 2: over all ranks of the node), and if that does not fit, all split sequences do. Sequences of
 exactly the threshold count as above it, or the loop would not end.
 
-Where we differ and why (`rule: cost`): a target time, found by bisection, replaces the two
-thresholds, because a threshold on length cannot see that a rank with little to hold may have much
-to compute. The price of a placement is the longest time of a rank in its zones, each the longer of
-its attention and its transfers. With `remapped`, attention's balance needs no balance of tokens,
-and the price counts what the remap moves instead: little is better, but even is not required.
-Without, it counts the longest linear time (`weight_tokens`). Where moving takes more than half of
-what even tokens save, the best placement without a remap is looked for as well, and the one of the
-lower time is taken; whether there is a remap at all is then up to the layer, by the same estimate.
-What moves adds a little even where it is hidden (`weight_communication`). With `routed` a ring
-between nodes takes what the routing layer needs for it (Eq. 1): all NICs of a node, but the way to
-the proxies and back too; without, one NIC.
-
-Capacity: a rank of a ring over G ranks is counted as holding 2 ceil(|s| / 2G) tokens of a sequence,
-the most that zigzag gives it, and `rule: cost` keeps the sum within the capacity. Where nothing
-else fits, all sequences go over all ranks: that is legal whenever the batch fits the pool, but
-near-equal chunks are not equal, and a rank may then hold up to two tokens a sequence more than the
-average. `rule: paper` counts ceil(|s| / G) and may pass the capacity by as much.
+Capacity: a plan may pass it by what `solvers.capacity.with_rounding` allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import ceil
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Literal, NamedTuple, TypeAlias
 
-from megatron_balance.analysis.estimate import Bounds, best_first
+import numpy as np
+
+from megatron_balance.analysis.backward import Decision, MicrobatchBytes
+from megatron_balance.analysis.estimate import best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
-from megatron_balance.cost.base import CostModel, MachineCost
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.cost.wide import WideCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, Zone
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import costed, printed, room, waves, wide
-from megatron_balance.planners.zeppelin.estimate import WAVES, rings_s
-from megatron_balance.planners.zeppelin.price import Prices, Pricing
-from megatron_balance.solvers.capacity import check_pool
-from megatron_balance.solvers.placed import Placement, zones
+from megatron_balance.planners.zeppelin import printed
+from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
+from megatron_balance.planners.zeppelin.shares import (
+    KeptShares,
+    Shares,
+    Trimmed,
+    aligned,
+    num_parts,
+    one_run_each,
+    placements,
+    placements_from,
+    shared_zone,
+)
+from megatron_balance.solvers.capacity import check_pool, with_rounding
+from megatron_balance.solvers.placed import INTRA_NODE, LOCAL, zones
+
+_TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
+"""Targets of rings of groups that are tried, over the mean seconds of a group."""
+
+_CLOSE = 1.05
+"""Price over that of the cheapest rings of groups up to which the next ones are estimated, too: of
+up to `_MANY` groups. Of more, every second target is tried.
+"""
 
 _SHOWS = 1.08
-"""Layer over even computation from which on rings of groups are made beside waves."""
+"""Layer over even computation from which on rings of groups are asked for beside waves."""
+
 _SURELY = 1.01
 """By how much waves must be faster than rings of groups by closed forms of their placements, and than
 `_SHOWS`, to be taken without estimates of whole plans.
 """
-_MOST_NODES = 32
-_WORTH_IT = 0.5
-"""Share of what even tokens save that a remap may take before the search without one is made too.
+
+_MANY = 32
+"""Over more groups than these rings of groups are not tried, and the second search is made: the
+longest sequence alone never fills them, and a way takes as much longer as there are more groups.
 """
+
+_LEAST_SHARE = 0.03
+_LEAST_OF_FEW = 0.1
+"""Smaller shares of a sequence are left out; the second where cuts are to be fewer."""
+
+
+class _Starts(NamedTuple):
+    """Ways to begin (`shares.placements`): those that are always tried, and those that are where
+    keys that are waited for are `showing` of a layer's seconds.
+    """
+
+    always: tuple[float | None, ...]
+    fewer_cuts: tuple[float, ...]
+    showing: float
+
+
+_STARTS = _Starts((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
+_OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.12)
+
+_HIDDEN = 0.03
+"""Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
+
+_FITTING = 0.5
+"""Narrower groups are tried where one of them holds this much of the longest sequence."""
+
+_ENOUGH = 1.1
+"""A layer's seconds over those of even computation up to which a placement whose keys do not show is
+good enough.
+"""
+
+_EXPOSED = 0.1
+"""Share from which on wider groups may."""
+
+_BETTER = 0.995
+"""By how much another size must be cheaper to go on in its direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +145,10 @@ class ZeppelinOptions:
 
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
-    rule: Literal["waves", "cost", "groups", "paper"] = "waves"
+    rule: Literal["waves", "groups", "paper"] = "waves"
     """`waves` cuts sequences in uneven shares over groups of ranks that exchange heads, and attends to
-    all of them in one schedule; `cost` balances predicted time over rings; `groups` does so over
-    rings of groups; `paper` is Algorithms 1 and 2 as printed.
+    all of them in one schedule; `groups` makes rings of such groups; `paper` is Algorithms 1 and 2 as
+    printed.
     """
     group_size: int | None = None
     """Ranks of a group; not given: rule `waves` takes the cheapest size, `groups` as many of a node
@@ -106,22 +159,6 @@ class ZeppelinOptions:
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
     1.
-    """
-    remapped: bool = True
-    """Rule `cost`: a remap makes tokens even outside attention, and what it moves is priced; false:
-    tokens stay where they attend.
-    """
-    weight_tokens: float | None = None
-    """Rule `cost`: weight of the longest linear time beside the longest attention time; not given:
-    0 if `remapped`, else 1.
-    """
-    weight_communication: float = 0.05
-    """Rule `cost`: what share of the time it counts to move as much as all sequences over all ranks
-    would, even if it is hidden.
-    """
-    routed: bool = True
-    """Rule `cost`: price a ring between nodes as using all NICs of a node, as routed transfers do;
-    false: one NIC.
     """
 
 
@@ -137,164 +174,34 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, option
 
     Raises:
         InfeasibleError: a sequence or the batch is larger than what the ranks hold.
-        ConfigError: a slack below 1 or a negative weight.
+        ConfigError: a slack below 1, or a size of groups that does not tile the cluster.
     """
     return plan_in(batch, StepContext(cluster, model, cost, options=options))
 
 
 def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """As `plan`, in a step of that memory."""
-    cluster, model, cost, options = context.cluster, context.model, context.cost, context.options
-    _check(options)
-    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    lengths, cluster, model, options = batch.lengths, context.cluster, context.model, context.options
+    _check(options, cluster)
+    check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
-    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
-    nothing = MicrobatchPlan("zeppelin", batch.lengths, *size, *heads, (), mask=model.mask)
-    if not batch.lengths:
-        return nothing
     if options.rule == "waves" and model.latent_travels:
         options = replace(options, group_size=options.group_size or 1)  # a latent is of all heads
-    if options.rule == "waves" and model.attention == "causal":
-        rings = _Rings(batch.lengths, cluster, model, cost, capacity, options, context.memory, {})
-        placed = _in_waves(nothing, rings)
-        if placed is not None:
-            return _or_rings(placed.plan, placed.chosen, rings)
-    return replace(nothing, zones=_zones(batch.lengths, cluster, model, cost, capacity, options))
-
-
-def _in_waves(nothing: MicrobatchPlan, rings: _Rings) -> room.PlannedInWaves | None:
-    """`nothing` with the cheapest shares; None: none keeps to the capacity."""
-    lengths, cluster, model, cost, capacity, options, memory, _ = rings
-
-    def search(replays: bool) -> room.PlannedInWaves | None:
-        asked = waves.WaveLimits(capacity, options.group_size, options.num_waves, cost.call_s, replays)
-        placed = waves.place(lengths, cluster, model, cost, asked, rings.over)
-        return None if placed is None else room.PlannedInWaves(replace(nothing, zones=(placed[0],)), placed[1])
-
-    replays, machine = (
-        room.replays(sum(lengths), cluster, model, memory),
-        PricedMachine.of(cluster, model, cost, memory),
-    )
-    found = search(replays)
-    if found is None or replays or room.surely_keeps(found, machine):
-        return found
-    return room.with_room(found, lambda: search(True), WAVES if options.num_waves is None else (), machine)
-
-
-class _Rings(NamedTuple):
-    """Rings of groups of a batch. `made`: those so far, by ranks of a group."""
-
-    lengths: Sequence[int]
-    cluster: Cluster
-    model: Model
-    cost: MachineCost
-    capacity: int
-    options: ZeppelinOptions
-    memory: StepMemory | None
-    made: dict[int, Placement]
-
-    def over(self, size: int) -> Placement | None:
-        """The rings over groups of `size` ranks; None: these do not tile a node and its NICs."""
-        if not wide.tiles(self.cluster, size):
-            return None
-        if size not in self.made:
-            priced = self.model, self.cost
-            self.made[size] = _on_groups(self.lengths, self.cluster, priced, self.capacity, self.options, size)
-        return self.made[size]
-
-
-def _or_rings(found: MicrobatchPlan, chosen: waves.Chosen, rings: _Rings) -> MicrobatchPlan:
-    """`found`, or rings of groups where the estimate of whole plans has these ahead. They are asked
-    for where `found` takes `_SHOWS` of even computation or more, over at most `_MOST_NODES`; closed
-    forms of the placements say where whole plans need no estimate.
-    """
-    lengths, cluster, model, cost, capacity, options, memory, _ = rings
-    asked = options.group_size is not None or options.num_waves is not None
-    size, costs = wide.group_size(cluster, model, None), chosen.costs
-    if asked or cluster.num_nodes > _MOST_NODES or cluster.node_size % size:
-        return found
-
-    def surely_ahead(seconds: float) -> bool:
-        return _SURELY * seconds <= rings_s(rings.made[size], lengths, costs.of_size(size))
-
-    most_s = _SURELY * chosen.estimate.seconds
-    whole = costs if costs.size == size else costs.of_size(size)  # the placement's may leave heads idle
-    hidden = most_s < _SHOWS * whole.even_s(sum(lengths), sum(whole.works_s(lengths)))
-    if hidden or (size in rings.made and surely_ahead(chosen.estimate.seconds)):
-        return found
-    bounds = Bounds.of(lengths, cluster, model, cost, memory)
-    own = plan_estimate(found, bounds.machine)
-    placement = None if own is None or own.layer_s < _SHOWS * bounds.even() else rings.over(size)
-    if own is None or placement is None or surely_ahead(own.layer_s):
-        return found
-    apart = replace(found, zones=wide.group_zones(placement, wide_ranks(cluster, size), size))
-    other = plan_estimate(apart, bounds.machine)
-    if other is None or not best_first([own, other])[0]:
-        return found
-    return apart if tokens_per_rank(apart).max() <= capacity else found
-
-
-def _zones(
-    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, capacity: int, options: ZeppelinOptions
-) -> tuple[AnyPlanZone, ...]:
+    if isinstance(model.mask, SlidingWindow) and max(lengths, default=0) <= model.mask.size:
+        model = replace(model, attention="causal")  # the window hides nothing
+    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
+    nothing = MicrobatchPlan("zeppelin", lengths, *size, *heads, (), mask=model.mask)
+    if not lengths:
+        return nothing
     if options.rule == "paper":
-        return zones(printed.place(lengths, cluster, capacity), cluster)
-    if options.rule in ("cost", "waves"):
-        return zones(_cheapest(lengths, cluster, (model, cost), capacity, options), cluster)
-    size = wide.group_size(cluster, model, options.group_size)
-    placement = _on_groups(lengths, cluster, (model, cost), capacity, options, size)
-    return wide.group_zones(placement, wide_ranks(cluster, size), size)
+        return replace(nothing, zones=zones(printed.place(lengths, cluster, capacity), cluster))
+    if isinstance(model.mask, SlidingWindow):
+        return replace(nothing, zones=(one_run_each(lengths, cluster),))
+    search = Search(nothing, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
+    return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
-def _on_groups(
-    lengths: Sequence[int],
-    cluster: Cluster,
-    priced: tuple[Model, CostModel],
-    capacity: int,
-    options: ZeppelinOptions,
-    size: int,
-) -> Placement:
-    """As `_cheapest`, over groups of `size` ranks, each taken as one wide rank."""
-    model, cost = priced
-    own = model, WideCost(cost, cluster, model, size)
-    return _cheapest(lengths, wide_ranks(cluster, size), own, capacity * size, options)
-
-
-def _cheapest(
-    lengths: Sequence[int],
-    cluster: Cluster,
-    priced: tuple[Model, CostModel],
-    capacity: int,
-    options: ZeppelinOptions,
-) -> Placement:
-    """The best placement with a remap or, where that hardly pays, without one."""
-    own, (model, cost) = pricing(options), priced
-    prices = Prices(lengths, cluster, cost, own, model.mask)
-    search = costed.CostedSearch(prices)
-    chosen = costed.place(search, capacity, own)
-    if not options.remapped or options.weight_tokens is not None:
-        return chosen.placement
-    even_s = cost.linear_s(sum(lengths) / cluster.num_ranks)
-    expected = chosen.prediction
-    if expected.remap_s <= _WORTH_IT * (cost.linear_s(max(expected.tokens)) - even_s):
-        return chosen.placement
-
-    def time_s(placed: costed.Placed) -> float:
-        """Seconds of a layer, forward: tokens are evened out where that pays."""
-        predicted = placed.prediction
-        return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
-
-    plain = costed.place(search, capacity, pricing(replace(options, remapped=False)))
-    return min((chosen, plain), key=time_s).placement
-
-
-def pricing(options: ZeppelinOptions) -> Pricing:
-    """The options that weigh prices."""
-    weight_tokens = options.weight_tokens if options.weight_tokens is not None else float(not options.remapped)
-    return Pricing(weight_tokens, options.weight_communication, options.routed, options.remapped)
-
-
-def _check(options: ZeppelinOptions) -> None:
+def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
     if options.slack < 1:
         raise ConfigError(
             f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
@@ -303,6 +210,321 @@ def _check(options: ZeppelinOptions) -> None:
         wanted = getattr(options, name)
         if wanted is not None and wanted < 1:
             raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
-    for name in ("weight_tokens", "weight_communication"):
-        if (getattr(options, name) or 0) < 0:
-            raise ConfigError(f"zeppelin: {name} {getattr(options, name)}: must be at least 0")
+    sizes = ring_sizes(cluster) if options.rule == "groups" else group_sizes(cluster)
+    if options.group_size not in (None, *sizes):
+        raise ConfigError(
+            f"zeppelin: group_size {options.group_size} does not tile {cluster.num_ranks} ranks in nodes of "
+            f"{cluster.node_size}; use one of {', '.join(map(str, sizes))}"
+        )
+
+
+def ring_sizes(cluster: Cluster) -> list[int]:
+    """Sizes of groups that tile a node and share NICs evenly, ascending."""
+    node, shared = cluster.node_size, cluster.ranks_per_nic
+    return [size for size in range(1, node + 1) if node % size == 0 and (size % shared == 0 or shared % size == 0)]
+
+
+def group_sizes(cluster: Cluster) -> list[int]:
+    """Sizes of groups that tile the cluster, ascending: those of rings, a node, and nodes in powers of
+    two.
+    """
+    sizes = ring_sizes(cluster)
+    if sizes[-1] < cluster.node_size:
+        sizes.append(cluster.node_size)
+    while 2 * sizes[-1] <= cluster.num_ranks:
+        sizes.append(2 * sizes[-1])
+    return [size for size in sizes if cluster.num_ranks % size == 0]
+
+
+_Rings: TypeAlias = list[tuple[int, ...]]
+"""By sequence, the groups that share it evenly."""
+
+
+class Chosen(NamedTuple):
+    """A placement of sequences over groups of `size` ranks and its predicted seconds, by `costs`;
+    `of[seq]`: the share of each group.
+    """
+
+    of: list[dict[int, float]]
+    size: int
+    price: PlacementPrice
+    costs: GroupCosts
+
+
+class InWaves(NamedTuple):
+    """A plan in waves and its placement."""
+
+    plan: MicrobatchPlan
+    chosen: Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: tokens
+    that a rank holds at most, rounding included; `known`: rings of groups, by the size of a group
+    and whether layers replay.
+    """
+
+    nothing: MicrobatchPlan
+    context: StepContext
+    capacity: int
+    known: dict[tuple[int, bool], list[_Rings]] = field(default_factory=dict[tuple[int, bool], list[_Rings]])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.nothing.lengths
+
+    @property
+    def machine(self) -> PricedMachine:
+        """Prices of whole plans."""
+        return PricedMachine.of(self.context.cluster, self.context.model, self.context.cost, self.context.memory)
+
+    def costs(self, size: int, *, replays: bool = False) -> GroupCosts:
+        """Prices of placements over groups of so many ranks."""
+        cost = self.context.cost
+        return GroupCosts(cost, self.context.cluster, self.context.model, size, cost.call_s, replays)
+
+    def _fits(self, plan: MicrobatchPlan) -> bool:
+        return bool(tokens_per_rank(plan).max() <= self.capacity)
+
+    # Rings of groups
+
+    def in_rings(self) -> MicrobatchPlan:
+        """The best plan of rings of groups: of the cheapest ones by estimate."""
+        wanted = self.context.options.group_size
+        size = wanted if wanted in ring_sizes(self.context.cluster) else self._ring_size()
+        costs = self.costs(size)
+        fitting = [plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size))]
+        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
+        return _best_of(fitting or [self._rings(everywhere, size)], self.machine)
+
+    def _ring_size(self) -> int:
+        """Ranks of a group of rings: the most of a node that divide heads and share NICs evenly."""
+        cluster, heads = self.context.cluster, self.context.model.num_heads
+        return max(size for size in ring_sizes(cluster) if heads % size == 0)
+
+    def groups(self, costs: GroupCosts) -> list[_Rings]:
+        """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
+        key = costs.size, costs.replays
+        if key in self.known:
+            return self.known[key]
+        seconds = costs.layers_s(self.lengths)
+        mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
+        targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
+        found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
+        found = [each for at, each in enumerate(found) if each not in found[:at]]
+        priced = sorted((rings_s(each, self.lengths, costs), at) for at, each in enumerate(found))
+        self.known[key] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
+        return best
+
+    def _rings(self, groups_of: _Rings, size: int) -> MicrobatchPlan:
+        def ranks(groups: Sequence[int]) -> tuple[int, ...]:
+            return tuple(rank for group in groups for rank in range(group * size, (group + 1) * size))
+
+        names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
+        rings = [
+            Zone(names.get(each.name, each.name), "head_ring", ranks(each.ranks), each.seqs, size)
+            for each in zones(groups_of, wide_ranks(self.context.cluster, size))
+        ]
+        return replace(self.nothing, zones=tuple(rings))
+
+    def _or_rings(self, plan: MicrobatchPlan, chosen: Chosen) -> MicrobatchPlan:
+        """`plan`, or rings of groups where the estimate of whole plans has these ahead. They are asked
+        for where `plan` takes `_SHOWS` of even computation or more; closed forms of the placements say
+        where whole plans need no estimate.
+        """
+        options, size, lengths = self.context.options, self._ring_size(), self.lengths
+        if options.group_size is not None or options.num_waves is not None:
+            return plan
+        costs = chosen.costs.of_size(size)  # the placement's may leave heads idle
+        even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
+        if costs.num_groups > _MANY or _SURELY * chosen.price.seconds < _SHOWS * even_s:
+            return plan
+        best = self.groups(costs)
+        if _SURELY * chosen.price.seconds <= rings_s(best[0], lengths, costs):
+            return plan
+        rings = filter(self._fits, (self._rings(each, size) for each in best))
+        return _best_of([plan, *rings], self.machine)
+
+    # Waves
+
+    def in_waves(self) -> MicrobatchPlan:
+        """The best plan in waves; or rings of groups, where these are ahead, or no waves keep to the
+        capacity.
+        """
+        found = self.placed(replays=self.most_would_replay())
+        if found is None:
+            return self.in_rings()
+        if not found.chosen.costs.replays and not _surely_keeps(found, self.machine):
+            found = self.with_room(found)
+        return self._or_rings(*found)
+
+    def placed(self, *, replays: bool) -> InWaves | None:
+        """The cheapest placement and its plan; None: none keeps to the capacity. `replays`: as in
+        `GroupCosts`.
+        """
+        chosen = self.choose(replays=replays)
+        if chosen is None:
+            return None
+        cluster, size = self.context.cluster, chosen.size
+        for lead in dict.fromkeys((chosen.price.lead, 0)):  # runs of two parts may be a token longer
+            zone = shared_zone(chosen.of, self.lengths, cluster, size, (chosen.price.num_waves, lead))
+            plan = replace(self.nothing, zones=(zone,))
+            if self._fits(plan):
+                return InWaves(plan, chosen)
+        return None
+
+    def choose(self, *, replays: bool = False) -> Chosen | None:
+        """The cheapest placement within the capacity, over groups of the cheapest size."""
+        lengths, cluster, wanted = self.lengths, self.context.cluster, self.context.options.group_size
+        sizes = group_sizes(cluster) if wanted is None else [wanted]
+        at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
+        costs = self.costs(sizes[at], replays=replays)
+        found = self._cheapest(costs)
+        step = _direction(found.price) if found else 0
+        while found and step and 0 <= at + step < len(sizes):
+            at += step
+            if step < 0 and max(lengths) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
+                break
+            costs, below_s = costs.of_size(sizes[at]), _BETTER * found.price.seconds
+            bound_s = costs.bound_s(sum(lengths), sum(costs.works_s(lengths)))
+            other = None if bound_s >= below_s else self._cheapest(costs)
+            if other is None or other.price.seconds >= below_s:
+                break
+            found = other
+        if found is None or found.size == 1:
+            return found
+        return found._replace(price=with_lead(found.price, lengths, found.of, found.costs, self._numbers))
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """Numbers of waves to choose from."""
+        wanted = self.context.options.num_waves
+        return WAVES if wanted is None else (wanted,)
+
+    def _cheapest(self, costs: GroupCosts) -> Chosen | None:
+        """As `choose`, over groups of one size, without a lead."""
+        placed = Shares.empty(costs.works_s(self.lengths), self.lengths, costs.num_groups)
+        starts, found = _OF_MANY if costs.num_groups > _MANY else _STARTS, None
+        for kept, least in self._tried(placed, costs, starts):
+            trimmed, below_s = Trimmed.of(placed, kept, [least] * len(kept)), found.price.seconds if found else inf
+            best = cheapest(trimmed, costs, self._numbers, capacity=self.capacity * costs.size, below_s=below_s)
+            if best is not None:
+                at, price = best
+                found = Chosen(trimmed.shares(kept[at], at), costs.size, price, costs)
+            if costs.num_groups == 1 or (found and _is_good(found.price, placed, costs, starts)):
+                break
+        return found
+
+    def _tried(self, placed: Shares, costs: GroupCosts, starts: _Starts) -> Iterator[tuple[list[KeptShares], float]]:
+        """Placements, and the smallest share of them: those that are always tried, those of fewer
+        cuts, and those that begin with rings of groups. `placed`: of no sequence.
+        """
+        work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
+        for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
+            ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
+            yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
+        if num_groups <= _MANY:
+            begun = self.groups(costs)[:1]
+            yield (
+                [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
+                _LEAST_OF_FEW,
+            )
+
+    # Memory of the step. The search is told before there is a placement whether layers replay, since
+    # the cheapest number of waves depends on it. Fewer waves bring more at once, so a placement may
+    # leave most layers no room that had some before it. Then the placement in more waves, and the
+    # search's other answer, are compared with it.
+
+    def most_would_replay(self) -> bool:
+        """Whether most layers would receive keys again in the backward if tokens were even and all
+        heads exchanged, by predicted memory of the step.
+        """
+        model, machine = self.context.model, self.machine
+        tokens = np.full(1, -(-sum(self.lengths) // machine.cluster.num_ranks), dtype=np.int64)
+        inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
+        received = ReceivedBytes(inputs, np.zeros_like(tokens), np.zeros_like(tokens))
+        return _mostly_replays(_decide(MicrobatchBytes(tokens, received), machine))
+
+    def with_room(self, found: InWaves) -> InWaves:
+        """`found`, or where most of its layers would receive keys again, the best (`best_first`) of
+        it, itself in the fewest waves that leave them room, and what is found for such layers.
+        """
+        own = plan_estimate(found.plan, self.machine)
+        if own is None or not _mostly_replays(own.backward):
+            return found
+        known = [(found, own)]
+        (zone,) = found.plan.zones
+        assert isinstance(zone, SharedZone)
+        for number in WAVES if self.context.options.num_waves is None else ():
+            if number > zone.waves:
+                more = replace(found.plan, zones=(replace(zone, waves=number),))
+                priced = plan_estimate(more, self.machine)
+                if priced is not None and not _mostly_replays(priced.backward):
+                    known.append((InWaves(more, found.chosen), priced))
+                    break
+        other = self.placed(replays=True)
+        if other is not None and (priced := plan_estimate(other.plan, self.machine)) is not None:
+            known.append((other, priced))
+        return known[best_first([priced for _, priced in known])[0]][0]
+
+
+def _best_of(plans: Sequence[MicrobatchPlan], machine: PricedMachine) -> MicrobatchPlan:
+    """The best of plans (`best_first`); the first where one has no estimate."""
+    priced = [plan_estimate(each, machine) for each in plans] if len(plans) > 1 else []
+    known = [each for each in priced if each is not None]
+    return plans[best_first(known)[0]] if known and len(known) == len(plans) else plans[0]
+
+
+def _direction(price: PlacementPrice) -> int:
+    """Where a cheaper size of groups may be: wider groups exchange more heads and fewer keys."""
+    if price.exposed_s < _HIDDEN * price.seconds:
+        return -1
+    return int(price.exposed_s > _EXPOSED * price.seconds)
+
+
+def _is_good(price: PlacementPrice, placed: Shares, costs: GroupCosts, starts: _Starts) -> bool:
+    """Whether a placement is good enough to look no further."""
+    hidden = price.exposed_s < starts.showing * price.seconds
+    return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(placed.tokens), sum(placed.work))
+
+
+def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
+    """The first of those that begin alike."""
+    ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
+    first = {way: above for above, way in reversed(ways.items())}
+    return [above for above in starts if first[ways[above]] == above]
+
+
+def _surely_keeps(found: InWaves, machine: PricedMachine) -> bool:
+    """Whether most layers keep even if a rank receives all keys of the sequences that its group has a
+    share of.
+    """
+    return not _mostly_replays(_decide(most_bytes(found, machine), machine))
+
+
+def most_bytes(found: InWaves, machine: PricedMachine) -> MicrobatchBytes:
+    """The most that a rank may own and receive, as of one rank."""
+    plan, (of, size, *_) = found
+    heads = plan.num_heads, plan.num_kv_heads
+    shared = [0] * (plan.num_ranks // size)
+    for length, own in zip(plan.lengths, of, strict=True):
+        for group in own if len(own) > 1 else ():
+            shared[group] += length
+    own = tokens_per_rank(plan).max(keepdims=True)
+    of_group, none = own * size * (size > 1), np.zeros_like(own)
+    queries, keys = (
+        each * ceil(part / size) for each, part in zip((of_group, of_group + max(shared)), heads, strict=True)
+    )
+    loads = Loads(own, queries, keys, own * plan.num_heads * (size > 1), keys, none, none)
+    return MicrobatchBytes(own, loads.bytes(heads, machine.row_bytes))
+
+
+def _decide(microbatch: MicrobatchBytes, machine: PricedMachine) -> Decision:
+    memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
+    return memory.decide(microbatch, machine.cluster.memory_bytes)
+
+
+def _mostly_replays(decision: Decision) -> bool:
+    """Whether most layers replay."""
+    return 2 * decision.keeping < decision.layers

@@ -1,210 +1,504 @@
-"""The price of a placement: what the costed rule compares placements by, in predicted seconds of
-one layer's forward pass.
+"""Seconds of a placement in uneven shares, forward and backward, without making its program.
 
-A rank works through its zones in issue order. While it attends to the keys of one round those of
-the next one travel, and nothing is attended out of turn, so a zone takes the longer of its
-attention and of its transfers with the attention of the round that comes last; a rank takes the sum
-of its zones. A ring's rounds all wait for its slowest link: the one between nodes, if there is one.
+Closed forms over groups of ranks: a share p of a sequence of l tokens cut zigzag is p of its work, p
+of that on keys of its own; the other groups' keys come from them, under a causal mask those before
+its last query. Keys of a wave travel while the one before is attended, and gradients of a wave while
+the next is; a rank's exchange with another waits for its busier end.
 
-Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if
-that is faster (Eq. 1). Routed rings that cross the same node share its NICs.
-
-Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what
-`weight_tokens` weighs. With a remap these are even whatever the placement, and what counts is what
-the remap moves (section 3.4): a rank's tokens above or below the mean travel as queries, keys and
-values before attention and as outputs after it, inside a node over the rank's link, and where a
-node as a whole is above or below its share, over the node's NICs. Filling these in the best way
-(Eq. 2, `solvers.remap`) is the remap's business; the price takes an estimate of it (`cost.remap`).
+A lead (`patterns.waves`) is what groups attend to while the heads of all other tokens are exchanged.
+As long as its attention takes, that exchange shows no more; a longer lead shows more itself, and keys
+leave behind it. So a few leads around that one are priced (`with_lead`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from math import ceil
-from typing import TypeAlias
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel
-from megatron_balance.cost.remap import remap_s
+from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.solvers.groups import rank_tokens
-from megatron_balance.solvers.placed import Placement, members
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.model import Model
+from megatron_balance.patterns.waves import ALIGN
+from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 
-RankShare: TypeAlias = tuple[float, int]
-"""Seconds and tokens that a sequence costs each rank of its ring."""
+WAVES = (1, 2, 3, 4, 6, 8)
+"""Numbers of waves that are priced."""
+
+_LEADS = (0.75, 1.0, 1.5)
+"""Leads that are tried, over the one whose work takes as long as the exchange of all else."""
+
+_TYPICAL = 8192
+"""Tokens of the sequence whose backward is compared with its forward."""
+
+_BLOCK_TOKENS = BLOCK_TILES * TILE_TOKENS
+"""Keys that cost as much as the thread blocks of a piece of keys do beside them."""
+
+_MERGED = 6.0
+"""Bytes that a merge of partial outputs, and the sum of gradients of its launch in the backward, read
+and write, over those of the queries: three values in fp32 each."""
+
+_GRADIENT = 2.0
+"""Bytes of a gradient of keys and values over theirs: they travel in fp32."""
+
+_ADDED = 1.5
+"""Seconds of adding gradients to others over those of packing them: one more is read."""
+
+_LAUNCHES_OF_RUN = 2
+"""An attention kernel, and what merges its outputs or adds up its gradients."""
+
+_MOVES_OF_EXCHANGE = (1, 2)
+"""Launches beside a group call: packing, in the backward also unpacking or adding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pricing:
-    """Weights by which a placement is judged, beside the cost model.
+@dataclass(slots=True)
+class GroupCosts:
+    """Seconds of work and traffic of groups of `size` ranks in a row."""
 
-    `weight_tokens`: of the longest linear time, beside the longest attention time.
-    `weight_communication`: what share of the time it counts, hidden or not, to move as much as the
-    trivial plan, all sequences over all ranks, does. `routed`: rings between nodes may use all
-    NICs. `remapped`: what the remap moves is paid for.
+    cost: MachineCost
+    cluster: Cluster
+    model: Model
+    size: int
+    call_s: float = 0.0
+    """Fixed cost of a communication call."""
+    replays: bool = False
+    """Whether backwards receive keys again, for want of memory."""
+    backward: float = field(init=False)
+    """Seconds of attention of a backward over those of its forward."""
+    key_s: float = field(init=False)
+    """Seconds a key of a lone thread block: a launch of few queries ends on its longest one."""
+    linear_s: float = field(init=False)
+    """Seconds a token of a rank in the linear modules, forward."""
+    heads: float = field(init=False)
+    """Ranks of a group that the heads divide among evenly: what the rank with most heads has."""
+    trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
+    """Of the all-to-alls of a group, inside a node and between nodes: fixed seconds; seconds a token
+    of the one before attention, and of the one behind it.
     """
 
-    weight_tokens: float
-    weight_communication: float
-    routed: bool = True
-    remapped: bool = True
+    def __post_init__(self) -> None:
+        pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
+        pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = _TYPICAL
+        pairs[0, Pair.Q_HEAD_STOP], pairs[0, Pair.KV_HEAD_STOP] = self.model.num_heads, self.model.num_kv_heads
+        pairs[1, Pair.Q_START], pairs[1, Pair.Q_HEAD_STOP], pairs[1, Pair.KV_HEAD_STOP] = _TYPICAL - TILE_TOKENS, 1, 1
+        launch = np.arange(2, dtype=np.int64)
+        forward, backward = (self.cost.attend_s(pairs, launch, 2, backward=b).tolist() for b in (False, True))
+        self.backward = backward[0] / forward[0]
+        self.key_s = max(0.0, forward[1] - self.cost.launch_s(1)) / _TYPICAL
+        self.linear_s = self.cost.linear_s(1.0)
+        self._share_heads()
 
+    def _share_heads(self) -> None:
+        self.heads = self.model.num_heads / -(-self.model.num_heads // self.size)
+        size, node, cost = self.size, self.cluster.node_size, self.cost
+        copies, here, nics = max(1.0, size / self.model.num_kv_heads), min(size, node), 1 / self.cluster.ranks_per_nic
+        beyond = size - here
+        inside_s = (here - 1) / size**2 * cost.intra_node_s(1.0, 0)
+        across_s = beyond / size**2 * cost.inter_node_s(1.0, 0, nics)
+        queries, keys = cost.query_bytes(1.0), copies * cost.kv_bytes(1.0)
+        fixed = cost.intra_node_s(0.0, here - 1), cost.inter_node_s(0.0, beyond, nics)
+        into, home = ((each * inside_s, each * across_s) for each in (queries + keys, queries))
+        self.trades = fixed, into, home
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted times of a placement.
-
-    `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links.
-    """
-
-    attention_s: float
-    remap_s: float
-    hops_s: float
-    tokens: Sequence[float]
+    def of_size(self, size: int) -> GroupCosts:
+        """Those of groups of another size."""
+        other = copy(self)
+        other.size = size
+        other._share_heads()
+        return other
 
     @property
-    def moved_tokens(self) -> float:
-        """Tokens that a remap brings from one rank to another."""
-        mean = sum(self.tokens) / len(self.tokens)
-        return sum(max(0.0, held - mean) for held in self.tokens)
+    def num_groups(self) -> int:
+        return self.cluster.num_ranks // self.size
+
+    def bound_s(self, num_tokens: float, work: float) -> float:
+        """Seconds that no placement without a lead comes below: work and tokens even, all keys
+        hidden. `work`: of all sequences, `work_s`.
+        """
+        tokens = np.array([num_tokens / self.num_groups])
+        trades = _Trades.of(tokens, self, None)
+        again_s = trades.into_s if self.replays else 0.0
+        exchange_s = trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s + again_s
+        linear_s = tokens * self.linear_s / self.size
+        return work / self.num_groups * (1 + self.backward) + float((exchange_s + 3 * linear_s)[0])
+
+    def even_s(self, num_tokens: float, work: float) -> float:
+        """Seconds if all computation were even and nothing moved. `work`: of all sequences."""
+        linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
+        return work / self.num_groups * (1 + self.backward) + 3 * linear_s
+
+    def work_s(self, length: int) -> float:
+        """Seconds of a group for the attention of a whole sequence, forward."""
+        return self.cost.attention_s(self.model.mask.num_pairs(length), length) / self.heads
+
+    def works_s(self, lengths: Sequence[int]) -> list[float]:
+        """`work_s` of each sequence."""
+        known = {length: self.work_s(length) for length in set(lengths)}
+        return [known[length] for length in lengths]
+
+    def layers_s(self, lengths: Sequence[int]) -> list[float]:
+        """Seconds of a group for each whole sequence, forward and backward, modules outside attention
+        included.
+        """
+        linear_s = 3 * self.linear_s / self.size
+        works = zip(self.works_s(lengths), lengths, strict=True)
+        return [work * (1 + self.backward) + length * linear_s for work, length in works]
+
+    def causal_s(self, num_tokens: float) -> float:
+        """Seconds of a group for the attention of so many tokens to themselves, forward."""
+        return self.cost.attention_s(num_tokens * (num_tokens + 1) / 2) / self.heads
+
+    def lead_tokens(self, held: float) -> float:
+        """The lead of a group of `held` tokens whose work takes as long as the exchange of the others,
+        if it is of one sequence.
+        """
+        none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
+        pair_s, token_s, fixed_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held, none_s + self.call_s
+        return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
+
+    def keys_s(self, num_tokens: float, num_messages: float, *, across: bool | None = None) -> float:
+        """Seconds in which a rank receives its heads' keys and values of tokens from other groups.
+        `across`: from another node, as they are if not given where there is one.
+        """
+        num_bytes = self.key_bytes * num_tokens
+        if across is None:
+            across = self.num_groups * self.size > self.cluster.node_size
+        if not across:
+            return self.cost.intra_node_s(num_bytes, num_messages)
+        return self.cost.inter_node_s(num_bytes, num_messages, 1 / self.cluster.ranks_per_nic)
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of a token's keys and values that a rank receives from another group."""
+        return self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads) / self.size
+
+    def trade_bytes(self, *, queries: bool) -> float:
+        """Bytes of a token of a group that each of its ranks sends to the others: `queries` (or
+        outputs), or keys and values too.
+        """
+        keys = 0.0 if queries else self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads)
+        return (self.cost.query_bytes(1.0) + keys) * (self.size - 1) / self.size**2
+
+    def pack_s(self, num_bytes: Floats) -> Floats:
+        """Seconds to pack bytes: read and written."""
+        return num_bytes * (2 / self.cluster.memory_bytes_per_s)
+
+    def merge_s(self, num_tokens: float) -> float:
+        """Seconds of merging partial outputs of a group's tokens; summing gradients takes as long."""
+        return _MERGED * self.cost.query_bytes(num_tokens) / self.size / self.cluster.memory_bytes_per_s
 
 
-class Prices:
-    """Costs of a batch's sequences on any number of ranks; holds no decisions.
+@dataclass(frozen=True, slots=True)
+class PlacementPrice:
+    """Seconds of one layer of a placement, and the waves and the lead it takes for them.
 
-    `pricing`: how it judges unless told otherwise; `shares`: those asked for so far, by length, ranks
-    and whether the ring crosses nodes.
+    `exposed_s`: by how much uneven work, keys that are waited for, and what waves cost, make it
+    longer, without a lead.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing, mask: Mask = CAUSAL
-    ) -> None:
-        self.lengths, self.cluster, self.cost, self.pricing, self.mask = lengths, cluster, cost, pricing, mask
-        self.num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
-        self.token_s, self.token_bytes = cost.linear_s(1.0), cost.kv_bytes(1.0)
-        self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
-        self._times = {1: _Times(cost, 1, mask)}
-        self.shares: dict[tuple[int, int, bool], RankShare] = {}
-        self.work_s = list(map(self._times[1].__getitem__, lengths))
-        self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
-
-    def hops_s(self, num_tokens: float, num_ranks: int, inter_node: bool, rings: int = 1) -> float:
-        """Seconds that a ring's links are busy while `rings` rings use the NICs of a node."""
-        if num_ranks == 1:
-            return 0.0
-        num_bytes, rounds = self.token_bytes * (num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
-        if not inter_node:
-            return self.cost.intra_node_s(num_bytes, rounds)
-        direct_s = self.cost.inter_node_s(num_bytes, rounds)
-        if not self.pricing.routed:
-            return direct_s
-        others_s = (rings - 1) * self.cost.inter_node_s(num_bytes, 0, self.num_nics)
-        return min(direct_s, self.cost.routed_s(num_bytes, rounds, self.num_nics) + others_s)
-
-    def attention_s(self, length: int, num_ranks: int) -> float:
-        """Seconds of attention of each rank of a ring for a sequence, of which it holds two chunks."""
-        return self._times_on(num_ranks)[length]
-
-    def _times_on(self, num_ranks: int) -> _Times:
-        if num_ranks not in self._times:
-            self._times[num_ranks] = _Times(self.cost, num_ranks, self.mask)
-        return self._times[num_ranks]
-
-    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
-        """The share of each rank in a ring that is the sequence's own."""
-        key = (length, num_ranks, inter_node)
-        known = self.shares.get(key)
-        if known is None:
-            zone_s = self._zone_s(
-                self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks
-            )
-            self.shares[key] = known = (zone_s, rank_tokens(length, num_ranks))
-        return known
-
-    def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:
-        """Seconds of a zone: its transfers hide behind its attention, but for that of the last
-        round.
-        """
-        busy_s = attention_s + self.cost.launch_s(num_ranks)
-        return max(busy_s, hops_s + busy_s / num_ranks)
-
-    def predict(self, placement: Placement) -> Prediction:
-        """Time and tokens. Sequences with the same ranks share a ring and its rounds."""
-        return self.predict_rings([ranks[0] if len(ranks) == 1 else -1 for ranks in placement], members(placement, 2))
-
-    def predict_rings(self, rank_of: Sequence[int], rings: Mapping[tuple[int, ...], Sequence[int]]) -> Prediction:
-        """`predict` for a placement given as the rank of each sequence that has one alone, -1 for
-        others, and the others' `rings`, in the order of `solvers.placed.members`.
-        """
-        num_ranks = self.cluster.num_ranks
-        ranks = np.array(rank_of, dtype=np.int64)
-        alone = ranks >= 0
-        ranks = ranks[alone]
-        in_zones = np.bincount(ranks, self._work[alone], num_ranks).astype(
-            np.float64
-        )  # added up in the order of the sequences
-        in_zones[ranks] += self.cost.launch_s(1)  # once a rank
-        times, tokens = in_zones.tolist(), np.bincount(ranks, self._tokens[alone], num_ranks).tolist()
-        hops = [0.0] * num_ranks
-        for sharing, zone_s, hops_s, held in self._rings(rings):
-            for rank in sharing:
-                times[rank] += zone_s
-                hops[rank] += hops_s
-                tokens[rank] += held
-        return Prediction(
-            max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens
-        )
-
-    def _rings(
-        self, rings: Mapping[tuple[int, ...], Sequence[int]]
-    ) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
-        """Ranks of each ring, and the part of each rank: seconds in all, seconds of its links,
-        tokens.
-        """
-        size = self.cluster.node_size
-        crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
-        inter_node_traffic = Counter(chain.from_iterable(crossed.values()))
-        for ranks, seqs in rings.items():
-            lengths = [self.lengths[seq] for seq in seqs]
-            num_tokens = sum(lengths)
-            sharing = max((inter_node_traffic[node] for node in crossed.get(ranks, ())), default=1)
-            hops_s = self.hops_s(num_tokens, len(ranks), ranks in crossed, sharing)
-            attention_s = sum(map(self._times_on(len(ranks)).__getitem__, lengths))
-            yield ranks, self._zone_s(attention_s, hops_s, len(ranks)), hops_s, num_tokens / len(ranks)
-
-    def price_s(self, placement: Placement) -> float:
-        """Predicted time with the weighted longest linear time, and a share for what moves."""
-        return self.judge_s(self.predict(placement), self.pricing)
-
-    def judge_s(self, prediction: Prediction, pricing: Pricing) -> float:
-        """The price of what is predicted, judged by another `pricing`: of as many NICs, and with a
-        remap only if ours is.
-        """
-        time_s = (
-            prediction.attention_s
-            + (prediction.remap_s if pricing.remapped else 0.0)
-            + pricing.weight_tokens * self.token_s * max(prediction.tokens)
-        )
-        moved = prediction.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
-        return time_s * (1 + pricing.weight_communication * moved)
+    seconds: float
+    num_waves: int
+    exposed_s: float
+    lead: int = 0
 
 
-class _Times(dict[int, float]):
-    """Seconds of attention of each rank of a ring over `num_ranks` ranks, by length; worked out
-    when asked for.
+def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs: GroupCosts) -> float:
+    """Seconds of a layer in rings of groups: those of the slowest group in its rings one after the
+    other, its exchanges of heads, and the modules outside attention. `groups_of`: of each sequence
+    the groups of its ring, in a row.
+    """
+    rings: dict[tuple[int, ...], list[float]] = {}
+    for groups, work, length in zip(groups_of, costs.works_s(lengths), lengths, strict=True):
+        ring = rings.setdefault(groups, [0.0, 0.0])
+        ring[0] += work / len(groups)
+        ring[1] += length / len(groups)
+    seconds, held = np.zeros((2, costs.num_groups))
+    for groups, (work, tokens) in rings.items():
+        own, rounds = slice(groups[0], groups[-1] + 1), len(groups) - 1
+        across = groups[0] * costs.size // costs.cluster.node_size != groups[-1] * costs.size // costs.cluster.node_size
+        keys_s = costs.keys_s(rounds * tokens, rounds, across=across)
+        each_s = costs.cost.launch_s(1) + (costs.merge_s(tokens) if rounds else 0.0)
+        # Keys of a round travel while those of the one before are attended, but for the last round.
+        for round_s, link_s in (
+            (work / len(groups) + each_s, keys_s),
+            (work * costs.backward / len(groups) + each_s, (_GRADIENT + costs.replays) * keys_s),
+        ):
+            seconds[own] += max(len(groups) * round_s, link_s + round_s)
+        held[own] += tokens
+    trades = _Trades.of(held, costs, None)
+    exchange_s = (1 + costs.replays) * trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s
+    return float((seconds + held * (3 * costs.linear_s / costs.size) + exchange_s).max())
+
+
+class Lead(NamedTuple):
+    """Own work of groups while the heads of all else are exchanged: tokens, and seconds forward
+    [placements, groups].
     """
 
-    def __init__(self, cost: CostModel, num_ranks: int, mask: Mask) -> None:
-        super().__init__()
-        self.cost, self.num_ranks, self.mask = cost, num_ranks, mask
+    tokens: Floats
+    work: Floats
 
-    def __missing__(self, length: int) -> float:
-        num_ranks = self.num_ranks
-        run = length / (2 * num_ranks) if num_ranks > 1 else length
-        self[length] = seconds = self.cost.attention_s(self.mask.num_pairs(length) / num_ranks, run)
-        return seconds
+
+def cheapest(
+    placed: Trimmed,
+    costs: GroupCosts,
+    waves: Sequence[int] = WAVES,
+    *,
+    capacity: float = inf,
+    below_s: float = inf,
+) -> tuple[int, PlacementPrice] | None:
+    """The first of the cheapest placements in which no group holds more tokens than `capacity`, and
+    its estimate; None: none is below `below_s`.
+
+    Of modules outside attention every group has those of its tokens: a remap that evens them out is
+    not weighed here, since it never paid for what it moves where placements are even in tokens too.
+    """
+    each = layer_s(placed, costs, waves)
+    each[placed.held.max(axis=1) > capacity] = inf
+    at, wave = divmod(int(each.argmin()), len(waves))
+    seconds = float(each[at, wave])
+    if seconds >= below_s:
+        return None
+    bound_s = costs.bound_s(float(placed.held[at].sum()), float(placed.load[at].sum()))
+    return at, PlacementPrice(seconds, waves[wave], seconds - bound_s)
+
+
+def with_lead(
+    price: PlacementPrice,
+    lengths: Sequence[int],
+    of: Sequence[dict[int, float]],
+    costs: GroupCosts,
+    waves: Sequence[int],
+) -> PlacementPrice:
+    """The price of a placement with the lead, and the number of waves, that make it cheapest. `of`: of
+    each sequence the share of each group; `price`: without a lead, as it stays if the mask is not
+    causal.
+    """
+    if costs.model.mask != CAUSAL:
+        return price
+    placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
+    enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
+    leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
+    if not leads:
+        return price
+    trimmed = Trimmed.of(placed, [placed.kept()] * len(leads), [0.0] * len(leads))
+    seconds = layer_s(trimmed, costs, waves, _lead(_first_rows(lengths, of, costs.num_groups), leads, costs))
+    at, wave = divmod(int(seconds.argmin()), len(waves))
+    if seconds[at, wave] >= price.seconds:
+        return price
+    return replace(price, seconds=float(seconds[at, wave]), num_waves=waves[wave], lead=leads[at])
+
+
+def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_groups: int) -> list[list[float]]:
+    """Tokens of the first chunk that each group has of each of its sequences, longest first."""
+    rows: list[list[float]] = [[] for _ in range(num_groups)]
+    for length, own in zip(lengths, of, strict=True):
+        last = max(own)  # has the middle chunk, others two apart
+        for group, share in own.items():
+            rows[group].append(length * share / (1 if group == last else 2))
+    return [sorted(each, reverse=True) for each in rows]
+
+
+def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> Lead:
+    """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
+    held, work = np.zeros((2, len(leads), len(firsts)))
+    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(firsts)):
+        left = float(tokens)
+        for row in rows:
+            taken = min(row, left)
+            left -= taken
+            work[at, group] += costs.causal_s(taken)
+            if not left:
+                break
+        held[at, group] = tokens - left
+    return Lead(held, work)
+
+
+def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
+    """Seconds of the all-to-alls before and after attention, forward, of groups of so many tokens."""
+    if costs.size == 1:
+        return np.zeros_like(num_tokens), np.zeros_like(num_tokens)
+    (inside_s, across_s), into, home = costs.trades
+    seconds: list[Floats] = []
+    for inside, across in (into, home):
+        each = inside_s + num_tokens * inside
+        seconds.append(np.maximum(each, across_s + num_tokens * across) if across else each)
+    return seconds[0], seconds[1]
+
+
+class _KeyFlow(NamedTuple):
+    """Of each group [placements, groups, 1]: seconds of keys on the links, forward; bytes that it
+    sends and receives; work on others' keys; seconds that pieces of them cost in every wave; the most
+    keys in a row, all at once and of one wave's share; when it and those with which it shares a
+    sequence are ready.
+    """
+
+    travel_s: Floats
+    sent: Floats
+    received: Floats
+    far_s: Floats
+    pieces_s: Floats
+    whole: Floats
+    part: Floats
+
+
+def layer_s(
+    placed: Trimmed,
+    costs: GroupCosts,
+    waves: Sequence[int] = WAVES,
+    lead: Lead | None = None,
+) -> Floats:
+    """Seconds of a layer, forward and backward: the slowest group of each, [placements, numbers of
+    waves]. `lead`: not given: heads of all tokens are exchanged at once.
+    """
+    flow, met = _flow(placed, costs), _Met(placed)
+    trades = _Trades.of(placed.held, costs, None if lead is None else lead.tokens)
+    linear_s = placed.held * (costs.linear_s / costs.size)
+    launch_s, numbers = costs.cost.launch_s(1), np.array(waves, dtype=np.float64)
+    ahead_s = 0.0 if lead is None else lead.work[:, :, None] + launch_s
+    own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
+    waits = flow.far_s > 0
+    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.call_s
+    in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
+    wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
+    each_s, back_s = (flow.travel_s * wide / numbers + call_s for wide in (1.0, _GRADIENT))
+    packed_s, added_s = (costs.pack_s(wide * flow.sent) for wide in (1.0, _GRADIENT * _ADDED))
+
+    ready = (linear_s + trades.into_s)[:, :, None]
+    ready = np.maximum(ready + ahead_s, ready + trades.late_s[:, :, None])
+    sent = met.latest(ready) + packed_s
+    forward_s = wave_s + merge_s
+    # Slowest is own work, the first wave's way and all work, or all ways and the last work.
+    begin = np.maximum(
+        np.maximum(ready + packed_s + own_s, sent + each_s), sent + numbers * (each_s - forward_s) + forward_s
+    )
+    ahead = np.where(waits, begin + numbers * forward_s, ready + own_s) + trades.home_s[:, :, None]
+
+    ready = (2 * linear_s + trades.grads_s)[:, :, None]
+    backward_s = wave_s * costs.backward + merge_s + costs.pack_s(_GRADIENT * flow.received) / numbers
+    begin = ready
+    if costs.replays:
+        ready = ready + (trades.into_s + trades.late_s)[:, :, None]
+        sent = met.latest(ready) + packed_s
+        begin = np.maximum(
+            ready + packed_s, np.maximum(sent + each_s, sent + numbers * (each_s - backward_s) + backward_s)
+        )
+    first_s = met.latest(ready) + backward_s + (each_s if costs.replays else 0.0)
+    done = begin + numbers * backward_s
+    behind = np.maximum(done + own_s * costs.backward, np.maximum(first_s + numbers * back_s, done + back_s)) + added_s
+    behind = np.where(waits, behind, ready + own_s * costs.backward)
+    behind = np.maximum(behind + ahead_s * costs.backward, behind + trades.late_grads_s[:, :, None])
+    behind = behind + trades.first_grads_s[:, :, None]
+    # A layer takes no less than hosts do to issue its attention beside the modules outside.
+    ahead_s, behind_s, most_s = ahead.max(axis=1), behind.max(axis=1), linear_s.max(axis=1)[:, None]
+    issued = _issue_s(waits, costs, numbers, has_lead=lead is not None)
+    return np.maximum(ahead_s, most_s + issued[0]) + np.maximum(behind_s, 2 * most_s + issued[1])
+
+
+def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool) -> tuple[Floats, Floats]:
+    """Seconds in which a rank's host issues the attention of a layer, forward and backward, as
+    `simulator.host` counts it, without what messages cost beside their call [placements, numbers of
+    waves]. `waits`: groups that have waves.
+    """
+    waves = numbers * waits.any(axis=1)
+    exchanges = waves + (2 + has_lead) * (costs.size > 1)
+    runs, host = _LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host
+    ahead, behind = (
+        exchanges * host.call_s + (runs + moves * exchanges) * host.launch_s for moves in _MOVES_OF_EXCHANGE
+    )
+    return ahead, behind
+
+
+class _Met:
+    """Groups that share sequences with others."""
+
+    def __init__(self, placed: Trimmed) -> None:
+        self.index = placed.placement * placed.load.shape[1] + placed.group
+        self.first = np.flatnonzero(placed.place == 0)
+        self.count = placed.count[self.first]
+
+    def latest(self, when: Floats) -> Floats:
+        """The latest of each group and of those with which it shares a sequence [placements, groups,
+        1].
+        """
+        if not len(self.index):
+            return when
+        latest = when.flatten()
+        of_seq = np.maximum.reduceat(latest[self.index], self.first)
+        np.maximum.at(latest, self.index, np.repeat(of_seq, self.count))
+        return latest.reshape(when.shape)
+
+
+def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
+    shape, share, count = placed.load.shape, placed.share, placed.count
+    length, index = placed.tokens[placed.seq], placed.placement * shape[1] + placed.group
+
+    def by_group(values: Floats) -> Floats:
+        return np.bincount(index, weights=values, minlength=shape[0] * shape[1]).astype(np.float64).reshape(*shape, 1)
+
+    def most_of_group(values: Floats) -> Floats:
+        most = np.zeros(shape[0] * shape[1])
+        np.maximum.at(most, index, values)
+        return most.reshape(*shape, 1)
+
+    others = length * (1 - share)
+    # Tokens whose keys a group receives and sends; the busier of the two is what its links take. Under
+    # a causal mask nobody needs the last chunks of the groups before its own.
+    causal = costs.model.mask == CAUSAL
+    received = by_group(others - length * placed.before / 2 if causal else others)
+    sent = by_group(length * share / 2 * (count - 1 + placed.place) if causal else length * share * (count - 1))
+    # Work on keys that it receives, and what a piece of keys for each source adds to it in every wave.
+    work = placed.work[placed.seq] * share
+    far, pieces = by_group(work * (1 - share)), by_group(work * (count - 1) * _BLOCK_TOKENS / length)
+    # The most keys in a row: all that come of a sequence, and all from two neighbouring sources.
+    whole, part = most_of_group(others), most_of_group(np.minimum(others, length / count))
+    each = costs.key_bytes
+    return _KeyFlow(
+        np.maximum(received, sent) * costs.keys_s(1.0, 0), sent * each, received * each, far, pieces, whole, part
+    )
+
+
+class _Trades(NamedTuple):
+    """Seconds of the all-to-alls of groups [placements, groups], packing included: inputs, late
+    inputs, outputs, their gradients; of the gradients of late inputs and of the others.
+    """
+
+    into_s: Floats
+    late_s: Floats
+    home_s: Floats
+    grads_s: Floats
+    late_grads_s: Floats
+    first_grads_s: Floats
+
+    @classmethod
+    def of(cls, held: Floats, costs: GroupCosts, lead: Floats | None) -> _Trades:
+        first = held if lead is None else np.minimum(lead, held)
+        late = held - first
+        both = [_trade_s(each, costs) for each in ((held,) if lead is None else (first, late))]
+        (into_s, _), (late_s, _) = both[0], both[-1]
+        calls = costs.call_s * (costs.size > 1)
+        out_s = _trade_s(held, costs)[1]
+        inside, outside = (each * costs.trade_bytes(queries=q) for each, q in ((held, False), (held, True)))
+        packed_s, placed_s = costs.pack_s(inside), costs.pack_s(outside)
+        if lead is None:
+            none = np.zeros_like(held)
+            late_s, late_grads_s, first_grads_s = none, none, _GRADIENT * into_s
+        else:
+            late_s, late_grads_s, first_grads_s = late_s + calls, _GRADIENT * late_s + calls, _GRADIENT * into_s
+        return cls(
+            into_s + calls + packed_s,
+            late_s,
+            out_s + calls + 2 * placed_s,
+            _GRADIENT * (out_s + 2 * placed_s) + calls,  # an output comes with its gradient
+            late_grads_s,
+            first_grads_s + calls + _GRADIENT * (1 + _ADDED) * packed_s,
+        )

@@ -12,8 +12,9 @@ and what it holds are then linear in the shares, and both can be even at once:
    fewest: part of a sequence with little work a token for as much work of one with more.
 
 Every step cuts something and so costs keys that travel. Where links are slow the best placement lies
-on the way: whoever asks prices each and takes the cheapest. Another way to begin is to cut only the
-longest sequences, over all groups, and to deal the others whole (`_spread`).
+on the way: whoever asks prices each and takes the cheapest. There are two more ways to begin: cut only
+the longest sequence, over all groups, and deal the others whole (`_spread`); or share each evenly
+with few neighbours, as a ring of groups does (`aligned`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import as_rows, sums
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Placed
+from megatron_balance.ir.intervals import union
+from megatron_balance.ir.plan import SharedZone
+from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
+from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
 
 _NOTHING = 1e-3
 """Shares up to this are none."""
@@ -274,6 +282,57 @@ def placements_from(
     yield from _more_even(placed)
 
 
+def aligned(
+    seconds: Sequence[float], tokens: Sequence[int], num_groups: int, target_s: float, capacity: float
+) -> list[tuple[int, ...]]:
+    """The groups that share each sequence evenly: longest first, on the fewest neighbours, of as many
+    those that have least to do, that then have at most `target_s`; else on all groups.
+
+    Args:
+        seconds: of each whole sequence on one group.
+        tokens: of each sequence.
+        num_groups: groups of ranks, all alike.
+        target_s: seconds of a group.
+        capacity: tokens of a group.
+    """
+    load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
+    of: list[tuple[int, ...]] = [()] * len(seconds)
+    runs = _runs(num_groups)
+    for seq in sorted(range(len(seconds)), key=lambda seq: (-seconds[seq], seq)):
+        while heap[0][0] != load[heap[0][1]]:  # put there before the group was given more
+            heappop(heap)
+        best = range(num_groups)
+        for each in ([range(heap[0][1], heap[0][1] + 1)], *runs):
+            part_s, part = seconds[seq] / len(each[0]), tokens[seq] / len(each[0])
+            if part_s > target_s:
+                continue
+            run = min(each, key=lambda run: max(load[run.start : run.stop]))
+            if (
+                max(load[run.start : run.stop]) + part_s <= target_s
+                and max(held[run.start : run.stop]) + part <= capacity
+            ):
+                best = run
+                break
+        for group in best:
+            load[group] += seconds[seq] / len(best)
+            held[group] += tokens[seq] / len(best)
+            heappush(heap, (load[group], group))
+        of[seq] = tuple(best)
+    return of
+
+
+def _runs(num_groups: int) -> list[list[range]]:
+    """Groups in a row, by how many: two to eight, twelve, sixteen, ... They begin at multiples of the
+    largest power of two that divides their number.
+    """
+    widths = {*range(2, 9), *(times << power for power in range(3, num_groups.bit_length()) for times in (1, 3))}
+    widths = {width for width in widths if 4 * width <= 3 * num_groups}
+    return [
+        [range(first, first + width) for first in range(0, num_groups - width + 1, width & -width)]
+        for width in sorted(widths)
+    ]
+
+
 def _more_even(placed: Shares) -> Iterator[Shares]:
     yield from _offered(placed, level_work(placed), placed.uneven_work())
     yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
@@ -458,3 +517,64 @@ def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
         at = round(so_far / total * length / 2 / step) * step
         edges.append(max(edges[-1], min(at, length // 2)))
     return [*edges, *(length - edge for edge in reversed(edges))]
+
+
+def shared_zone(
+    of: Sequence[dict[int, float]], lengths: Sequence[int], cluster: Cluster, size: int, waves: tuple[int, int]
+) -> SharedZone:
+    """The zone of a placement, `of[seq]` the share of each group of `size` ranks: every group's
+    fragments in near-equal runs on its ranks, those of its lead and those of the others. `waves`: how
+    many, and the lead.
+    """
+    node_size, (num_waves, lead) = cluster.node_size, waves
+    held: list[tuple[int, int, int, int]] = []
+    for seq, (length, own) in enumerate(zip(lengths, of, strict=True)):
+        groups = sorted(own)
+        if len(groups) == 1:
+            held.append((groups[0], seq, 0, length))
+            continue
+        edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
+        last = len(edges) - 2
+        for at, group in enumerate(groups):
+            for chunk in sorted({at, last - at}):
+                if edges[chunk] < edges[chunk + 1]:
+                    held.append((group, seq, edges[chunk], edges[chunk + 1]))
+    crosses = size > node_size or any(
+        min(groups) * size // node_size != max(groups) * size // node_size for groups in of
+    )
+    together = size > 1 or any(len(groups) > 1 for groups in of)
+    name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
+    rows = np.array(held, dtype=np.int64).reshape(-1, Placed.WIDTH)
+    if not lead:
+        return SharedZone(name, as_rows(_on_ranks(rows, cluster.num_ranks, size)), size, num_waves)
+    cuts = lead_cuts(union(rows), cluster.num_ranks // size, lead)[rows[:, Placed.RANK], rows[:, Placed.SEQ]]
+    parts = [_on_ranks(side_of(rows, cuts, ahead=ahead), cluster.num_ranks, size) for ahead in (True, False)]
+    fragments = as_rows(np.concatenate(parts))
+    return SharedZone(name, fragments, size, num_waves, lead)
+
+
+def one_run_each(lengths: Sequence[int], cluster: Cluster) -> SharedZone:
+    """The zone in which every rank has one run of tokens, of one sequence after the other, the longest
+    first: all ranks are one group.
+    """
+    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    rows = np.array([(0, seq, 0, lengths[seq]) for seq in order], dtype=np.int64)
+    return SharedZone(INTER_NODE, as_rows(_on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
+
+
+def _on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
+    """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
+    by_group = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
+    length = by_group[:, Placed.STOP] - by_group[:, Placed.START]
+    begin = np.cumsum(length) - length
+    tokens = sums(by_group[:, Placed.RANK], length, num_ranks // size)
+    # Tokens of all groups in a row: where a rank's begin, and where rows are cut.
+    edges = (np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size
+    cuts = np.unique(np.concatenate([begin, edges.ravel()[edges.ravel() < length.sum()]]))
+    row = np.searchsorted(begin, cuts, side="right") - 1
+    cut = by_group[row]
+    cut[:, Placed.RANK] = np.searchsorted(edges.ravel(), cuts, side="right") - 1
+    first = cuts - begin[row]
+    cut[:, Placed.STOP] = cut[:, Placed.START] + first + np.diff(cuts, append=length.sum())
+    cut[:, Placed.START] += first
+    return cut

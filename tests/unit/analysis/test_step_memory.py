@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
-from megatron_balance.analysis.estimate import Estimate, estimate
+from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
@@ -29,9 +28,8 @@ from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.model_config import pretrained
-from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import room, waves
+from megatron_balance.planners.zeppelin import InWaves, Search
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
@@ -90,8 +88,11 @@ def test_zeppelin_keeps_where_the_layout_that_runs_has_room(
 ) -> None:
     """It replayed on any number of H800, whose ranks would each have held 671 billion parameters."""
     cluster = load_cluster("h800").build(num_ranks=ranks)
-    assert room.replays(tokens * ranks, cluster, DEEPSEEK, None)
-    assert room.replays(tokens * ranks, cluster, DEEPSEEK, of_deepseek(ranks, experts, recompute)) == replays
+    for memory, expected in ((None, True), (of_deepseek(ranks, experts, recompute), replays)):
+        context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
+        heads = DEEPSEEK.num_heads, DEEPSEEK.num_kv_heads
+        nothing = MicrobatchPlan("zeppelin", (tokens * ranks,), ranks, cluster.node_size, *heads, ())
+        assert Search(nothing, context, tokens).most_would_replay() == expected
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -99,18 +100,14 @@ def test_zeppelin_searches_and_compares_by_the_memory_that_it_is_told(
     told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, seen, compared = of_deepseek(16, 16, "full") if told else None, list[bool](), list[StepMemory | None]()
-    search, price = waves.place, zeppelin.plan_estimate
+    placed = Search.placed
 
-    def place(*given: Any) -> Any:
-        seen.append(given[4].replays)
-        return search(*given)
+    def noted(self: Search, *, replays: bool) -> InWaves | None:
+        seen.append(replays)
+        compared.append(self.machine.memory)
+        return placed(self, replays=replays)
 
-    def estimated(plan: MicrobatchPlan, machine: Prices) -> Estimate | None:
-        compared.append(machine.memory)
-        return price(plan, machine)
-
-    monkeypatch.setattr(waves, "place", place)
-    monkeypatch.setattr(zeppelin, "plan_estimate", estimated)
+    monkeypatch.setattr(Search, "placed", noted)
     cluster = load_cluster("a800-ib").build(num_ranks=16)
     context = StepContext(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK), memory=memory)
     choose_planner("zeppelin", {}).plan_step((tuple(MIXED[3:]),), context)

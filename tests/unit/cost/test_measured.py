@@ -22,7 +22,6 @@ from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
-from megatron_balance.cost.wide import WideCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
@@ -292,7 +291,6 @@ def test_what_planners_count_of_the_way_to_experts_is_told_by_every_cost() -> No
         for plain, cost in (
             (without, counted),
             (PerturbedCost(without, factors), PerturbedCost(counted, factors)),
-            (WideCost(without, CLUSTER, model, 4), WideCost(counted, CLUSTER, model, 4)),
         ):
             way_s = cost.experts_s(3000.0) - cost.experts_s(1000.0)  # without the fixed part
             assert way_s == pytest.approx(cost.linear_s(2000.0) - plain.linear_s(2000.0))

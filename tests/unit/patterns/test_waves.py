@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from megatron_balance.compile.order import RunLaunches, Start
 from megatron_balance.compile.pipeline import compile_rank, expand
+from megatron_balance.compile.prove import prove
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import FULL
@@ -126,6 +128,25 @@ def test_figures_of_waves_are_those_of_the_ops(size: int, lead: int) -> None:
     assert_figures_are_those_of_the_ops(plan(own, (2048,), 8), ranks_per_nic=1)
 
 
-def test_waves_under_a_full_mask_are_refused() -> None:
-    with pytest.raises(InvalidProgramError, match="zone shared: waves attend causally, the plan's mask is full"):
-        expand(replace(plan(zone(*UNEVEN), (1200, 50), 3), mask=FULL))
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize("waves", [1, 3])
+def test_under_a_full_mask_a_group_needs_all_keys_of_others(waves: int, policy: Literal["keep", "replay"]) -> None:
+    own = zone(*UNEVEN, waves=waves)
+    made, needs = replace(plan(own, (1200, 50), 3), mask=FULL), schedule(own, FULL).needs
+    for group, held in enumerate((200, 400, 600)):
+        rows = needs[needs[:, Need.TO] == group]
+        assert int((rows[:, Need.STOP] - rows[:, Need.START]).sum()) == 1200 - held
+    assert schedule(own, FULL).num_waves == schedule(own).num_waves, "exchanges are numbered whatever the mask"
+    verify(expand(made, policy))
+    prove(made, policy)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_figures_of_waves_under_a_full_mask_are_those_of_the_ops(size: int) -> None:
+    own = zone(*spread(2048, 8, size), size=size, waves=2)
+    assert_figures_are_those_of_the_ops(replace(plan(own, (2048,), 8), mask=FULL), ranks_per_nic=1)
+
+
+def test_a_lead_is_refused_under_a_full_mask() -> None:
+    with pytest.raises(InvalidProgramError, match="zone shared: a lead of 8 tokens under mask full; expected 0"):
+        expand(replace(plan(zone(*UNEVEN, lead=8), (1200, 50), 3), mask=FULL))

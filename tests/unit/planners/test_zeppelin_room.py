@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import ZeppelinOptions, room, waves
+from megatron_balance.planners.zeppelin import InWaves, Search, ZeppelinOptions, most_bytes
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
@@ -59,7 +60,7 @@ def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monk
     two, one such microbatch of 16 made all layers of the step replay.
     """
     kept, prices, machine = planned(LONG)
-    monkeypatch.setattr(room, "surely_keeps", lambda *_: True)
+    monkeypatch.setattr(zeppelin, "_surely_keeps", lambda *_: True)
     replayed, *_ = planned(LONG)
     assert (waves_of(replayed), waves_of(kept)) == (2, 3)
     seconds: list[float] = []
@@ -75,13 +76,13 @@ def test_a_placement_comes_in_the_waves_whose_keys_layers_have_room_to_keep(monk
 
 
 def test_the_search_is_made_again_for_layers_that_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, place = list[bool](), waves.place
+    told, placed = list[bool](), Search.placed
 
-    def noted(*given: Any) -> Any:
-        told.append(given[4].replays)
-        return place(*given)
+    def noted(self: Search, *, replays: bool) -> InWaves | None:
+        told.append(replays)
+        return placed(self, replays=replays)
 
-    monkeypatch.setattr(waves, "place", noted)
+    monkeypatch.setattr(Search, "placed", noted)
     planned(LONG)
     assert told == [False, True]
 
@@ -95,7 +96,7 @@ def test_plans_with_room_are_not_estimated_for_it(monkeypatch: pytest.MonkeyPatc
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(room, "with_room", never)
+    monkeypatch.setattr(Search, "with_room", never)
     cluster, model = load_cluster("h200").build(num_ranks=16), load_model("llama-7b")
     cost = AnalyticCost(cluster, model)
     assert zeppelin.plan(Batch((20_000, 9_000, *[1_000] * 20)), cluster, model, cost, ZeppelinOptions()).zones
@@ -113,33 +114,41 @@ def test_plans_with_room_are_not_estimated_for_it(monkeypatch: pytest.MonkeyPatc
 def test_no_rank_owns_or_receives_more_than_the_bound(lengths: list[int], name: str, ranks: int, size: int) -> None:
     cluster, model = load_cluster("h100").build(num_ranks=ranks), DEEPSEEK if name == "deepseek" else load_model(name)
     cost = AnalyticCost(cluster, model)
-    found = waves.place(lengths, cluster, model, cost, waves.WaveLimits(sum(lengths), size=size), lambda _: None)
-    assert found is not None
-    zone, chosen = found
-    heads = (model.num_heads, model.num_kv_heads)
-    plan = MicrobatchPlan("zeppelin", tuple(lengths), ranks, cluster.node_size, *heads, (zone,))
-    most, held = (
-        room.most_bytes(room.PlannedInWaves(plan, chosen), Prices.of(cluster, model, cost)),
-        received_bytes(plan, model),
-    )
+    found = search_of(lengths, StepContext(cluster, model, cost, options=ZeppelinOptions(group_size=size)))
+    in_waves = found.placed(replays=False)
+    assert in_waves is not None
+    plan = in_waves.plan
+    most, held = most_bytes(in_waves, found.machine), received_bytes(plan, model)
     assert tokens_per_rank(plan).max() <= most.tokens
     for what in ("kept", "replayed", "working"):
         assert getattr(held, what).max() <= getattr(most.received, what), what
 
 
-def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken() -> None:
+def test_without_waves_that_leave_room_the_faster_of_both_searches_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of those that fit, the one of the shorter layer."""
     (kept, prices, _), (replayed, *_) = planned(LONG), planned(LONG, num_waves=2)
-    own, other = (room.PlannedInWaves(plan, _chosen(prices)) for plan in (replayed, kept))
-    assert room.with_room(own, lambda: other, (), prices) == other
-    assert room.with_room(own, lambda: None, (), prices) == own
-    assert room.with_room(own, lambda: own, (2,), prices) == own
-    assert room.with_room(own, lambda: None, (1, 2, 3), prices).plan == replace(replayed, zones=_in(replayed, 3))
-    slow = room.PlannedInWaves(replace(replayed, zones=_in(replayed, 8)), own.chosen)
+    context = StepContext(prices.cluster, prices.model, prices.cost, memory=prices.memory, options=ZeppelinOptions())
+    search = search_of(LONG, context)
+    chosen = search.choose()
+    assert chosen is not None
+    own, other, slow = (InWaves(plan, chosen) for plan in (replayed, kept, replace(replayed, zones=_in(replayed, 8))))
+
+    def best(again: InWaves | None, numbers: tuple[int, ...], memory_bytes: float | None = None) -> InWaves:
+        monkeypatch.setattr(zeppelin, "WAVES", numbers)
+        monkeypatch.setattr(Search, "placed", lambda *_, **__: again)
+        cluster = prices.cluster if memory_bytes is None else replace(prices.cluster, memory_bytes=memory_bytes)
+        return search_of(LONG, replace(context, cluster=cluster)).with_room(own)
+
+    assert best(other, ()) == other
+    assert best(None, ()) == own
+    assert best(own, (2,)) == own
+    assert best(None, (1, 2, 3)).plan == replace(replayed, zones=_in(replayed, 3))
     cramped = replace(prices, cluster=replace(prices.cluster, memory_bytes=70e9))
     seconds = [known.layer_s for each in (own, slow) if (known := estimate(each.plan, cramped))]
     assert seconds[0] < seconds[1]
-    assert room.with_room(own, lambda: slow, (), cramped) == slow, "which fits"
+    assert best(slow, (), 70e9) == slow, "which fits"
 
 
 def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
@@ -148,8 +157,8 @@ def _in(plan: MicrobatchPlan, number: int) -> tuple[SharedZone]:
     return (replace(zone, waves=number),)
 
 
-def _chosen(prices: Prices) -> waves.Chosen:
-    asked = waves.WaveLimits(sum(LONG))
-    found = waves.choose(LONG, prices.cluster, prices.model, prices.cost, asked, lambda _: None)
-    assert found is not None
-    return found
+def search_of(lengths: Sequence[int], context: StepContext) -> Search:
+    """The search for a plan of one microbatch, whatever it holds."""
+    cluster, model = context.cluster, context.model
+    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
+    return Search(MicrobatchPlan("zeppelin", tuple(lengths), *size, *heads, ()), context, sum(lengths))

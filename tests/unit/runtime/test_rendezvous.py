@@ -101,7 +101,7 @@ def github(planner: str, ranks: int, per_node: int, seed: int) -> MicrobatchPlan
     lengths = draw("github", 4096 * ranks, 1, seed)[0]
     batch = Batch(tuple(max(1, length // 128) for length in lengths))
     case = Case(batch, Cluster(ranks, per_node), Model(4, 2, 8), None, seed, True, (1, 1))
-    return plan("zeppelin, rule cost" if planner == "zeppelin" else planner, case)
+    return plan("zeppelin, rings" if planner == "zeppelin" else planner, case)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def usual(name: str, planner: str, **options: Any) -> Variant:
     return Variant(name, planner, PLANNERS[planner].layers, options=options)
 
 
-RINGS = {"rule": "cost"}
+RINGS = {"rule": "groups", "group_size": 1}
 ABLATION = (
     Variant(BASELINE, "te_ring", Layers()),
     Variant("te_ring + routing", "te_ring", Layers(routing="always")),

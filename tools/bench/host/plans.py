@@ -52,7 +52,7 @@ def plan(name: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> MicrobatchPlan
     lengths = draw(DATASET, num_ranks * TOKENS, 1, seed)[0]
     options: dict[str, Any] = {} if planner in ("te_ring", "ulysses") else {"tokens_per_rank": int(SLACK * TOKENS)}
     if planner == "zeppelin":
-        options["rule"] = "cost"  # rings, which are what is routed
+        options |= {"rule": "groups", "group_size": 1}  # rings, which are what is routed
     options |= more
     return make_planner(planner, cluster, model, layers, **options)(lengths)
 
