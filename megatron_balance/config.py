@@ -272,6 +272,9 @@ class RunConfig(BaseModel):
     self_check: bool = False
     """Before the first training step, compare the loss of a tiny batch with a plan and without; end
     where they differ by more than rounding. Megatron only."""
+    accept: list[str] = []
+    """Flags of Megatron, or fields of a model's config, that nobody here has looked at and that you
+    answer for: the message that refuses them lists them. Megatron only."""
     accepted_data: str = ""
     """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
     on in others: the message that refuses to resume says it."""
