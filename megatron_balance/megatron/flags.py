@@ -1,4 +1,4 @@
-"""Megatron's flags by `configs/megatron.yaml`, the record of all that were looked at: what is refused,
+"""Megatron's flags by `flags.yaml`, the record of all that were looked at: what is refused,
 left out, told, or unknown. A flag's rule stands there and nowhere else.
 """
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from megatron_balance import model_config
 from megatron_balance.strict_yaml import STRICT, read_yaml, validated
 
-PATH = Path(model_config.__file__).parent / "configs" / "megatron.yaml"
+PATH = Path(__file__).with_suffix(".yaml")
 
 Way: TypeAlias = Literal[
     "joint",
@@ -46,13 +46,14 @@ class FlagRule(BaseModel):
     values: dict[str, Any] = {}
 
     @cached_property
-    def _condition(self) -> CodeType:
+    def condition(self) -> CodeType:
+        """`when`, compiled."""
         any_set = " or ".join(flag.replace("-", "_") for flag in self.flags.split())
         return compile(self.when or any_set, f"{PATH.name}: {self.flags}", "eval")
 
     def holds(self, args: object) -> bool:
         """Whether the rule is about these arguments of Megatron's."""
-        return bool(eval(self._condition, {"__builtins__": {"len": len, "set": set}}, _Options(args)))
+        return bool(eval(self.condition, {"__builtins__": {}}, _Options(args)))
 
     def told(self, args: object) -> str:
         """The sentence, with values of arguments."""
@@ -102,6 +103,8 @@ class _Options(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in MADE:
             return MADE[name](self._args)
+        if name in ("len", "set"):
+            return {"len": len, "set": set}[name]
         value = getattr(self._args, name, None)
         return value.name if isinstance(value, Enum) else value
 
