@@ -91,7 +91,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     if not te_available():
         reasons += flags.reasons(args, "no_te")
     unknown, others = flags.unknown(args, sys.argv[1:])
-    said = refusal("flags", unknown, config.accept, f"'accept: {{}}' in {config.source}")
+    said = refusal("flags", unknown, config.accept, f"accept: {{}} in {config.source}")
     reasons += [] if said is None else [said]
     of_way = way_reasons(args, config)
     patches = () if of_way else _patches_of(args, config)

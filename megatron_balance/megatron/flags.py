@@ -115,7 +115,7 @@ class _Options(Mapping[str, Any]):
         return len(vars(self._args))
 
 
-def router_losses(args: Any) -> tuple[str, ...]:
+def _router_losses(args: Any) -> tuple[str, ...]:
     """The ways in which a router's experts are balanced; none without experts."""
     kinds = getattr(args, "moe_router_load_balancing_type", None)
     if getattr(args, "num_experts", None) is None or kinds is None:
@@ -125,7 +125,7 @@ def router_losses(args: Any) -> tuple[str, ...]:
 
 def balances_by_sample(args: Any) -> bool:
     """Whether a router's loss is taken over each sample."""
-    return "seq_aux_loss" in router_losses(args)
+    return "seq_aux_loss" in _router_losses(args)
 
 
 def averages_evaluation(args: Any) -> bool:
@@ -133,7 +133,7 @@ def averages_evaluation(args: Any) -> bool:
     return bool(getattr(args, "sft", False)) and args.eval_iters != 0
 
 
-MADE = {"router_losses": router_losses, "averages_evaluation": averages_evaluation}
+MADE = {"router_losses": _router_losses, "averages_evaluation": averages_evaluation}
 
 
 def reasons(args: object, way: Way | None = None) -> list[str]:
@@ -200,7 +200,7 @@ def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str
     names = unreviewed(argv)
     if not names:
         return {}, []
-    parser, fields = megatrons_parser(), _fields_of_layers()
+    parser, fields = _megatrons_parser(), _fields_of_layers()
     own = parser._option_string_actions
     found: dict[str, str] = {}
     for flag in names:
@@ -217,7 +217,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
     """The fields of a built model's config that are set, and of which nobody looked at what they do to
     plans; of a class of one's own, its further fields whatever their defaults.
     """
-    own, layers = megatrons_parser()._option_string_actions, _fields_of_layers()
+    own, layers = _megatrons_parser()._option_string_actions, _fields_of_layers()
     known = {action.dest for flag, action in own.items() if flag.lstrip("-") in record().reviewed}
     known.update(record().fields.split())
     found: dict[str, str] = {}
@@ -229,7 +229,7 @@ def unknown_fields(config: Any) -> dict[str, str]:
     return found
 
 
-def megatrons_parser() -> argparse.ArgumentParser:
+def _megatrons_parser() -> argparse.ArgumentParser:
     """The parser of Megatron's own flags, without a script's."""
     from megatron.training.arguments import add_megatron_arguments
 

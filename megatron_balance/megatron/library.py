@@ -222,7 +222,7 @@ def balance(
     reasons = [*model_reasons(chunks), *flags.reasons(args), *flags.reasons(args, "own_loop")]
     reasons += [*log_reasons(args, run), *way_reasons(args, run)]
     unknown = flags.unknown_fields(model_config)
-    said = refusal("the model's config", unknown, run.accept, f"'accept: {{}}' in {run.source}")
+    said = refusal("the model's config", unknown, run.accept, f"accept: {{}} in {run.source}")
     reasons += [] if said is None else [said]
     if reasons:
         raise ConfigError("; ".join(reasons))

@@ -352,7 +352,10 @@ def test_an_unknown_flag_that_may_change_the_model_is_refused_unless_accepted(
     ):
         pytest.fail("the block must not run")
     refused = why is not None and not accepted
-    assert (f"flags: {why}" in str(ended.value), f"'accept: ['{words[0]}']'" in str(ended.value)) == (refused, refused)
+    assert (f"flags: {why}" in str(ended.value), f"accept: ['{words[0]}'] in {config}" in str(ended.value)) == (
+        refused,
+        refused,
+    )
     assert (words[0] in str(ended.value)) == refused
     repeated = f"flags: accepted, though losses and plans may be wrong: {words[0]}: " in caplog.text
     assert repeated == (why is not None and accepted)
