@@ -41,7 +41,7 @@ GONE: Mapping[str, str] = {
     "RemapChoice.sides": "both sides of a rank's link count; leave it out",
     "RemapChoice.solver: ortools": "OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
 }
-"""What files of before may have, by class and key (and value): what to write instead."""
+"""Sentences on what files of before may have, by class and key (and value): what to write instead."""
 
 
 class _Loader(yaml.SafeLoader):

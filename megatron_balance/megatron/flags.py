@@ -35,7 +35,7 @@ Way: TypeAlias = Literal[
 
 
 class FlagRule(BaseModel):
-    """What becomes of some flags; the head of the YAML says what the fields are."""
+    """The rule of some flags; the head of the YAML says what the fields are."""
 
     model_config = STRICT
 
@@ -146,7 +146,7 @@ def reasons(args: object, way: Way | None = None) -> list[str]:
 
 
 def sentences(args: object, way: Way | None = None) -> list[str]:
-    """What the log tells of arguments that work, and otherwise than one may think; `way`: besides."""
+    """Sentences for the log, of arguments that work otherwise than one may think; `way`: besides."""
     return [rule.told(args) for rule in record().told if (not rule.ways or way in rule.ways) and rule.holds(args)]
 
 
