@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
+from megatron_balance.ir.layers import RemapWhen, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.model_config import NAMES, pretrained
@@ -77,10 +77,6 @@ class RemapChoice(BaseModel):
     """Always, or where it saves time."""
     solver: Solver = "exact"
     """Finds the moves; all solvers find equally good ones."""
-    objective: Objective = "bottleneck"
-    """Least seconds of the busiest rank, or fewest seconds of all together."""
-    sides: Sides = "both"
-    """Sides of a rank's link that count."""
 
 
 class CommunicationChoice(BaseModel):
@@ -224,7 +220,7 @@ class RunConfig(BaseModel):
     never; or keys when, pieces (of a transfer on each NIC). Default: the planner's own."""
     remap: bool | RemapChoice | None = None
     """Whether to balance tokens outside attention: true, false, or keys when (always, pays),
-    solver, objective, sides. Default: the planner's own."""
+    solver. Default: the planner's own."""
     once_per_node: bool | None = None
     """Whether rows that several ranks of a node need cross its NICs once, where that pays: of
     tasks that are dispatched, and of head exchanges. Default: the planner's own."""
@@ -276,6 +272,9 @@ class RunConfig(BaseModel):
     self_check: bool = False
     """Before the first training step, compare the loss of a tiny batch with a plan and without; end
     where they differ by more than rounding. Megatron only."""
+    accept: list[str] = []
+    """Flags of Megatron, or fields of a model's config, that nobody here has looked at and that you
+    answer for: the message that refuses them lists them. Megatron only."""
     accepted_data: str = ""
     """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
     on in others: the message that refuses to resume says it."""

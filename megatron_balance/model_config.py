@@ -258,16 +258,31 @@ def check(config: object, accept: Collection[str] = ()) -> None:
     """
     if isinstance(accept, str):
         raise ConfigError(f"accept: expected a list of names such as [{accept!r}], got {accept!r}")
-    found = unproved(config)
+    said = refusal(_title(config), unproved(config), accept, "accept={}, on the command line --accept,")
+    if said is not None:
+        raise ConfigError(said)
+
+
+def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: str) -> str | None:
+    """Why a model is refused of which nobody knows whether plans compute it; None: all was accepted,
+    and the log repeats it.
+
+    Every way into the product that takes a model asks here.
+
+    Args:
+        title: of what holds the names.
+        found: names that are not known, and why each matters.
+        accept: names to go on with.
+        how: to accept, with braces where the list of names goes.
+    """
     refused = {name: why for name, why in found.items() if name not in accept}
     if refused:
-        raise ConfigError(
-            f"{_title(config)}: {'; '.join(f'{name}: {why}' for name, why in refused.items())}. Losses may be wrong; "
-            f"accept={list(refused)}, on the command line --accept, goes on nonetheless"
-        )
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        return f"{title}: {reasons}. Losses may be wrong; {how.format(list(refused))} goes on nonetheless"
     if found:
         reasons = "; ".join(f"{name}: {why}" for name, why in found.items())
-        log.warning("%s: accepted, though losses and plans may be wrong: %s", _title(config), reasons)
+        log.warning("%s: accepted, though losses and plans may be wrong: %s", title, reasons)
+    return None
 
 
 def unproved(config: object) -> dict[str, str]:

@@ -36,6 +36,14 @@ MOST_NODES = 100_000
 """Keys and values of a YAML text, each alias counted as all that it stands for."""
 
 
+GONE: Mapping[str, str] = {
+    "RemapChoice.objective": "the moves make both objectives least at once; leave it out",
+    "RemapChoice.sides": "both sides of a rank's link count; leave it out",
+    "RemapChoice.solver: ortools": "OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
+}
+"""Sentences on what files of before may have, by class and key (and value): what to write instead."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are
     booleans (YAML 1.2).
@@ -188,6 +196,9 @@ def validated(
     except ValidationError as failure:
         error = failure.errors(include_url=False)[0]
     path = [str(part) for part in error["loc"] if not _is_union_tag(part)]
+    gone = f"{model.__name__}.{'.'.join(path)}"
+    if instead := GONE.get(gone) or GONE.get(f"{gone}: {error['input']}"):
+        raise ConfigError(f"{source}: {joined(where, *path)}: {instead}")
     inner = _known_at(model, path[:-1]) if len(path) > 1 else list(known)
     raise ConfigError(f"{source}: {joined(where, *path)}: {_explain(error, path[-1] if path else '', inner)}")
 

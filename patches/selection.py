@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_balance.megatron import cpu
-from megatron_balance.megatron.arguments import balances_by_sample
+from megatron_balance.megatron.flags import balances_by_sample
 from megatron_balance.patches import (
     Patch,
     arguments,

@@ -317,7 +317,7 @@ def add_modelopt_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
     """The reasons why a command line does not start, and those why its own data set has to stay."""
-    from megatron_balance.megatron.arguments import REFUSALS, reasons_in
+    from megatron_balance.megatron import flags
     from megatron_balance.megatron.corpora import data_reasons
     from megatron_balance.megatron.documents import names_corpus
 
@@ -331,7 +331,7 @@ def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[
         return [f"Megatron's parser: a flag does not take {error}"], []
     if unknown:
         return [f"Megatron's parser: unknown {next(word for word in unknown if word.startswith('--'))}"], []
-    found = reasons_in(REFUSALS, args)
+    found = flags.reasons(args)
     # Validation sets what the parser leaves out: the default of Megatron's own script.
     args.dataloader_type = args.dataloader_type or "single"
     return found, data_reasons(cast(Any, args)) if names_corpus(args) else []
@@ -347,7 +347,7 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_balance.megatron.arguments import add_balance_arguments
-    from megatron_balance.megatron.reviewed_flags import unreviewed
+    from megatron_balance.megatron.flags import unreviewed
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser = add_modelopt_arguments(add_balance_arguments(add_megatron_arguments(parser)))

@@ -316,7 +316,6 @@ def _optional() -> list[Check]:
         _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
         _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
         _package("highs", "scipy", "optional", "pip install 'megatron-balance[highs]'"),
-        _package("or-tools", "ortools", "optional", "pip install 'megatron-balance[ortools]'"),
         _package("plotly", "plotly", "optional", "pip install 'megatron-balance[report]'"),
         _package("pyarrow", "pyarrow", "optional", "pip install 'megatron-balance[data]'"),
         *(

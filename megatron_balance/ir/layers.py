@@ -13,9 +13,7 @@ from megatron_balance.errors import ConfigError
 
 When: TypeAlias = Literal["always", "pays", "never"]
 RemapWhen: TypeAlias = Literal["always", "pays"]
-Objective: TypeAlias = Literal["bottleneck", "total"]
-Sides: TypeAlias = Literal["send", "both"]
-MilpSolver: TypeAlias = Literal["gurobi", "highs", "ortools"]
+MilpSolver: TypeAlias = Literal["gurobi", "highs"]
 Solver: TypeAlias = Literal["exact", MilpSolver]
 
 
@@ -25,8 +23,8 @@ class Layers:
 
     `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC.
     `remap`: balance tokens outside attention, `remap_when` always or where that saves time;
-    `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`: token counts outside
-    attention are multiples of this (the tensor-parallel size). `once_per_node`: task tables and
+    `solver` as in `solvers.remap.solve`. `align`: token counts outside attention are multiples of
+    this (the tensor-parallel size). `once_per_node`: task tables and
     head exchanges send rows that several ranks of a node need once, where that pays
     (`patterns.dispatch_once`, `patterns.head_exchange_once`).
     """
@@ -35,8 +33,6 @@ class Layers:
     remap: bool = False
     remap_when: RemapWhen = "always"
     solver: Solver = "exact"
-    objective: Objective = "bottleneck"
-    sides: Sides = "both"
     align: int = 1
     pieces: int = 1
     once_per_node: bool = False

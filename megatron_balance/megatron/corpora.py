@@ -11,6 +11,7 @@ import numpy as np
 from megatron.core.datasets.utils import Split
 
 from megatron_balance.errors import BalanceError, ConfigError
+from megatron_balance.megatron import flags
 from megatron_balance.workloads.blend import shares
 from megatron_balance.workloads.documents import split_documents
 from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
@@ -122,26 +123,7 @@ def open_corpus(prefix: str, args: DataArguments) -> Corpus:
 
 def data_reasons(args: DataArguments) -> list[str]:
     """The reasons why whole documents cannot be read under these arguments; empty: they can."""
-    reasons: list[str] = []
-    if args.dataloader_type != "single":
-        reasons.append(
-            f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; "
-            "use single"
-        )
-    if getattr(args, "phase_transition_iterations", None):
-        reasons.append(
-            "--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one"
-        )
-    if getattr(args, "fim_data", False):
-        reasons.append(
-            "--fim-data rearranges documents, and whole documents are delivered as they are; set 'data: script'"
-        )
-    for flag in ("sft", "use_varlen_dataset"):
-        if getattr(args, flag, False):
-            reasons.append(
-                f"--{flag.replace('_', '-')} reads conversations, and whole documents come from a corpus of tokens; "
-                "set 'data: script'"
-            )
+    reasons = flags.reasons(args, "documents")
     if not any(getattr(args, name, None) for name in CORPUS_OPTIONS) and not reasons:
         reasons.append(
             "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
-from megatron_balance.megatron import environment
-from megatron_balance.megatron.arguments import RANDOM, check_arguments, device_of, leave_out, reasons_in, says_fp16
-from megatron_balance.megatron.reviewed_flags import unreviewed
+from megatron_balance.megatron import environment, flags
+from megatron_balance.megatron.arguments import check_arguments, device_of
+from megatron_balance.model_config import refusal
 from megatron_balance.patches import Patch, applied, fault_of
 
 log = logging.getLogger(__name__)
@@ -88,22 +88,17 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
             "megatron_balance.launch"
         )
     reasons += log_reasons(args, config)
-    if (args.save_activations_interval or args.save_dgrads_interval) and not te_available():
-        reasons.append(
-            "--save-activations-interval and --save-dgrads-interval: Megatron looks for Transformer Engine's layers, "
-            "and there is none here, so the first such step would end in an error; leave them out"
-        )
+    if not te_available():
+        reasons += flags.reasons(args, "no_te")
+    unknown, others = flags.unknown(args, sys.argv[1:])
+    said = refusal("flags", unknown, config.accept, f"accept: {{}} in {config.source}")
+    reasons += [] if said is None else [said]
     of_way = way_reasons(args, config)
     patches = () if of_way else _patches_of(args, config)
     fault = fault_of(patches, config.accepted_sources, config.source)
     check_arguments(args, [*reasons, *of_way, *([] if fault is None else [fault])])
-    _say_what_was_set(args, cfg_container)
+    _say_what_was_set(args, cfg_container, others)
     give_layer_spec(cfg_container)
-    if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
-        log.warning(
-            "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
-            "attention keeps no score matrix here, so --recompute-modules without core_attn saves the traffic"
-        )
     log.info(
         "planner %s from %s; the forward step is megatron_balance's, with loss per token",
         config.planner.name,
@@ -128,37 +123,18 @@ def _patches_of(args: Any, config: Any) -> tuple[Patch, ...]:
     )
 
 
-def _say_what_was_set(args: Any, cfg_container: Any) -> None:
-    """Set what plans need and no flag of the script's can want otherwise; the log says so."""
-    if "--calculate-per-token-loss" not in sys.argv:
-        log.warning("--calculate-per-token-loss was set: ranks hold unequal numbers of tokens")
-    if not any(word.startswith("--attention-dropout") for word in sys.argv):
-        log.warning("--attention-dropout was set to 0, Megatron's default is 0.1: planned attention drops nothing")
-    if args.num_experts is not None and not any(word.startswith("--moe-token-dispatcher-type") for word in sys.argv):
-        log.warning("--moe-token-dispatcher-type was set to alltoall: allgather needs equal numbers of tokens")
-    ddp = getattr(cfg_container, "ddp", None)
+def _say_what_was_set(args: Any, cfg_container: Any, unknown: Sequence[str]) -> None:
+    """Set what plans need and no flag of the script's can want otherwise; the log says so, and which
+    of the script's own flags nobody looked at.
+    """
     transformer = getattr(getattr(cfg_container, "model", None), "transformer", None)
-    configs = (transformer, ddp, getattr(cfg_container, "optimizer", None))
-    for sentence in leave_out(args, [each for each in configs if each is not None]):
-        log.warning("%s", sentence)
-    if args.ddp_average_in_collective:
-        log.warning("--ddp-average-in-collective was left out: a loss per token is summed, then divided")
-        args.ddp_average_in_collective = False
-        if ddp is not None:
-            ddp.average_in_collective = False
-    if (told := says_fp16(args)) is not None:
-        log.warning("%s", told)
-    unknown = unreviewed(sys.argv[1:])
+    configs = (transformer, getattr(cfg_container, "ddp", None), getattr(cfg_container, "optimizer", None))
+    told = flags.defaulted(args, sys.argv[1:])
+    told += flags.leave_out(args, [each for each in configs if each is not None])
     if unknown:
-        log.warning(
-            "flags of which nobody looked at what they do to plans (the script's own, or of a Megatron that was not "
-            "reviewed): %s",
-            ", ".join(unknown),
-        )
-    for drawn in reasons_in(RANDOM, args):
-        log.warning(
-            "%s at random by where a token lies, so losses differ between plans; leave it out to compare", drawn
-        )
+        told.append(f"flags of the script's own, of which nobody looked at what they do to plans: {', '.join(unknown)}")
+    for sentence in (*told, *flags.sentences(args, "command_line")):
+        log.warning("%s", sentence)
 
 
 def _absolute(cluster: str) -> str:

@@ -8,8 +8,7 @@ checkpoints are the same.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import reasons_in
 from megatron_balance.megatron.tokens import job_device
-
-REASONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda args: not args.multi_latent_attention,
-        "latent_kv: true goes with --multi-latent-attention; leave it out",
-    ),
-    (
-        lambda args: args.recompute_granularity == "selective" and "mla_up_proj" in (args.recompute_modules or ()),
-        "--recompute-modules mla_up_proj recomputes what 'latent_kv: true' does not keep; leave it out",
-    ),
-    (
-        lambda args: args.fp8 is not None,
-        "latent_kv: true makes keys and values of latents in bf16 only, and --fp8-format is given; leave one out",
-    ),
-    (
-        lambda args: args.softmax_type not in (None, "vanilla"),
-        "latent_kv: true has no attention sinks; leave out --softmax-type, or latent_kv",
-    ),
-)
 
 
 class Latent(NamedTuple):
@@ -51,11 +30,6 @@ class Latent(NamedTuple):
 
     rows: torch.Tensor
     weight: torch.Tensor
-
-
-def flag_reasons(args: argparse.Namespace) -> list[str]:
-    """Reasons of Megatron's flags why latents cannot travel."""
-    return reasons_in(REASONS, args)
 
 
 def run_reasons(*, joint: bool, nano_batches: bool, candidates: bool, self_check: bool, parts_heads: bool) -> list[str]:

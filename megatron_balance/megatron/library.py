@@ -24,8 +24,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.megatron import session
-from megatron_balance.megatron.arguments import REFUSALS, leave_out, reasons_in
+from megatron_balance.megatron import flags, session
 from megatron_balance.megatron.core_attention import give_core_attention
 from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
@@ -33,6 +32,7 @@ from megatron_balance.megatron.forward_step import LOSS
 from megatron_balance.megatron.log import log_reasons
 from megatron_balance.megatron.sub_sequences import BOUNDARIES, COLUMNS
 from megatron_balance.megatron.ways import way_reasons
+from megatron_balance.model_config import refusal
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
 from megatron_balance.planning.run import Run, load_config
@@ -40,32 +40,15 @@ from megatron_balance.training.log import ScalarWriter
 
 log = logging.getLogger(__name__)
 
-NAMES = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit", "fp8_format": "fp8"}
+NAMES = {
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "fp8_format": "fp8",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
 """Options of Megatron's command line by another name than in its `TransformerConfig`."""
 Batch = Mapping[str, torch.Tensor]
-
-BUILT: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
-        "moe_token_dispatcher_type allgather (Megatron's default) needs equal numbers of tokens on all ranks; build "
-        "the model with alltoall",
-    ),
-    (
-        lambda args: args.cuda_graph_impl == "local" or bool(args.enable_cuda_graph),
-        "cuda_graph_impl local replays fixed shapes and addresses, and plans change every step; build the model with "
-        "'none'",
-    ),
-    (
-        lambda args: bool(args.tp_comm_overlap),
-        "tp_comm_overlap: its buffers are for one fixed number of tokens; build the model without it",
-    ),
-    (
-        lambda args: bool(args.delay_wgrad_compute),
-        "delay_wgrad_compute leaves gradients of weights to a schedule that runs layers out of order, which plans do "
-        "not; build the model without it",
-    ),
-)
-"""Options that layers took when they were built, so that nothing switches them off now."""
 
 UNREAD: dict[str, Callable[[Run], bool]] = {
     "data": lambda run: run.data == "documents",
@@ -236,11 +219,15 @@ def balance(
     args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = check_for_nan_in_loss, check_for_spiky_loss
     args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
     args.balance_log = None if log_folder is None else str(log_folder)
-    reasons = [*model_reasons(chunks), *reasons_in((*REFUSALS, *BUILT), args)]
+    reasons = [*model_reasons(chunks), *flags.reasons(args), *flags.reasons(args, "own_loop")]
     reasons += [*log_reasons(args, run), *way_reasons(args, run)]
+    unknown = flags.unknown_fields(model_config)
+    said = refusal("the model's config", unknown, run.accept, f"accept: {{}} in {run.source}")
+    reasons += [] if said is None else [said]
     if reasons:
         raise ConfigError("; ".join(reasons))
-    for sentence in [*unread_keys(run), *leave_out(args, [model_config]), *notes(model_config, run)]:
+    told = [*unread_keys(run), *flags.leave_out(args, [model_config]), told_of(run), *flags.sentences(args)]
+    for sentence in told:
         log.log(logging.WARNING if args.rank == 0 else logging.DEBUG, "%s", sentence)
     for chunk in chunks:
         give_core_attention(chunk)
@@ -254,17 +241,13 @@ def unread_keys(run: Run) -> list[str]:
     return [f"{run.source}: {', '.join(unread)}: not looked at, since the loop reads its own samples"] if unread else []
 
 
-def notes(model_config: Any, run: Run) -> list[str]:
-    """Sentences about what a loop may take for granted, and is otherwise with plans."""
+def told_of(run: Run) -> str:
+    """The sentence about what a loop may take for granted, and is otherwise with plans."""
     assert run.planner is not None, "checked"
-    told = (
+    return (
         f"planner {run.planner.name} from {run.source}: the forward step and the loss, per token, are "
         "megatron_balance's; those that the loop hands over are not called"
     )
-    if not model_config.hidden_dropout:
-        return [told]
-    dropout = f"hidden_dropout {model_config.hidden_dropout}: what is dropped depends on where a token lies"
-    return [told, f"{dropout}, so losses differ between plans"]
 
 
 def model_reasons(chunks: Sequence[Any]) -> list[str]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_balance.analysis.layer_runs import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import flags
 from megatron_balance.megatron.core_attention import held_number, padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.masks import mask_of, sink_of
 from megatron_balance.megatron.packed import BalancedSeqParams
@@ -40,61 +41,6 @@ from megatron_balance.planning.run import Run
 from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)
-
-RECOMPUTED = frozenset({"mlp", "moe_act", "shared_experts"})
-"""Modules of `--recompute-modules` that lie within one linear step and in no joint loss."""
-
-Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
-
-REFUSALS: tuple[Refusal, ...] = (
-    (
-        lambda args: (
-            args.recompute_granularity == "selective"
-            and not set(args.recompute_modules or ("core_attn",)) <= RECOMPUTED
-        ),
-        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; "
-        "name them by "
-        "--recompute-modules, or recompute whole layers (full)",
-    ),
-    (
-        lambda args: bool(args.distribute_saved_activations),
-        "--distribute-saved-activations splits what a checkpoint of one batch saves",
-    ),
-    (
-        lambda args: args.fp8 is not None or args.fp4 is not None,
-        "--fp8-format and --fp4-format quantise layer by layer, not nano-batch by nano-batch",
-    ),
-    (
-        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type != "alltoall",
-        "--moe-token-dispatcher-type flex has not been tried with two nano-batches under way; use alltoall",
-    ),
-    (
-        lambda args: bool(getattr(args, "moe_enable_routing_replay", False)),
-        "moe_enable_routing_replay replays one routing a layer and microbatch; leave it out",
-    ),
-    (
-        lambda args: args.num_experts is not None and args.moe_router_load_balancing_type == "sinkhorn",
-        "--moe-router-load-balancing-type sinkhorn routes all rows of a microbatch at once",
-    ),
-    (
-        lambda args: bool(args.mtp_num_layers),
-        "--mtp-num-layers has layers outside the block in which nano-batches take turns",
-    ),
-    (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
-    (
-        lambda args: bool(args.attention_output_gate or getattr(args, "head_wise_attn_gate", False)),
-        "--attention-output-gate and --head-wise-attn-gate are computed with the queries and used behind attention",
-    ),
-    (
-        lambda args: bool(getattr(args, "moe_n_hash_layers", 0)),
-        "--moe-n-hash-layers routes by the ids of tokens, which are not split between nano-batches",
-    ),
-    (
-        lambda args: bool(getattr(args, "overlap_dispatch_backward_with_experts_wgrad", False)),
-        "--overlap-dispatch-backward-with-experts-wgrad puts a layer's weight gradients off, for one batch",
-    ),
-    (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training splits the batch another time"),
-)
 
 
 def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool:
@@ -108,7 +54,7 @@ def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool
     """
     if config.ping_pong is False or config.planner is None:
         return False
-    reasons = [reason for refused, reason in REFUSALS if refused(args)]
+    reasons = flags.reasons(args, "ping_pong")
     if config.ping_pong == "auto":
         if not config.planner.planner.ping_pong:
             return False

@@ -26,9 +26,10 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import carry, core_attention, latent, machine, memory, ping_pong, rope, router
-from megatron_balance.megatron.arguments import averages_evaluation, balances_by_sample, row_multiple
+from megatron_balance.megatron.arguments import row_multiple
 from megatron_balance.megatron.changes import Changes
 from megatron_balance.megatron.data import Documents, num_columns
+from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample
 from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.masks import masks_of

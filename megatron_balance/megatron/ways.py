@@ -6,19 +6,14 @@ between, latents that travel.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import lcm
 
 from megatron_balance.analysis.change import Layouts
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import latent, ping_pong
-from megatron_balance.megatron.arguments import averages_evaluation, balances_by_sample
-from megatron_balance.megatron.way_arguments import (
-    check_joint_arguments,
-    check_pipeline_arguments,
-    check_strategy_arguments,
-)
+from megatron_balance.megatron import flags, latent, ping_pong
 from megatron_balance.planning import choice
 from megatron_balance.planning.run import Run
 
@@ -39,7 +34,7 @@ def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
         except ConfigError as error:
             reasons.append(str(error))
     if config.latent_kv is True:
-        reasons += latent.flag_reasons(args) if reasons else latent_reasons(args, config)
+        reasons += flags.reasons(args, "latent_kv") if reasons else latent_reasons(args, config)
     return list(dict.fromkeys(reasons))
 
 
@@ -98,7 +93,7 @@ def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:
         self_check=config.self_check,
         parts_heads=parts is not None and chosen is not None and parts(chosen.options),
     )
-    return [*latent.flag_reasons(args), *of_way]
+    return [*flags.reasons(args, "latent_kv"), *of_way]
 
 
 def check_samples(args: argparse.Namespace, config: Run) -> None:
@@ -109,13 +104,7 @@ def check_samples(args: argparse.Namespace, config: Run) -> None:
     """
     if config.planner is None or config.planner.planner.plan_step is None:
         return
-    reasons: list[str] = []
-    if balances_by_sample(args):
-        reasons.append(
-            "--moe-router-load-balancing-type seq_aux_loss is a loss of the samples of a microbatch; use aux_loss"
-        )
-    if averages_evaluation(args):
-        reasons.append("--sft averages evaluation over microbatches as they are read; set --eval-iters 0")
+    reasons = flags.reasons(args, "microbatches")
     if reasons:
         raise ConfigError(
             f"planner {config.planner.name} makes microbatches of its own, and {'; '.join(reasons)}, or use another "
@@ -133,7 +122,8 @@ def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
         return False
     if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
         return False
-    check_joint_arguments(args)
+    if reasons := flags.reasons(args, "joint"):
+        raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
     return True
 
 
@@ -145,7 +135,8 @@ def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
     """
     if config.planner is None or not config.planner.planner.pipelines:
         return False
-    check_pipeline_arguments(args, config.planner.name)
+    if reasons := flags.reasons(args, "pipelines"):
+        raise ConfigError(f"planner {config.planner.name}: {'; '.join(reasons)}")
     return True
 
 
@@ -167,8 +158,49 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
     named = tuple(dict.fromkeys(chosen.planner.strategies(chosen.options)))
     if not named or named == (layout,):
         return ()
-    check_strategy_arguments(args, named)
+    check_strategies(args, named)
     return named
+
+
+def check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
+    """Reject arguments and strategies with which training cannot change from step to step.
+
+    Raises:
+        ConfigError: names every flag that cannot work, and of each strategy what does not divide.
+    """
+    reasons = flags.reasons(args, "strategies")
+    for strategy in strategies:
+        reasons += [f"{strategy}: {reason}" for reason in _not_cut(args, strategy)]
+    if reasons:
+        raise ConfigError(f"strategies: {'; '.join(reasons)}")
+
+
+def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
+    """The reasons why the ranks or the model cannot be cut by a strategy."""
+    reasons: list[str] = []
+    if strategy.num_ranks > args.world_size:
+        reasons.append(f"takes {strategy.num_ranks} ranks, and there are {args.world_size}; use fewer or smaller ones")
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    counts = (
+        (args.num_attention_heads, "attention heads (--num-attention-heads)"),
+        (groups, "query groups (--num-query-groups)"),
+        (args.ffn_hidden_size, "the FFN's size (--ffn-hidden-size)"),
+    )
+    for scheme in dict.fromkeys(strategy.pipelines):
+        reasons += [
+            f"TP {scheme.tensor} does not divide {count}, {what}" for count, what in counts if count % scheme.tensor
+        ]
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        padded = args.padded_vocab_size or -(-(args.vocab_size or 0) // multiple) * multiple
+        if padded % scheme.tensor:
+            wanted = lcm(args.make_vocab_size_divisible_by, scheme.tensor)
+            reasons.append(
+                f"TP {scheme.tensor} does not divide the padded vocabulary, {padded}; pad it with "
+                f"--make-vocab-size-divisible-by {wanted}"
+            )
+        if args.num_layers % scheme.pipeline:
+            reasons.append(f"PP {scheme.pipeline} does not divide the {args.num_layers} layers (--num-layers)")
+    return reasons
 
 
 def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:

@@ -42,14 +42,13 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
-from megatron_balance.solvers.fixed_packing import NoSolverError
 from megatron_balance.solvers.groups import arrange, sizes
+from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 from megatron_balance.solvers.placed import Frame
 from megatron_balance.solvers.sized_groups import (
     Groups,
     GroupsProblem,
     Limits,
-    NoBetterAnswerError,
     TooLargeError,
     greedy,
     improve,
@@ -193,7 +192,7 @@ class _GroupSeconds:
                 return improve(problem, chosen, limits)
             except NoSolverError as error:
                 _warn_once(str(error))
-            except NoBetterAnswerError as error:
+            except NoAnswerError as error:
                 level = logging.INFO if isinstance(error, TooLargeError) else logging.DEBUG
                 log.log(level, "flexsp: the greedy answer stands: %s", error)
         return chosen

@@ -255,9 +255,7 @@ def choose_layers(
     if not remapping:
         return dataclasses.replace(layers, remap=False, remap_when="always")
     how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
-    return dataclasses.replace(
-        layers, remap=True, remap_when=how.when, solver=how.solver, objective=how.objective, sides=how.sides
-    )
+    return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver)
 
 
 def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:

@@ -126,8 +126,6 @@ def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Row
         intra_s=_bandwidth_s(cost, cluster, inter_node=False),
         inter_s=_bandwidth_s(cost, cluster, inter_node=True),
         align=layers.align,
-        objective=layers.objective,
-        sides=layers.sides,
         solver=layers.solver,
     )
     return as_rows(solved.moves)

@@ -65,7 +65,7 @@ def resolved(config: Run) -> dict[str, Any]:
     if planner is not None:
         sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
         layers = planner.layers
-        how = RemapChoice(when=layers.remap_when, solver=layers.solver, objective=layers.objective, sides=layers.sides)
+        how = RemapChoice(when=layers.remap_when, solver=layers.solver)
         sections["routing"] = RoutingChoice(when=layers.routing, pieces=layers.pieces).model_dump()
         sections["remap"] = how.model_dump() if layers.remap else False
         sections["once_per_node"] = layers.once_per_node

@@ -10,16 +10,14 @@ equations count it (the authors' code does not).
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.solvers import makespan
+from megatron_balance.solvers import makespan, milp
 from megatron_balance.solvers.machines import NOT_HELD, Floats, MachinesProblem
 from megatron_balance.solvers.makespan_bound import lower_bound
 
@@ -179,7 +177,7 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
-        ConfigError: SciPy is missing.
+        milp.NoSolverError: SciPy is missing.
     """
     known = dispatch(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
@@ -196,7 +194,6 @@ def _solved(problem: MachinesProblem, node_limit: int) -> list[int] | None:
     Columns: item by machine; then of each machine its largest item and whether it has any; last the
     seconds of the slowest.
     """
-    optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     work = problem.work[problem.kind]
     machines, items = problem.num_machines, problem.num_items
     able = work < NOT_HELD
@@ -205,44 +202,24 @@ def _solved(problem: MachinesProblem, node_limit: int) -> list[int] | None:
     cells, end = machines * items, machines * (items + 2)
     row = np.repeat(np.arange(machines), items)
     cell, item = np.arange(cells), np.tile(np.arange(items), machines)
-    of, has = cells + np.arange(machines), cells + machines + np.arange(machines)
-    once = sparse.csr_array((np.ones(cells), (item, cell)), shape=(items, end + 1))
-
-    def rows(*terms: tuple[Any, Any, Any], count: int) -> Any:
-        values, at, column = (np.concatenate([np.broadcast_to(t[k], t[1].shape) for t in terms]) for k in range(3))
-        return sparse.csr_array((values, (at, column)), shape=(count, end + 1))
-
     every = np.arange(machines)
-    load = rows(
-        (work.ravel(), row, cell),
-        (problem.behind, every, of),
-        (problem.start_s / scale, every, has),
-        (-1.0, every, np.full(machines, end)),
-        count=machines,
+    of, has = cells + every, cells + machines + every
+    rows = milp.Constraints()
+    rows.add(items, 1.0, 1.0, (item, cell, 1.0))
+    rows.add(
+        *(machines, -np.inf, 0.0, (row, cell, work.ravel()), (every, of, problem.behind)),
+        *((every, has, problem.start_s / scale), (every, np.full(machines, end), -1.0)),
     )
-    largest = rows((work.ravel(), cell, cell), (-1.0, cell, of[row]), count=cells)
-    any_ = rows((1.0, cell, cell), (-1.0, cell, has[row]), count=cells)
+    rows.add(cells, -np.inf, 0.0, (cell, cell, work.ravel()), (cell, of[row], -1.0))
+    rows.add(cells, -np.inf, 0.0, (cell, cell, 1.0), (cell, has[row], -1.0))
+    column = np.arange(end + 1)
     upper = np.concatenate([able.ravel().astype(np.float64), np.full(2 * machines + 1, np.inf)])
-    result = optimize.milp(
-        np.append(np.zeros(end), 1.0),
-        integrality=np.append(np.ones(cells), np.zeros(2 * machines + 1)),
-        bounds=optimize.Bounds(0.0, upper),
-        constraints=[
-            optimize.LinearConstraint(once, 1.0, 1.0),
-            *(optimize.LinearConstraint(each, -np.inf, 0.0) for each in (load, largest, any_)),
-        ],
-        options={"node_limit": node_limit, "mip_rel_gap": 1e-4},
-    )
-    if result.x is None:
-        return None
-    return result.x[:cells].reshape(machines, items).argmax(axis=0).tolist()
-
-
-def _library(name: str) -> Any:
+    program = rows.program((column == end).astype(np.float64), column < cells, upper)
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"dispatch by integer program needs SciPy ({error}); leave it to dispatch") from error
+        values = milp.solve(program, node_limit, gap=1e-4)
+    except milp.NoAnswerError:
+        return None
+    return values[:cells].reshape(machines, items).argmax(axis=0).tolist()
 
 
 def _check(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> None:

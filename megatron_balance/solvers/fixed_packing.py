@@ -9,17 +9,13 @@ seconds.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import Any
 
 import numpy as np
 
-
-class NoSolverError(Exception):
-    """The solver is not installed; the message says what to do."""
+from megatron_balance.solvers import milp
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +64,9 @@ def improve(problem: PackingProblem, bins: Sequence[int | None], node_limit: int
     An answer that holds all items is better than one that leaves some out.
 
     Raises:
-        NoSolverError: SciPy is missing.
+        milp.NoSolverError: SciPy is missing.
     """
-    if not problem.sizes:
-        return list(bins)
-    found = _solve(problem, node_limit)
+    found = _solve(problem, node_limit) if problem.sizes else None
     if found is None:
         return list(bins)
     if None in bins or problem.largest(found) < problem.largest(bins):
@@ -82,44 +76,24 @@ def improve(problem: PackingProblem, bins: Sequence[int | None], node_limit: int
 
 def _solve(problem: PackingProblem, node_limit: int) -> list[int] | None:
     """Bins of an answer to Eq. 1, the best that was found; None: none was found."""
-    optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     sizes = np.array(problem.sizes, dtype=np.float64)
     count, bins = len(sizes), problem.num_bins
     item, at = (grid.ravel() for grid in np.meshgrid(np.arange(count), np.arange(bins), indexing="ij"))
     works = np.array(problem.works, dtype=np.float64)
     works /= works.max()  # in units of the largest item, so that all numbers are about 1
-    each = np.arange(count * bins)
-    once = sparse.csr_array((np.ones(len(each)), (item, each)), shape=(count, len(each) + 1))
-    room = sparse.csr_array((sizes[item] / problem.capacity, (at, each)), shape=(bins, len(each) + 1))
-    rows = np.concatenate([at, np.arange(bins)])
-    columns = np.concatenate([each, np.full(bins, len(each))])
-    load = sparse.csr_array(
-        (np.concatenate([works[item], np.full(bins, -1.0)]), (rows, columns)), shape=(bins, len(each) + 1)
-    )
+    # Columns: item by bin, whether it is there; last the most work of a bin.
+    each, every, most = np.arange(count * bins), np.arange(bins), np.full(bins, count * bins)
+    rows = milp.Constraints()
+    rows.add(count, 1.0, 1.0, (item, each, 1.0))
+    rows.add(bins, -np.inf, 1.0, (at, each, sizes[item] / problem.capacity))
+    rows.add(bins, -np.inf, 0.0, (at, each, works[item]), (every, most, -1.0))
     # Bins are alike: item i goes into one of the first i + 1.
     upper = np.append(np.where(at <= item, 1.0, 0.0), np.inf)
-    result = optimize.milp(
-        np.append(np.zeros(len(each)), 1.0),
-        integrality=np.append(np.ones(len(each)), 0),
-        bounds=optimize.Bounds(0.0, upper),
-        constraints=[
-            optimize.LinearConstraint(once, 1.0, 1.0),
-            optimize.LinearConstraint(room, -np.inf, 1.0),
-            optimize.LinearConstraint(load, -np.inf, 0.0),
-        ],
-        options={"node_limit": node_limit, "mip_rel_gap": 0.0},
-    )
-    if result.x is None:
+    is_most = np.arange(count * bins + 1) == count * bins
+    try:
+        values = milp.solve(rows.program(is_most.astype(np.float64), ~is_most, upper), node_limit)
+    except milp.NoAnswerError:
         return None
-    chosen = result.x[:-1].reshape(count, bins).argmax(axis=1)
+    chosen = values[:-1].reshape(count, bins).argmax(axis=1)
     held = np.bincount(chosen, weights=sizes, minlength=bins)
     return None if held.max() > problem.capacity else chosen.tolist()
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise NoSolverError(
-            f"packing by integer program needs SciPy ({error}); install it, or choose another packing"
-        ) from error

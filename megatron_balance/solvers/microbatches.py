@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 from math import ceil
 
-from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.errors import InfeasibleError
 from megatron_balance.solvers import fixed_packing
 from megatron_balance.solvers.dispatch import PipelineCost
 
@@ -53,7 +53,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
 
     Raises:
         InfeasibleError: a sequence is longer than `max_tokens`.
-        ConfigError: SciPy is missing.
+        milp.NoSolverError: SciPy is missing.
     """
     if not lengths:
         return ()
@@ -137,10 +137,7 @@ def _by_program(
     work = [times[seq] for seq in order]
     problem = fixed_packing.PackingProblem([lengths[seq] for seq in order], bins[1], bins[0], work)
     known: dict[int, int] = {} if filled is None else {seq: at for at, own in enumerate(filled[1]) for seq in own}
-    try:
-        found = fixed_packing.improve(problem, [known.get(seq) for seq in order], node_limit)
-    except fixed_packing.NoSolverError as error:
-        raise ConfigError(str(error)) from error
+    found = fixed_packing.improve(problem, [known.get(seq) for seq in order], node_limit)
     if None in found:
         return None
     own: list[list[int]] = [[] for _ in range(bins[1])]

@@ -3,14 +3,13 @@
 
 - What we implement: Eq. (2), the rank that pays most for what it sends pays as little as possible;
   exactly, in whole tokens.
-- What we add: receivers count too (`sides="both"`), since a receiving link saturates as well; the
-  sum over all ranks (`objective="total"`); targets that are multiples of the tensor-parallel size
-  (`align`).
+- What we add: receivers count too, since a receiving link saturates as well; targets that are
+  multiples of the tensor-parallel size (`align`).
 - Where we differ: the paper calls a standard solver (Gurobi). Its cost matrix has two values, so
-  the optimum has a closed form (`remap_exact`), which is the default; Gurobi, HiGHS and SCIP solve
-  the same problem as a program (`remap_milp`): the same cost and tokens between nodes, perhaps by
-  other moves. The paper's target is the mean, which need not be whole; ours is
-  `remap_problem.balanced`.
+  the optimum has a closed form (`remap_exact`), which is the default and makes the sum over all ranks
+  least as well; Gurobi and HiGHS solve the same problem as a program (`remap_milp`): the same cost
+  and tokens between nodes, perhaps by other moves. The paper's target is the mean, which need not be
+  whole; ours is `remap_problem.balanced`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ import numpy as np
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.layers import Objective, Sides, Solver
+from megatron_balance.ir.layers import Solver
 from megatron_balance.solvers import remap_exact, remap_milp
+from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 from megatron_balance.solvers.remap_problem import RemapProblem, balanced
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,13 @@ class Remapping:
     moves: Ints
 
 
-def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but two keyword-only, four with a default
+def solve(
     held: Ints,
     node_size: int,
     *,
     intra_s: float,
     inter_s: float,
     align: int = 1,
-    objective: Objective = "bottleneck",
-    sides: Sides = "both",
     solver: Solver = "exact",
 ) -> Remapping:
     """The balanced target of `held` [d] tokens per rank, and the moves that reach it at the least
@@ -65,10 +63,6 @@ def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but t
             never a gain.
         align: the counts of the target are multiples of this, but for one rank with the rest (see
             `balanced`).
-        objective: the largest cost of any rank, or the sum over all tokens moved. The exact answer
-            minimises both at once.
-        sides: whether a rank's cost counts what it sends only, or also, apart, what it receives
-            (links work both ways).
         solver: where it is missing, unlicensed or finds no proven optimum, one warning says so and
             the exact solver answers.
 
@@ -80,7 +74,7 @@ def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but t
     target = balanced(held, align)
     over = held - target
     intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
-    problem = RemapProblem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra, objective, sides)
+    problem = RemapProblem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra)
     moves = _moves(problem, solver) if over.any() else np.zeros((0, Move.WIDTH), dtype=np.int64)
     return Remapping(target, moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))])
 
@@ -89,7 +83,7 @@ def _moves(problem: RemapProblem, solver: Solver) -> Ints:
     if solver != "exact":
         try:
             return remap_milp.solve(problem, solver)
-        except remap_milp.NoAnswerError as error:
+        except (NoAnswerError, NoSolverError) as error:
             _warn_once(solver, str(error))
     return remap_exact.solve(problem)
 

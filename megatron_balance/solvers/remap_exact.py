@@ -19,24 +19,14 @@ from megatron_balance.solvers.remap_problem import RemapProblem, by_node
 
 
 def solve(problem: RemapProblem) -> Ints:
-    """Rows (src, dst, tokens) [n, 3] of an optimum of both objectives at once, at most one row for
-    each pair.
-    """
+    """Rows (src, dst, tokens) [n, 3] of an optimum, at most one row for each pair."""
     surplus, deficit = by_node(problem.surplus, problem.node_size), by_node(problem.deficit, problem.node_size)
     inside = np.minimum(surplus.sum(axis=1), deficit.sum(axis=1))
     sent = _fill_fairly(surplus, inside, problem.intra)
-    received = (
-        _fill_fairly(deficit, inside, problem.intra) if problem.sides == "both" else _fill_in_order(deficit, inside)
-    )
+    received = _fill_fairly(deficit, inside, problem.intra)
     return np.concatenate(
         [_match(sent.ravel(), received.ravel()), _match((surplus - sent).ravel(), (deficit - received).ravel())]
     )
-
-
-def _fill_in_order(need: Ints, inside: Ints) -> Ints:
-    """`inside` [nodes] tokens to the ranks [nodes, node_size] in order, to each what it needs."""
-    before = np.cumsum(need, axis=1) - need
-    return np.clip(inside[:, None] - before, 0, need)
 
 
 def _fill_fairly(need: Ints, inside: Ints, intra: float) -> Ints:

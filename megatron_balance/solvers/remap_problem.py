@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.layers import Objective, Sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,6 @@ class RemapProblem:
     deficit: Ints
     node_size: int
     intra: float
-    objective: Objective
-    sides: Sides
 
 
 def by_node(counts: Ints, node_size: int) -> Ints:

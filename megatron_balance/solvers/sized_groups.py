@@ -10,14 +10,16 @@ for itself, so limits are in nodes and never in seconds.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from megatron_balance.solvers.fixed_packing import NoSolverError
+import numpy as np
+
+from megatron_balance.solvers import milp
+from megatron_balance.solvers.milp import NoAnswerError
 
 Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Sizes and the items of each group."""
@@ -35,11 +37,7 @@ MOST_ROOM = 8
 """Of a group, over all items' tokens: more would be the same, and is beyond the solver's tolerance."""
 
 
-class NoBetterAnswerError(Exception):
-    """The program gave no better answer; the message is the reason."""
-
-
-class TooLargeError(NoBetterAnswerError):
+class TooLargeError(NoAnswerError):
     """The program is too large to be tried; the message says by what."""
 
 
@@ -150,13 +148,13 @@ def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
     possible group whether it is there, and of each bucket how many items it takes.
 
     Raises:
-        NoSolverError: SciPy is not installed.
+        milp.NoSolverError: SciPy is not installed.
         NoAnswerError: `start` is best, the program is too large (`TooLargeError`), or no better groups
             were found within the nodes.
     """
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
-        raise NoBetterAnswerError("the start is the best there is")
+        raise NoAnswerError("the start is the best there is")
     if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.variables:
         raise TooLargeError(f"the groups alone would make more than {limits.variables} variables")
     buckets = bucket(problem.tokens, limits.num_buckets)
@@ -176,9 +174,9 @@ def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
         groups.append((problem.sizes[size], tuple(sorted(items))))
     assert not any(left), left
     if sum(size for size, _ in groups) > problem.num_ranks:
-        raise NoBetterAnswerError("the solver's tolerance took items into groups that are not there")
+        raise NoAnswerError("the solver's tolerance took items into groups that are not there")
     if problem.makespan(tuple(groups)) >= best_s:
-        raise NoBetterAnswerError("the groups of the program are no better")
+        raise NoAnswerError("the groups of the program are no better")
     return tuple(groups)
 
 
@@ -251,8 +249,8 @@ class _IntegerProgram:
             (q, p) for p, i in enumerate(self.group_sizes) for q in range(len(buckets)) if i in self.allowed[q]
         ]
         self.num_variables = 1 + len(self.group_sizes) + len(self.takes)
-        self.alike = [p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p]]
-        self.num_rows = len(buckets) + 2 * len(self.group_sizes) + len(self.alike) + 1
+        num_alike = len(self.group_sizes) - len(set(self.group_sizes))
+        self.num_rows = len(buckets) + 2 * len(self.group_sizes) + num_alike + 1
 
     def _most_groups(self, index: int, size: int) -> int:
         """Groups of one size that could have an item each."""
@@ -263,59 +261,38 @@ class _IntegerProgram:
         """For each group: the index of its size, and (bucket, items) it takes.
 
         Raises:
-            NoSolverError: no SciPy.
+            milp.NoSolverError: no SciPy.
             NoAnswerError: no solution within the nodes.
         """
-        try:
-            optimize = importlib.import_module("scipy.optimize")
-            sparse = importlib.import_module("scipy.sparse")
-        except ImportError:
-            raise NoSolverError(
-                "SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'"
-            ) from None
-        rows = self._rows()
-        assert len(rows) == self.num_rows
-        entries = [(i, column, value) for i, (_, _, row) in enumerate(rows) for column, value in row]
-        matrix = sparse.coo_matrix(
-            ([value for _, _, value in entries], ([i for i, _, _ in entries], [column for _, column, _ in entries])),
-            shape=(len(rows), self.num_variables),
-        )
-        most = [1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes]
-        result: Any = optimize.milp(
-            c=[1.0] + [0.0] * (self.num_variables - 1),
-            integrality=[0] + [1] * (self.num_variables - 1),
-            bounds=optimize.Bounds(0.0, most),
-            constraints=optimize.LinearConstraint(
-                matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]
-            ),
-            options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
-        )
-        if result.x is None:
-            raise NoBetterAnswerError("nothing better was found within the nodes")
-        return self._read([round(value) for value in result.x])
+        whole = np.arange(self.num_variables) > 0
+        most = np.array([1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes])
+        program = self._constraints().program((~whole).astype(np.float64), whole, most)
+        assert len(program.low) == self.num_rows
+        return self._read([round(value) for value in milp.solve(program, nodes, gap=TOLERANCE).tolist()])
 
-    def _rows(self) -> list[tuple[float, float, list[tuple[int, float]]]]:
-        """Constraints (low, high, entries).
-
-        Variable 0: makespan over `most_s`; then the groups; then `takes`.
-        """
-        problem, first = self.problem, 1 + len(self.group_sizes)
-        most = MOST_ROOM * sum(problem.tokens)
-        by_bucket: list[list[tuple[int, float]]] = [[] for _ in self.buckets]
-        time: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
-        free_tokens: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
-        for column, (q, p) in enumerate(self.takes, start=first):
-            size = problem.sizes[self.group_sizes[p]]
-            by_bucket[q].append((column, 1.0))
-            time[p].append((column, self.seconds[q][self.group_sizes[p]] / self.most_s))
-            free_tokens[p].append((column, self.tokens[q] / min(size * problem.capacity, most)))
-        rows = [(float(len(items)), float(len(items)), row) for items, row in zip(self.buckets, by_bucket, strict=True)]
-        rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
-        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(free_tokens)]
+    def _constraints(self) -> milp.Constraints:
+        """Column 0: makespan over `most_s`; then the groups; then `takes`."""
+        problem = self.problem
+        bucket, group = np.array(self.takes, dtype=np.int64).reshape(-1, 2).T
+        size = np.array(self.group_sizes, dtype=np.int64)
+        num_ranks = np.array(problem.sizes, dtype=np.int64)[size]
+        there = 1 + np.arange(len(size))  # the groups' columns
+        takes = 1 + len(size) + np.arange(len(bucket))
+        seconds = np.array(self.seconds)[bucket, size[group]] / self.most_s
+        room = np.minimum(num_ranks * float(problem.capacity), MOST_ROOM * sum(problem.tokens))
+        every, zero = np.arange(len(size)), np.zeros(len(size), dtype=np.int64)
+        rows = milp.Constraints()
+        items = np.array([len(items) for items in self.buckets])
+        rows.add(len(items), items, items, (bucket, takes, 1.0))
+        rows.add(len(size), -inf, 0.0, (group, takes, seconds), (every, zero, -1.0))
+        tokens = np.array(self.tokens)[bucket] / room[group]
+        rows.add(len(size), -inf, 0.0, (group, takes, tokens), (every, there, -1.0))
         # Groups of one size are alike: those with lower numbers are there first.
-        rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in self.alike]
-        ranks = [(1 + p, float(problem.sizes[i])) for p, i in enumerate(self.group_sizes)]
-        return [*rows, (0.0, float(problem.num_ranks), ranks)]
+        alike = np.flatnonzero(size[1:] == size[:-1])
+        pair = np.arange(len(alike))
+        rows.add(len(alike), 0.0, inf, (pair, there[alike], 1.0), (pair, there[alike + 1], -1.0))
+        rows.add(1, 0.0, float(problem.num_ranks), (zero, there, num_ranks.astype(np.float64)))
+        return rows
 
     def _read(self, values: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         taken: list[list[tuple[int, int]]] = [[] for _ in self.group_sizes]

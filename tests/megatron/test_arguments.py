@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -13,23 +14,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
+import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance import launch
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import entry, reviewed_flags
-from megatron_balance.megatron.arguments import (
-    LEFT_OUT,
-    RANDOM,
-    REFUSALS,
-    add_balance_arguments,
-    check_arguments,
-    device_of,
-    leave_out,
-    reasons_in,
-    row_multiple,
-    says_fp16,
-)
+from megatron_balance.megatron import entry, flags
+from megatron_balance.megatron.arguments import add_balance_arguments, check_arguments, device_of, row_multiple
+from megatron_balance.megatron.flags import leave_out
 from megatron_balance.megatron.masks import masks_of
 
 pytestmark = pytest.mark.megatron
@@ -112,7 +105,8 @@ def test_a_flag_that_cannot_work_is_refused_by_name(sentence: str, words: tuple[
 
 def test_every_refusal_is_tested() -> None:
     tried = [parse(*words) for words in REFUSED.values()]
-    untested = [reason for refused, reason in REFUSALS if not any(refused(args) for args in tried)]
+    every = [rule for rule in flags.record().refused if not rule.ways]
+    untested = [rule.sentence for rule in every if not any(rule.holds(args) for args in tried)]
     without_flag = (
         "calculate_per_token_loss was switched off",
         "--fused-single-qkv",
@@ -123,7 +117,7 @@ def test_every_refusal_is_tested() -> None:
         "--rotary-base-per-layer",
         "--mtp-hsm",
     )  # tested below
-    assert untested == [reason for _, reason in REFUSALS if any(word in reason for word in without_flag)]
+    assert untested == [rule.sentence for rule in every if any(word in rule.sentence for word in without_flag)]
 
 
 def test_what_remains_passes() -> None:
@@ -172,6 +166,7 @@ SWITCHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "--no-rope-fusion": (("--multi-latent-attention",), {"apply_rope_fusion": False}),
     "--tp-comm-overlap": (("--tp-comm-overlap",), {"tp_comm_overlap": False}),
+    "--ddp-average-in-collective": (("--ddp-average-in-collective",), {"ddp_average_in_collective": False}),
     "HybridEP wants as many tokens": (
         ("--num-experts", "8", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
         {"moe_hybridep_pad_uneven_dispatch_inputs": True},
@@ -199,8 +194,8 @@ def test_a_flag_that_changes_no_number_is_switched_off_and_named(
 
 def test_every_flag_that_is_switched_off_is_tested() -> None:
     tried = [argparse.Namespace(**vars(parse(*words))) for words, _ in SWITCHED.values()]
-    untested = [sentence for asked, _, sentence in LEFT_OUT if not any(asked(args) for args in tried)]
-    named = [each.split()[0] for each in untested]
+    untested = [rule for rule in flags.record().left_out if not any(rule.holds(args) for args in tried)]
+    named = [rule.sentence.split()[0] for rule in untested]
     assert named == ["--sequence-packing-scheduler", "--cp-partition-mode"], "tested in test_packed.py, and below"
     assert leave_out(parse(), []) == []
 
@@ -221,15 +216,18 @@ def test_what_another_version_calls_it_is_left_out_there() -> None:
 
 def test_fp16_says_which_steps_are_skipped_and_sets_no_scale() -> None:
     """A loss summed over tokens overflows at a scale that a mean could take."""
-    assert says_fp16(parse("--bf16")) is None
+
+    def says(*words: str) -> list[str]:
+        return flags.sentences(parse("--hidden-dropout", "0", *words), "command_line")
+
+    assert says("--bf16") == []
     args = parse("--fp16")
-    told = says_fp16(args)
-    assert told is not None
+    (told,) = says("--fp16")
     assert "--calculate-per-token-loss" in told
     assert f"from --initial-loss-scale {2**32:g} down" in told
     assert (args.initial_loss_scale, args.loss_scale) == (2**32, None)
-    assert "from --initial-loss-scale 65536 down" in str(says_fp16(parse("--fp16", "--initial-loss-scale", "65536")))
-    assert "--loss-scale 1024 never falls" in str(says_fp16(parse("--fp16", "--loss-scale", "1024")))
+    assert "from --initial-loss-scale 65536 down" in str(says("--fp16", "--initial-loss-scale", "65536"))
+    assert "--loss-scale 1024 never falls" in str(says("--fp16", "--loss-scale", "1024"))
 
 
 @pytest.mark.parametrize("script", [False, True])
@@ -262,8 +260,8 @@ def test_help_lists_our_flags_and_megatrons(
 )
 def test_what_is_drawn_by_row_is_named(words: tuple[str, ...]) -> None:
     plain = parse("--hidden-dropout", "0")
-    assert reasons_in(RANDOM, plain) == []
-    (told,) = reasons_in(RANDOM, parse(*(() if "--hidden-dropout" in words else ("--hidden-dropout", "0")), *words))
+    assert flags.sentences(plain) == []
+    (told,) = flags.sentences(parse(*(() if "--hidden-dropout" in words else ("--hidden-dropout", "0")), *words))
     assert any(word in told.split() for word in words)
 
 
@@ -276,27 +274,114 @@ def flags_of_megatron() -> dict[str, str]:
 
 
 def test_every_flag_of_megatron_was_looked_at() -> None:
-    """A new one goes into one of the lists when it is known what a plan does to it."""
-    assert sorted(set(flags_of_megatron()) - reviewed_flags.REVIEWED) == []
-    lists = (reviewed_flags.HANDLED, reviewed_flags.ELSEWHERE, reviewed_flags.HARMLESS)
-    assert sum(map(len, lists)) == len(reviewed_flags.REVIEWED), "a flag is in two lists"
+    """A new one gets a rule, or goes into a list, when it is known what a plan does to it."""
+    record = flags.record()
+    assert sorted(set(flags_of_megatron()) - record.reviewed) == []
+    lists = (record.ruled, record.read.split(), record.elsewhere.split(), record.harmless.split())
+    assert sum(map(len, lists)) == len(record.reviewed), "a flag is in two lists"
 
 
-def test_what_is_said_to_be_handled_is_named_in_the_code() -> None:
-    folder = Path(reviewed_flags.__file__).parent
+def test_what_is_said_to_be_read_is_named_in_the_code() -> None:
+    folder = Path(flags.__file__).parent
     files = [*folder.glob("*.py"), *(folder.parent / "patches").glob("*.py")]
-    text = " ".join(path.read_text() for path in files if path.name != "reviewed_flags.py")
-    text = text.replace("{kind}", "")
-    named = set(re.findall(r"[a-z_0-9]+", text))
-    values = flags_of_megatron()
-    handled = {flag: values[flag] for flag in reviewed_flags.HANDLED if flag in values}
-    built = {"hybrid_context_parallel", "expert_tensor_parallel_num_weight_shards"}  # of a word and `kind`
-    assert sorted(flag for flag, name in handled.items() if name not in named | built) == []
+    text = " ".join([*(path.read_text() for path in files), *(rule.when for rule in rules())])
+    named, values = set(re.findall(r"[a-z_0-9]+", text)), flags_of_megatron()
+    read = {flag: values[flag] for flag in flags.record().read.split() if flag in values}
+    assert sorted(flag for flag, name in read.items() if name not in named) == []
+
+
+def rules() -> list[flags.FlagRule]:
+    record = flags.record()
+    return [*record.defaults, *record.refused, *record.left_out, *record.told]
+
+
+def test_rules_go_by_arguments_that_some_megatron_has() -> None:
+    known = {flag.replace("-", "_") for flag in flags.record().reviewed} | set(flags_of_megatron().values())
+    known |= {*flags.MADE, "len", "set", "virtual_pipeline_model_parallel_size"}  # the last of Megatron's validation
+    for rule in rules():
+        assert set(rule.condition.co_names) <= known, rule.flags
+        assert rule.when or not rule.condition.co_consts, rule.flags
 
 
 def test_flags_that_nobody_looked_at_are_named_once() -> None:
     argv = ["--lr", "1", "--of-a-fork=3", "--of-a-fork", "--", "--balance-config", "x.yaml", "--no-rope-fusion", "-3"]
-    assert reviewed_flags.unreviewed(argv) == ["--of-a-fork"]
+    assert flags.unreviewed(argv) == ["--of-a-fork"]
+
+
+UNKNOWN: list[tuple[tuple[str, ...], str | None]] = [
+    (("--soft-cap", "3"), "--soft-cap: a flag of this Megatron, of which nobody looked at what it does to plans"),
+    (("--soft-cap", "0"), None),
+    (("--softmax-scale", "0.5"), "--softmax-scale: a field of the config that layers are built of"),
+    (("--run-name", "x"), None),
+    (("--lr", "3"), None),
+]
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize(("words", "why"), UNKNOWN)
+def test_an_unknown_flag_that_may_change_the_model_is_refused_unless_accepted(
+    words: tuple[str, str],
+    why: str | None,
+    accepted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of Megatron's own parser, as a fork has it, and of a script's by which layers are built."""
+    own = add_megatron_arguments
+
+    def of_a_fork(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        own(parser).add_argument("--soft-cap", type=float, default=0.0)
+        return parser
+
+    monkeypatch.setattr("megatron.training.arguments.add_megatron_arguments", of_a_fork)
+    forks = add_balance_arguments(of_a_fork(argparse.ArgumentParser(allow_abbrev=False)))
+    for flag, kind in (("--softmax-scale", float), ("--run-name", str)):
+        forks.add_argument(flag, type=kind, default=None)
+    config = tmp_path / "balance.yaml"
+    config.write_text(f"planner: te_ring\n{f'accept: [{words[0]}]' if accepted else ''}\n")
+    args = forks.parse_args([*WORKS, "--balance-config", str(config), *words])
+    args.data_parallel_size, args.dataloader_type, args.virtual_pipeline_model_parallel_size = 1, "single", None
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+    monkeypatch.setattr(entry, "fault_of", lambda *_: "a source is another")
+    with (
+        caplog.at_level("WARNING"),
+        pytest.raises(ConfigError, match="a source is another") as ended,
+        entry.training(None, has_script=False),
+    ):
+        pytest.fail("the block must not run")
+    refused = why is not None and not accepted
+    assert (f"flags: {why}" in str(ended.value), f"accept: ['{words[0]}'] in {config}" in str(ended.value)) == (
+        refused,
+        refused,
+    )
+    assert (words[0] in str(ended.value)) == refused
+    repeated = f"flags: accepted, though losses and plans may be wrong: {words[0]}: " in caplog.text
+    assert repeated == (why is not None and accepted)
+
+
+def test_a_scripts_other_flags_and_flags_at_their_defaults_are_told() -> None:
+    args = argparse.Namespace(run_name="x", softmax_scale=None)
+    assert flags.unknown(args, ["--run-name", "x", "--softmax-scale", "1"]) == ({}, ["--run-name", "--softmax-scale"])
+
+
+@dataclasses.dataclass
+class CappedConfig(TransformerConfig):
+    """A config of another library, with a field of its own."""
+
+    attn_logit_softcapping: float = 50.0
+
+
+def test_fields_of_a_built_models_config_are_known_or_named() -> None:
+    given: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    usual = {"num_moe_experts": 4, "gated_linear_unit": True, "activation_func": print, "softmax_scale": 0.5}
+    assert flags.unknown_fields(TransformerConfig(**given, bf16=True, params_dtype=torch.bfloat16)) == {}
+    assert flags.unknown_fields(TransformerConfig(**given, **usual)) == {}
+    assert flags.unknown_fields(CappedConfig(**given, attn_logit_softcapping=0.0)) == {}
+    found = flags.unknown_fields(CappedConfig(**given, use_inference_optimized_layers=True))
+    assert found.keys() == {"attn_logit_softcapping", "use_inference_optimized_layers"}
+    assert found["attn_logit_softcapping"] == "set to 50.0, and nobody looked at what it does to plans"
 
 
 def test_what_plans_need_is_the_default() -> None:

@@ -12,12 +12,8 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.way_arguments import (
-    ON_THE_HOST,
-    STRATEGY_REFUSALS,
-    UNEQUAL_STAGES,
-    check_strategy_arguments,
-)
+from megatron_balance.megatron import flags
+from megatron_balance.megatron.ways import check_strategies
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.megatron.test_training import validation_losses
@@ -141,6 +137,11 @@ def test_a_gradient_that_is_no_number_ends_the_job_as_megatrons_own_check_does(t
     train(4, planner, {**flags, "rerun-mode": "disabled"}, config=CONFIG, expect=ended, fault=("gradient", "nan", 1, 1))
 
 
+ON_THE_HOST = ("optimizer_cpu_offload", "offload_optimizer_states", "chunked_optimizer_state_offload")
+UNEQUAL_STAGES = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"softmax_type": "learnable"}, "--softmax-type learnable: Megatron does not say of sinks"),
     ({"use_distributed_optimizer": False}, "--use-distributed-optimizer is missing"),
@@ -185,23 +186,24 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_what_strategies_cannot_change_under_is_refused_all_at_once(flags: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_strategies_cannot_change_under_is_refused_all_at_once(given: dict[str, Any], message: str) -> None:
     named = tuple(map(Strategy.parse, ("tp3-pp1-cp1", "tp1-pp2-cp1")))
-    check_strategy_arguments(Arguments(GIVEN), named)
+    check_strategies(Arguments(GIVEN), named)
     with pytest.raises(ConfigError, match=message):
-        check_strategy_arguments(Arguments({**GIVEN, **flags}), named)
+        check_strategies(Arguments({**GIVEN, **given}), named)
 
 
 def test_the_vocabulary_that_a_refusal_names_is_one_that_tensor_parallelism_divides() -> None:
-    check_strategy_arguments(
+    check_strategies(
         Arguments({**GIVEN, "vocab_size": 100, "make_vocab_size_divisible_by": 48}), (Strategy.parse("tp3-pp1-cp1"),)
     )
 
 
 def test_every_refusal_is_tested() -> None:
-    tried = [Arguments({**GIVEN, **flags}) for flags, _ in REFUSED]
-    assert not [reason for refused, reason in STRATEGY_REFUSALS if not any(refused(args) for args in tried)]
+    tried = [Arguments({**GIVEN, **given}) for given, _ in REFUSED]
+    every = [rule for rule in flags.record().refused if "strategies" in rule.ways]
+    assert not [rule.sentence for rule in every if not any(rule.holds(args) for args in tried)]
 
 
 class Arguments(argparse.Namespace):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.way_arguments import PIPELINE_REFUSALS, check_pipeline_arguments
+from megatron_balance.megatron import flags
+from megatron_balance.megatron.ways import runs_pipelines
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient
@@ -101,15 +103,21 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_what_replicas_would_have_to_share_in_a_microbatch_is_refused(flags: dict[str, Any], message: str) -> None:
-    check_pipeline_arguments(argparse.Namespace(**GIVEN), "hydraulis")
+def runs(**given: Any) -> bool:
+    """Whether replicas run as pipelines of their own under these arguments."""
+    chosen: Any = SimpleNamespace(planner=SimpleNamespace(name="hydraulis", planner=SimpleNamespace(pipelines=True)))
+    return runs_pipelines(argparse.Namespace(**{**GIVEN, **given}), chosen)
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_replicas_would_have_to_share_in_a_microbatch_is_refused(given: dict[str, Any], message: str) -> None:
+    assert runs()
+    assert runs(num_experts=8, expert_model_parallel_size=2)
     with pytest.raises(ConfigError, match=f"planner hydraulis: .*{message}"):
-        check_pipeline_arguments(argparse.Namespace(**{**GIVEN, **flags}), "hydraulis")
-    inside = {**GIVEN, "num_experts": 8, "expert_model_parallel_size": 2}
-    check_pipeline_arguments(argparse.Namespace(**inside), "hydraulis")
+        runs(**given)
 
 
 def test_every_refusal_is_tested() -> None:
-    tried = [argparse.Namespace(**{**GIVEN, **flags}) for flags, _ in REFUSED]
-    assert not [reason for refused, reason in PIPELINE_REFUSALS if not any(refused(args) for args in tried)]
+    tried = [argparse.Namespace(**{**GIVEN, **given}) for given, _ in REFUSED]
+    every = [rule for rule in flags.record().refused if "pipelines" in rule.ways]
+    assert not [rule.sentence for rule in every if not any(rule.holds(args) for args in tried)]

@@ -101,6 +101,7 @@ BUILT = {
     "tp_comm_overlap": True,
     "delay_wgrad_compute": True,
     "attention_dropout": 0.1,
+    "use_inference_optimized_layers": True,
 }
 
 
@@ -130,6 +131,7 @@ def test_what_a_built_model_cannot_change_is_refused_all_at_once(
         assert sum(each.startswith(word) for each in sentences) == 1, word
     assert any("--attention-dropout must be 0" in each for each in sentences)
     assert any("--use-megatron-fsdp" in each for each in sentences)
+    assert any(each.startswith("the model's config: use_inference_optimized_layers: set") for each in sentences)
 
 
 BATCH = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}

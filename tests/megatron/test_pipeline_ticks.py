@@ -13,7 +13,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.recompute import recompute_of
-from megatron_balance.megatron.way_arguments import check_joint_arguments
+from megatron_balance.megatron.ways import attends_jointly
 from megatron_balance.training.layer_runs import attention_passes, phases
 from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse
@@ -178,8 +178,10 @@ REFUSED = {
 def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[str, ...]) -> None:
     args = parse("--num-layers", "4", "--pipeline-model-parallel-size", "2", *words)
     args.virtual_pipeline_model_parallel_size = None
+    planner = SimpleNamespace(name="distca", planner=SimpleNamespace(joint=True))
+    chosen: Any = SimpleNamespace(planner=planner, pipeline=None)
     with pytest.raises(ConfigError, match=f"cannot attend together: .*{sentence}.*pipeline: stages"):
-        check_joint_arguments(args)
+        attends_jointly(args, chosen)
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
         ("planner: te_ring\nrouting: always\nremap: true", Layers(routing="always", remap=True)),
         ("planner: zeppelin\nrouting: never\nremap: false\nonce_per_node: false", Layers()),
         ("planner: ulysses", Layers(once_per_node=True)),
-        ("planner: te_ring\nremap: {solver: highs, sides: send}", Layers(remap=True, solver="highs", sides="send")),
+        ("planner: te_ring\nremap: {solver: highs}", Layers(remap=True, solver="highs")),
         (
-            "planner: zeppelin\nremap: {objective: total}",
-            Layers(routing="pays", remap=True, objective="total", once_per_node=True),
+            "planner: zeppelin\nremap: {solver: gurobi}",
+            Layers(routing="pays", remap=True, solver="gurobi", once_per_node=True),
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_layers_are_the_planners_own_unless_given_and_are_written_out(write, tex
     assert again.planner.layers == layers
     written = resolved(config)
     assert written["routing"] == {"when": layers.routing, "pieces": layers.pieces}
-    how = {"when": layers.remap_when, "solver": layers.solver, "objective": layers.objective, "sides": layers.sides}
+    how = {"when": layers.remap_when, "solver": layers.solver}
     assert written["remap"] == (how if layers.remap else False)
     assert written["once_per_node"] == layers.once_per_node
 
@@ -182,11 +182,9 @@ def test_options_that_zeppelin_had_say_what_to_write_instead(write, option, sent
         load_config(write(f"planner: {{name: zeppelin, {option}}}"))
 
 
-def test_keys_of_a_remap_are_those_of_its_layer():
-    own, layer = RemapChoice(), Layers()
-    for name in ("solver", "objective", "sides"):
-        assert getattr(own, name) == getattr(layer, name)
-        assert get_type_hints(RemapChoice)[name] == get_type_hints(Layers)[name]
+def test_solvers_of_a_remap_are_those_of_its_layer():
+    assert RemapChoice().solver == Layers().solver
+    assert get_type_hints(RemapChoice)["solver"] == get_type_hints(Layers)["solver"]
 
 
 def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(write, tmp_path):
@@ -270,14 +268,22 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("planner: te_ring\nrouting: {piece: 2}", "DIR/run.yaml: routing.piece: unknown key, did you mean 'pieces'?"),
         (
             "remap: yes",
-            "DIR/run.yaml: remap: expected true, false or keys such as when, solver, objective, sides, got 'yes'",
+            "DIR/run.yaml: remap: expected true, false or keys such as when, solver, got 'yes'",
         ),
         ("remap: {solvr: exact}", "DIR/run.yaml: remap.solvr: unknown key, did you mean 'solver'?"),
         (
             "remap: {solver: gurob}",
-            "DIR/run.yaml: remap.solver: expected 'exact', 'gurobi', 'highs' or 'ortools', got 'gurob'",
+            "DIR/run.yaml: remap.solver: expected 'exact', 'gurobi' or 'highs', got 'gurob'",
         ),
-        ("remap: {sides: receive}", "DIR/run.yaml: remap.sides: expected 'send' or 'both', got 'receive'"),
+        ("remap: {sides: both}", "DIR/run.yaml: remap.sides: both sides of a rank's link count; leave it out"),
+        (
+            "remap: {objective: total}",
+            "DIR/run.yaml: remap.objective: the moves make both objectives least at once; leave it out",
+        ),
+        (
+            "remap: {solver: ortools}",
+            "DIR/run.yaml: remap.solver: OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
+        ),
         ("agreement_every: 0", "DIR/run.yaml: agreement_every: expected at least 1, got 0"),
         ("dataset: {tokens: 4}", "DIR/run.yaml: dataset.name: missing"),
         ("dataset: {name: arxiv, token: 4}", "DIR/run.yaml: dataset.token: unknown key, did you mean 'tokens'?"),

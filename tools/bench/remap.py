@@ -1,7 +1,7 @@
 """The remapping solver against its budget (CPU time of one core; targets, not tests), and the
 general solvers beside it.
 
-python tools/bench/remap.py [--repeats 50] [--solvers exact highs ortools gurobi] [--json]
+python tools/bench/remap.py [--repeats 50] [--solvers exact highs gurobi] [--json]
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.solvers.milp import SOLVERS
 from megatron_balance.solvers.remap import Solver, solve
-from megatron_balance.solvers.remap_milp import SOLVERS
 
 BUDGET_MS = {1024: 2.0}
 SIZES = (64, 256, 1024)
@@ -36,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     rows = [
-        _measure(solver, num_ranks, sides, options.repeats)
+        _measure(solver, num_ranks, options.repeats)
         for solver in options.solvers
         for num_ranks in SIZES
-        for sides in ("send", "both")
         if solver == "exact" or num_ranks <= MILP_RANKS
     ]
     if options.json:
@@ -57,19 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(solver: Solver, num_ranks: int, sides: Any, repeats: int) -> dict[str, Any]:
+def _measure(solver: Solver, num_ranks: int, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     moves: list[int] = []
     rng = np.random.default_rng(20261203)
     for repeat in range(-1, repeats):  # the first, not counted, imports the solver
         held = (rng.lognormal(0.0, 1.3, num_ranks) * 4096).astype(np.int64)
         start = time.process_time()
-        remapping = solve(held, NODE_SIZE, intra_s=1.0, inter_s=INTER, sides=sides, solver=solver)
+        remapping = solve(held, NODE_SIZE, intra_s=1.0, inter_s=INTER, solver=solver)
         if repeat >= 0:
             times.append(1e3 * (time.process_time() - start))
             moves.append(len(remapping.moves))
     return {
-        "what": f"{solver}: {num_ranks} ranks in nodes of {NODE_SIZE}, {sides}",
+        "what": f"{solver}: {num_ranks} ranks in nodes of {NODE_SIZE}",
         "budget_ms": BUDGET_MS.get(num_ranks),
         "median_ms": median(times),
         "min_ms": min(times),

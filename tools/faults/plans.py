@@ -110,8 +110,6 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
         routing=draw.choice(("never", "never", "always", "pays")),
         remap=draw.random() < 0.4,
         remap_when=draw.choice(("always", "pays")),
-        objective=draw.choice(("bottleneck", "total")),
-        sides=draw.choice(("send", "both")),
         align=draw.choice((1, 1, 2, 4)),
         pieces=draw.choice((1, 2)),
         once_per_node=draw.random() < 0.5,

@@ -233,10 +233,7 @@ def _of_one_length(
     )
     bins = fixed_packing.greedy(problem)
     if options.packing == "ilp":
-        try:
-            bins = fixed_packing.improve(problem, bins, options.node_limit)
-        except fixed_packing.NoSolverError as error:
-            raise ConfigError(str(error)) from error
+        bins = fixed_packing.improve(problem, bins, options.node_limit)
     microbatches: list[list[Document]] = [[] for _ in lengths]
     left: list[Document] = []
     for document, at in zip(ordered, bins, strict=True):

@@ -21,11 +21,11 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.flexsp import FlexSpOptions, blast, plan_batch
 from megatron_balance.solvers import sized_groups
+from megatron_balance.solvers.milp import NoAnswerError
 from megatron_balance.solvers.sized_groups import (
     Groups,
     GroupsProblem,
     Limits,
-    NoBetterAnswerError,
     bucket,
     greedy,
     improve,
@@ -115,8 +115,8 @@ def test_without_scipy_one_warning_and_the_greedy_answer(
         plans = [flexsp.plan(batch, Cluster(16, 8), MODEL, cost, FlexSpOptions()) for _ in range(2)]
     assert plans == [wanted, wanted]
     assert [record.message for record in caplog.records] == [
-        "flexsp: SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'; the greedy "
-        "answer stands"
+        "flexsp: scipy.optimize cannot be imported (scipy.optimize): pip install 'megatron-balance[highs]', or do "
+        "without highs; the greedy answer stands"
     ]
 
 
@@ -145,7 +145,7 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
 def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sized_groups._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
     problem = GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
-    with pytest.raises(NoBetterAnswerError, match="groups that are not there"):
+    with pytest.raises(NoAnswerError, match="groups that are not there"):
         improve(problem, ((2, (0, 1)),), Limits())
 
 
@@ -221,7 +221,7 @@ def test_the_program_finds_the_optimum_of_small_problems(problem: GroupsProblem)
     start = greedy(problem) or together
     try:
         found = improve(problem, start, Limits(nodes=1000))
-    except NoBetterAnswerError:
+    except NoAnswerError:
         found = start
     assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))
     assert sum(size for size, _ in found) <= 4

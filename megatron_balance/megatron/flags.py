@@ -1,0 +1,247 @@
+"""Megatron's flags by `flags.yaml`, the record of all that were looked at: what is refused,
+left out, told, or unknown. A flag's rule stands there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal, TypeAlias, cast
+
+from pydantic import BaseModel
+
+from megatron_balance import model_config
+from megatron_balance.strict_yaml import STRICT, read_yaml, validated
+
+PATH = Path(__file__).with_suffix(".yaml")
+
+Way: TypeAlias = Literal[
+    "joint",
+    "pipelines",
+    "strategies",
+    "microbatches",
+    "ping_pong",
+    "latent_kv",
+    "documents",
+    "command_line",
+    "own_loop",
+    "no_te",
+]
+
+
+class FlagRule(BaseModel):
+    """The rule of some flags; the head of the YAML says what the fields are."""
+
+    model_config = STRICT
+
+    flags: str
+    sentence: str
+    when: str = ""
+    ways: list[Way] = []
+    values: dict[str, Any] = {}
+
+    @cached_property
+    def condition(self) -> CodeType:
+        """`when`, compiled."""
+        any_set = " or ".join(flag.replace("-", "_") for flag in self.flags.split())
+        return compile(self.when or any_set, f"{PATH.name}: {self.flags}", "eval")
+
+    def holds(self, args: object) -> bool:
+        """Whether the rule is about these arguments of Megatron's."""
+        return bool(eval(self.condition, {"__builtins__": {}}, _Options(args)))
+
+    def told(self, args: object) -> str:
+        """The sentence, with values of arguments."""
+        return self.sentence.format_map(_Options(args))
+
+
+class FlagRecord(BaseModel):
+    """The YAML: rules by verdict, then flags without one, by why they need none."""
+
+    model_config = STRICT
+
+    defaults: list[FlagRule]
+    refused: list[FlagRule]
+    left_out: list[FlagRule]
+    told: list[FlagRule]
+    read: str
+    elsewhere: str
+    harmless: str
+    fields: str
+
+    @cached_property
+    def ruled(self) -> frozenset[str]:
+        """Flags with a rule."""
+        rules = (*self.defaults, *self.refused, *self.left_out, *self.told)
+        return frozenset(flag for rule in rules for flag in rule.flags.split())
+
+    @cached_property
+    def reviewed(self) -> frozenset[str]:
+        """All flags that were looked at, without dashes."""
+        return self.ruled.union(self.read.split(), self.elsewhere.split(), self.harmless.split())
+
+
+@cache
+def record() -> FlagRecord:
+    """The record of all flags."""
+    return cast(FlagRecord, validated(FlagRecord, read_yaml(PATH), str(PATH), "", FlagRecord.model_fields))
+
+
+class _Options(Mapping[str, Any]):
+    """Megatron's arguments by name, and what is made of several (`MADE`); None for those that this
+    version does not have, the name of an enum's member.
+    """
+
+    def __init__(self, args: object) -> None:
+        self._args = args
+
+    def __getitem__(self, name: str) -> Any:
+        if name in MADE:
+            return MADE[name](self._args)
+        if name in ("len", "set"):
+            return {"len": len, "set": set}[name]
+        value = getattr(self._args, name, None)
+        return value.name if isinstance(value, Enum) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self._args))
+
+    def __len__(self) -> int:
+        return len(vars(self._args))
+
+
+def _router_losses(args: Any) -> tuple[str, ...]:
+    """The ways in which a router's experts are balanced; none without experts."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None)
+    if getattr(args, "num_experts", None) is None or kinds is None:
+        return ()
+    return tuple(kinds) if isinstance(kinds, list) else (kinds,)
+
+
+def balances_by_sample(args: Any) -> bool:
+    """Whether a router's loss is taken over each sample."""
+    return "seq_aux_loss" in _router_losses(args)
+
+
+def averages_evaluation(args: Any) -> bool:
+    """Whether Megatron averages evaluation over microbatches, not over tokens."""
+    return bool(getattr(args, "sft", False)) and args.eval_iters != 0
+
+
+MADE = {"router_losses": _router_losses, "averages_evaluation": averages_evaluation}
+
+
+def reasons(args: object, way: Way | None = None) -> list[str]:
+    """Why plans cannot run under these arguments; `way`: the reasons of a way of running alone."""
+    return [
+        rule.told(args)
+        for rule in record().refused
+        if (way in rule.ways if way else not rule.ways) and rule.holds(args)
+    ]
+
+
+def sentences(args: object, way: Way | None = None) -> list[str]:
+    """Sentences for the log, of arguments that work otherwise than one may think; `way`: besides."""
+    return [rule.told(args) for rule in record().told if (not rule.ways or way in rule.ways) and rule.holds(args)]
+
+
+def defaults() -> dict[str, Any]:
+    """Defaults of Megatron's flags wherever plans run: without them none could."""
+    return {name: value for rule in record().defaults for name, value in rule.values.items()}
+
+
+def defaulted(args: object, argv: Sequence[str]) -> list[str]:
+    """The sentences of defaults that a command line leaves to us."""
+    given = {flag[2:] for flag in _given(argv)}
+    return [
+        rule.sentence for rule in record().defaults if rule.flags not in given and (not rule.when or rule.holds(args))
+    ]
+
+
+def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:
+    """Switch off in `args`, and in Megatron's `configs` made of them, what plans cannot use.
+
+    Returns the sentences for the log.
+    """
+    told: list[str] = []
+    for rule in record().left_out:
+        if not rule.holds(args):
+            continue
+        told.append(rule.told(args))
+        for holder in (args, *configs):
+            for name, value in rule.values.items():
+                if hasattr(holder, name):
+                    setattr(holder, name, value)
+    return told
+
+
+def unreviewed(argv: Sequence[str]) -> list[str]:
+    """The flags of a command line that the record does not name and that are not ours."""
+    return [flag for flag in _given(argv) if flag[2:] not in record().reviewed and not flag.startswith("--balance-")]
+
+
+def _given(argv: Sequence[str]) -> list[str]:
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--") and len(word) > 2]
+    return list(dict.fromkeys(flags))
+
+
+def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Of the unreviewed flags of a command line: those that may change what plans go by, and why; and
+    the others, of which the log tells.
+
+    The former are flags of Megatron's own parser, since the record was made of all there were, and
+    those of a script by which Megatron builds its layers; at their defaults they change nothing.
+    """
+    names = unreviewed(argv)
+    if not names:
+        return {}, []
+    parser, fields = _megatrons_parser(), _fields_of_layers()
+    own = parser._option_string_actions
+    found: dict[str, str] = {}
+    for flag in names:
+        name = own[flag].dest if flag in own else flag[2:].replace("-", "_")
+        default = own[flag].default if flag in own else fields.get(name)
+        if (flag not in own and name not in fields) or getattr(args, name, None) == default:
+            continue
+        whose = "a flag of this Megatron" if flag in own else "a field of the config that layers are built of"
+        found[flag] = f"{whose}, of which nobody looked at what it does to plans"
+    return found, [flag for flag in names if flag not in found]
+
+
+def unknown_fields(config: Any) -> dict[str, str]:
+    """The fields of a built model's config that are set, and of which nobody looked at what they do to
+    plans; of a class of one's own, its further fields whatever their defaults.
+    """
+    own, layers = _megatrons_parser()._option_string_actions, _fields_of_layers()
+    known = {action.dest for flag, action in own.items() if flag.lstrip("-") in record().reviewed}
+    known.update(record().fields.split())
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        unset = (*model_config.UNSET, layers.get(field.name))
+        if field.name not in known and not any(value is each or value == each for each in unset):
+            found[field.name] = f"set to {str(value)[:60]}, and nobody looked at what it does to plans"
+    return found
+
+
+def _megatrons_parser() -> argparse.ArgumentParser:
+    """The parser of Megatron's own flags, without a script's."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _fields_of_layers() -> dict[str, Any]:
+    """Fields of the configs that Megatron builds layers of, and their defaults."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(MLATransformerConfig):
+        made = field.default_factory
+        found[field.name] = field.default if made is dataclasses.MISSING else made()
+    return found
