@@ -143,7 +143,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     A value alone is `published`: a number, a quotient of two ("3.64 / 3.51"), or `stated`, a ratio
     of 1: alike, ahead or behind, as a text says without a number. Notes have names in `notes`.
     """
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     notes: dict[str, str] = found.pop("notes", {})
     found.pop("common", None)  # what tables merge
 
@@ -152,7 +152,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return Published(1.0 if over == "stated" else float(over) / float(under or 1))
 
     def of_row(given: Any) -> dict[str, Any]:
-        keys = dict(given) if isinstance(given, dict) else {"published": given}
+        keys: dict[str, Any] = {**given} if isinstance(given, dict) else {"published": given}
         if keys.get("published") is not None:
             keys["published"] = parsed(keys["published"])
         if "note" in keys:
@@ -169,6 +169,16 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 PRINTED = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 """By paper and table: title, source, batches, `numbers` that ours is made from, and rows."""
 
+DEFAULTS: dict[str, Any] = {
+    "published": None,
+    "unit": "",
+    "kind": "simulated",
+    "sign": "=",
+    "note": "",
+    "inputs": (),
+}
+"""Of a row, where neither its table nor itself says anything."""
+
 Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str]]
 """Names of rows with our values, and what a row's note says beside the table's."""
 
@@ -182,14 +192,14 @@ def table(paper: str, name: str, ours: Callable[[Effort], Ours]) -> PaperTable:
     """The table of this name, with what the paper prints beside our values."""
 
     def rows(effort: Effort) -> list[Row]:
-        return [_row(PRINTED[paper][name], *each) for each in ours(effort)]
+        return [_row(PRINTED[paper][name], each[0], each[1], *each[2:]) for each in ours(effort)]
 
     printed = PRINTED[paper][name]
     return PaperTable(printed["title"], rows, printed.get("batches", 1))
 
 
 def _row(printed: Mapping[str, Any], name: str, ours: float, more: str = "") -> Row:
-    keys: dict[str, Any] = {"unit": "", "kind": "simulated", "sign": "=", "note": "", "inputs": (), "published": None}
+    keys = DEFAULTS.copy()
     for given in (printed, *(given for pattern, given in printed["rows"].items() if fnmatchcase(name, pattern))):
         keys |= {key: value for key, value in given.items() if key in keys}
     keys["note"] = "; ".join(filter(None, (keys["note"], more)))

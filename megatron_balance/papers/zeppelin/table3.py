@@ -29,8 +29,10 @@ from megatron_balance.workloads.distributions import K
 
 BALANCED = (64 * K, 32 * K, 16 * K, 8 * K, 4 * K, 2 * K, K, K)
 SKEWED = (112 * K, *(4 * K,) * 4)
-PARTS = ("forward", "forward, attention", "forward, linear modules", "forward, remapping")
-PARTS += ("forward, sequence partition", "backward")
+PARTS = (
+    *("forward", "forward, attention", "forward, linear modules", "forward, remapping"),
+    *("forward, sequence partition", "backward"),
+)
 REPEATS = 5
 
 

@@ -123,6 +123,7 @@ def test_what_a_paper_prints_names_its_source_and_rows_that_are_there(paper: str
     }
     for name, printed in base.PRINTED[paper].items():
         assert printed["source"]
+        assert all(given.keys() <= base.DEFAULTS.keys() for given in printed["rows"].values())
         plain = {pattern for pattern in printed["rows"] if "*" not in pattern}
         assert plain <= names[name]
         assert all(fnmatch.filter(names[name], pattern) for pattern in set(printed["rows"]) - plain - SHARED)
