@@ -1,4 +1,4 @@
-"""A pattern that says no more than it must: all other questions are answered from its sends and work."""
+"""A pattern that says no more than it must: its sends and work answer all other questions."""
 
 from __future__ import annotations
 
