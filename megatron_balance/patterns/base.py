@@ -101,7 +101,7 @@ class ZoneProgram:
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
-class Work(NamedTuple):
+class ZoneWork(NamedTuple):
     """A launch of a rank and the merge behind it: rows of `ir.program.Attend` and `Merge`. `after`:
     exchanges of the zone with smaller numbers come before it.
     """
@@ -344,7 +344,7 @@ class CommPattern(ABC, Generic[Z]):
         """
 
     @abstractmethod
-    def work(self, zone: Z, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Z, context: Context, rank: int) -> Iterable[ZoneWork]:
         """What `rank` attends and merges, in order."""
 
     # Programs
@@ -528,7 +528,7 @@ class CommPattern(ABC, Generic[Z]):
 NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
 
 
-def _pairs_of(work: Iterable[Work], context: Context) -> int:
+def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
     """Pairs of a rank's launches, in units of all heads."""
     total = 0
     for part in work:

@@ -27,9 +27,9 @@ from megatron_balance.patterns.base import (
     Launches,
     Load,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
+    ZoneWork,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
@@ -206,11 +206,11 @@ class HeadExchange(CommPattern[Zone]):
         calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Whole sequences with the rank's heads."""
         seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
-            yield Work(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
+            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
 
     # Placement
 

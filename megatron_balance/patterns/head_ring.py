@@ -50,9 +50,9 @@ from megatron_balance.patterns.base import (
     Launches,
     Load,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
+    ZoneWork,
     remote_of,
 )
 from megatron_balance.patterns.head_exchange import (
@@ -259,14 +259,14 @@ class HeadRing(CommPattern[Zone]):
         calls = trade.calls(0, runs) | trade.calls(shape.last, runs, moves=True)
         return Sends(rows, shape.tokens, blocks, calls, made, range(shape.last))
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """The own keys of the group, then those that each round brings."""
         shape = Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
         if shape.slices[index]:
             rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
             for at, (pairs, merges) in enumerate(rounds):
-                yield Work(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
+                yield ZoneWork(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
 
     # Placement
 

@@ -51,9 +51,9 @@ from megatron_balance.patterns.base import (
     Load,
     Startable,
     WaveTraffic,
-    Work,
     ZoneAt,
     ZoneRounds,
+    ZoneWork,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
@@ -388,7 +388,7 @@ class WavesPattern(CommPattern[SharedZone]):
                 tables.append(table_of(number, *ends, Kind.KV, *kv_heads_of(own), block, 0))
         return np.concatenate(tables)
 
-    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Own work, then a launch and a merge behind each wave.
 
         Raises:
@@ -404,13 +404,13 @@ class WavesPattern(CommPattern[SharedZone]):
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
             wave = launch - num_parts
             if wave < 0:
-                yield Work((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
+                yield ZoneWork((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
                 continue
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-            yield Work(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
+            yield ZoneWork(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
 
     # Placement
 
