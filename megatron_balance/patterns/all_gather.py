@@ -29,9 +29,9 @@ from megatron_balance.patterns.base import (
     GroupTraffic,
     Launches,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
+    ZoneWork,
     prefix_pairs,
 )
 from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
@@ -83,10 +83,10 @@ class AllGather(CommPattern[Zone]):
         calls = {0: Call("all_gather", tuple(sorted(zone.ranks)))} if chunks.shared.any() else {}
         return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Each chunk over its prefix."""
         held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
-        yield Work(1, as_rows(prefix_pairs(held, context)))
+        yield ZoneWork(1, as_rows(prefix_pairs(held, context)))
 
     # Placement
 

@@ -101,7 +101,7 @@ class ZoneProgram:
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
-class Work(NamedTuple):
+class ZoneWork(NamedTuple):
     """A launch of a rank and the merge behind it: rows of `ir.program.Attend` and `Merge`. `after`:
     exchanges of the zone with smaller numbers come before it.
     """
@@ -146,6 +146,11 @@ class Load:
         self.pairs = np.zeros(num_ranks, dtype=np.int64)
         self.tokens = np.zeros((len(Kind), num_ranks), dtype=np.int64)
         self.token_heads = np.zeros((len(Kind), num_ranks), dtype=np.int64)
+
+    def bring(self, kind: Kind, ranks: Ints, num_tokens: Ints, heads: Ints | int) -> None:
+        """Add tokens of one kind that reach distinct `ranks` with this number of their heads."""
+        self.tokens[kind, ranks] += num_tokens
+        self.token_heads[kind, ranks] += num_tokens * heads
 
     def receive(self, messages: ZoneMessages) -> None:
         """Add what the messages of an exchange bring."""
@@ -339,15 +344,15 @@ class CommPattern(ABC, Generic[Z]):
         """
 
     @abstractmethod
-    def work(self, zone: Z, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Z, context: Context, rank: int) -> Iterable[ZoneWork]:
         """What `rank` attends and merges, in order."""
 
     # Programs
 
     def project(self, zone: Z, context: Context, rank: int) -> ZoneProgram:
         """The ops of `rank`: each exchange right before the work that needs it."""
-        sends = self.sends(zone, context, rank)
-        exchanges = sends.exchanges(context.base)
+        sends = self.sends(zone, context, rank) if self.num_exchanges(zone) else None
+        exchanges = {} if sends is None else sends.exchanges(context.base)
         coming, ops = deque(exchanges.items()), list[Op]()
         for part in self.work(zone, context, rank) if context.attends else ():
             while coming and coming[0][0] < part.after:
@@ -355,7 +360,8 @@ class CommPattern(ABC, Generic[Z]):
             ops += [Attend(rank, part.pairs)] if part.pairs else []
             ops += [Merge(rank, part.merges)] if part.merges else []
         ops += [op for _, op in coming]
-        return ZoneProgram(ops, sends.replays(context.base, exchanges) if context.replays else [])
+        replayed = sends is not None and context.replays
+        return ZoneProgram(ops, sends.replays(context.base, exchanges) if replayed else [])
 
     # Placement
 
@@ -394,9 +400,14 @@ class CommPattern(ABC, Generic[Z]):
         load = Load(context.num_ranks)
         load.pairs += self.attended(zones, context)
         for zone in zones:
-            for each in self.messages(zone, context):
-                load.receive(each)
+            if self.num_exchanges(zone):
+                self.receive(load, zone, context)
         return load
+
+    def receive(self, load: Load, zone: Z, context: Context) -> None:
+        """Add what the forward's exchanges bring."""
+        for each in self.messages(zone, context):
+            load.receive(each)
 
     def attended(self, zones: Sequence[Z], context: Context) -> Ints:
         """Visible pairs of each rank, in units of all heads: int64 [num_ranks]."""
@@ -517,7 +528,7 @@ class CommPattern(ABC, Generic[Z]):
 NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
 
 
-def _pairs_of(work: Iterable[Work], context: Context) -> int:
+def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
     """Pairs of a rank's launches, in units of all heads."""
     total = 0
     for part in work:
@@ -548,27 +559,6 @@ def prefix_pairs(fragments: Ints, context: Context) -> Ints:
     pairs[:, Pair.K_START] = context.mask.keys(seq, start)[0]
     pairs[:, Pair.K_STOP] = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
     return pairs
-
-
-def group_traffic(messages: Ints, ranks: Ints) -> list[GroupTraffic]:
-    """The all-to-alls inside each group of `ranks` [groups, size] that `messages` make."""
-    place = np.zeros(int(ranks.max()) + 1, dtype=np.int64)
-    place[ranks.ravel()] = np.arange(ranks.size)
-    (group, src), (_, dst) = (np.divmod(place[messages[:, end]], ranks.shape[1]) for end in (Message.SRC, Message.DST))
-    heads = messages[:, Message.HEAD_STOP] - messages[:, Message.HEAD_START]
-    token_heads: dict[Kind, Floats] = {}
-    for kind in (Kind.Q, Kind.KV, Kind.OUT):
-        of = messages[:, Message.KIND] == kind
-        token_heads[kind] = np.zeros((*ranks.shape, ranks.shape[1]))
-        np.add.at(token_heads[kind], (group[of], src[of], dst[of]), (heads * messages[:, Message.TOKENS])[of])
-    return [
-        GroupTraffic(
-            {kind: token_heads[kind][at] for kind in (Kind.Q, Kind.KV)},
-            {Kind.OUT: token_heads[Kind.OUT][at]},
-            gathers=False,
-        )
-        for at in range(len(ranks))
-    ]
 
 
 def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:

@@ -26,9 +26,9 @@ from megatron_balance.patterns.base import (
     Launches,
     PointToPoint,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
+    ZoneWork,
 )
 from megatron_balance.patterns.rows import intersections, transfers_of
 from megatron_balance.patterns.sends import Blocks, Sends, table_of
@@ -66,14 +66,14 @@ class Dispatch(CommPattern[TaskTable]):
             there, back = _transfers_with(zone, _heads(context), context.mask, rank)
         return sends_of(there, back)
 
-    def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[ZoneWork]:
         """The rank's tasks, then the merges of its own queries, of which outputs came back."""
         tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
-        yield Work(last - 1, as_rows(_pairs(tasks, context)))
+        yield ZoneWork(last - 1, as_rows(_pairs(tasks, context)))
         _, back = _transfers_with(zone, _heads(context), context.mask, rank)
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
-        yield Work(last, Rows(Pair.WIDTH), as_rows(merges))
+        yield ZoneWork(last, Rows(Pair.WIDTH), as_rows(merges))
 
     # Placement
 

@@ -11,13 +11,13 @@ owner. With fewer query heads than ranks some ranks attend nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_rows
-from megatron_balance.ir.columns import Fragment, Held, Message, Pair
+from megatron_balance.ir.columns import Fragment, Held, Pair
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
@@ -25,11 +25,11 @@ from megatron_balance.patterns.base import (
     Context,
     GroupTraffic,
     Launches,
+    Load,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
-    group_traffic,
+    ZoneWork,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
@@ -154,15 +154,17 @@ class Trade:
     def _ends(self, *, attends_at: str) -> tuple[Ints, Ints, Ints]:
         """(group, place that sends, place that receives) of every two ranks of a group."""
         num_groups, size = self.ranks.shape
+        attends = np.flatnonzero(self.heads.attends)
         if self.place is None:
-            group, src, dst = (each.ravel() for each in np.indices((num_groups, size, size)))
+            group, other, own = (each.ravel() for each in np.indices((num_groups, size, len(attends))))
+            own = attends[own]
+            src, dst = (own, other) if attends_at == "src" else (other, own)
             keep = src != dst
         else:  # to each other rank, and from it
             others = np.delete(np.arange(size), self.place[1])
             mine = np.full_like(others, self.place[1])
             src, dst = np.stack([mine, others], axis=1).ravel(), np.stack([others, mine], axis=1).ravel()
-            group, keep = np.full_like(src, self.place[0]), np.ones(len(src), dtype=bool)
-        keep &= self.heads.attends[src if attends_at == "src" else dst]
+            group, keep = np.full_like(src, self.place[0]), self.heads.attends[src if attends_at == "src" else dst]
         if self.among is not None:
             keep &= self.among(self.ranks[group, src], self.ranks[group, dst])
         return group[keep], src[keep], dst[keep]
@@ -204,11 +206,11 @@ class HeadExchange(CommPattern[Zone]):
         calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Whole sequences with the rank's heads."""
         seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
-            yield Work(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
+            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
 
     # Placement
 
@@ -247,6 +249,19 @@ class HeadExchange(CommPattern[Zone]):
             pairs[list(zone.ranks)] += shared_by_heads(np.array([total]), slices_of(zone, context), context)[0]
         return pairs
 
+    # Closed forms of what the table of sends says, which planning asks for often
+
+    def receive(self, load: Load, zone: Zone, context: Context) -> None:
+        """Add what both all-to-alls bring."""
+        receive_trade(
+            load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], slices_of(zone, context)
+        )
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """All keys and values of others with the heads of a rank."""
+        runs = self.run_tokens(zone, context.lengths)
+        return (runs.sum() - runs) * head_counts(slices_of(zone, context))[1]
+
     # Starting early
 
     def startable(self, zone: Zone) -> Startable:
@@ -263,14 +278,8 @@ class HeadExchange(CommPattern[Zone]):
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
         launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
-        ranks = np.array(zone.ranks)
-        if size == 1:
-            return ZoneRounds(ranks, launches, None)
-        sends = self.sends(zone, context)
-        rows = sends.messages()
-        together = np.isin(rows[:, Message.EXCHANGE], list(sends.calls))
-        (traffic,) = group_traffic(rows[together], ranks[None])
-        return ZoneRounds(ranks, launches, replace(traffic, passed_on=rows[~together]))
+        (traffic,) = traded(self.run_tokens(zone, context.lengths)[None], slices)
+        return ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
 
 
 class ChunkExchange(HeadExchange):
@@ -319,8 +328,35 @@ def chunk_edges(lengths: Ints, size: int) -> Ints:
     return whole[:, None] * chunk + np.minimum(dealt, over[:, None])
 
 
+def receive_trade(load: Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> None:
+    """Add what the all-to-alls of `Trade` bring; `ranks`, `runs` [groups, size]: tokens that each rank
+    holds.
+    """
+    queries, keys = head_counts(slices)
+    attends = (queries > 0).astype(np.int64)
+    others = (runs.sum(axis=1, keepdims=True) - runs) * attends
+    load.bring(Kind.Q, ranks, others, queries)
+    load.bring(Kind.KV, ranks, others, keys)
+    # Every rank with heads sends its partial of each of a rank's tokens; all together are all heads.
+    load.tokens[Kind.OUT, ranks] += runs * (attends.sum() - attends)
+    load.token_heads[Kind.OUT, ranks] += runs * (queries.sum() - queries)
+
+
+def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[GroupTraffic]:
+    """The traffic of the all-to-alls of `Trade`, group by group; `runs` [groups, size]."""
+    queries, keys = (count.astype(np.float64) for count in head_counts(slices))
+    return [
+        GroupTraffic(
+            {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)},
+            {Kind.OUT: np.outer(queries, held)},
+            gathers=False,
+        )
+        for held in runs.astype(np.float64)
+    ]
+
+
 def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: Context) -> Ints:
-    """Pairs of each rank [groups, size], in units of all heads, of groups that attend `pairs` [groups].
+    """Pairs of each rank [groups, size], in units of all heads; a group attends `pairs` [groups].
     Cumulative rounding keeps the sum of the ranks' shares exact.
     """
     stops = np.cumsum(head_counts(slices)[0])

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import Context, Floats, Startable
+from megatron_balance.patterns.base import Context, Floats, GroupTraffic, Startable, ZoneRounds
 from megatron_balance.patterns.head_exchange import (
     ChunkExchange,
     HeadExchange,
@@ -174,6 +175,26 @@ class HeadExchangeOnce(HeadExchange):
         """The way in, its replay in the place of the way back, and the gradients of the outputs."""
         del zone
         return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """In the first all-to-all or behind it, whichever is more."""
+        return super(HeadExchange, self).largest_exchange(zone, context)  # by the table
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """An all-to-all, what is passed on, a launch and an all-to-all."""
+        found = super().rounds(zone, context)
+        if not isinstance(found.traffic, GroupTraffic):
+            return found
+        rows = self.sends(zone, context).messages()
+        there = rows[(rows[:, Message.EXCHANGE] == _IN) & (rows[:, Message.KIND] == Kind.KV)]
+        place = np.zeros(context.num_ranks, dtype=np.int64)
+        place[found.ranks] = np.arange(len(found.ranks))
+        keys = np.zeros((len(found.ranks),) * 2)
+        heads = there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]
+        ends = place[there[:, Message.SRC]], place[there[:, Message.DST]]
+        np.add.at(keys, ends, there[:, Message.TOKENS] * heads)
+        inputs, on = {**found.traffic.inputs, Kind.KV: keys}, rows[rows[:, Message.EXCHANGE] == _ON]
+        return replace(found, traffic=replace(found.traffic, inputs=inputs, passed_on=on))
 
 
 def _as_exchange(sends: Ints, number: int) -> Ints:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Literal
@@ -33,7 +34,7 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, sums
-from megatron_balance.ir.columns import Held, Message, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Transfer, Value
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
@@ -44,15 +45,14 @@ from megatron_balance.patterns.base import (
     Context,
     FirstHops,
     Floats,
-    GroupTraffic,
     HeadsThenHops,
     HopByHop,
     Launches,
+    Load,
     Startable,
-    Work,
     ZoneAt,
     ZoneRounds,
-    group_traffic,
+    ZoneWork,
     remote_of,
 )
 from megatron_balance.patterns.head_exchange import (
@@ -62,11 +62,13 @@ from megatron_balance.patterns.head_exchange import (
     head_counts,
     head_slices,
     kv_heads_of,
+    receive_trade,
     run_of,
     runs_of,
     shared_by_heads,
+    traded,
 )
-from megatron_balance.patterns.ring import attention, forward_hops, hops_of, ring_launches, walks
+from megatron_balance.patterns.ring import arriving, attention, forward_hops, hops_of, ring_launches, walks
 from megatron_balance.patterns.rows import transfers_of
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
@@ -122,7 +124,6 @@ class Shape:
         self,
         place: tuple[int, int] | None,
         among: Callable[[Ints, Ints], Bools] | None,
-        first_block: int,
         step: Literal[1, -1] = 1,
     ) -> Ints:
         """`Send` rows of the blocks that go round, to the group `step` further; `place` and `among` as
@@ -140,25 +141,33 @@ class Shape:
                 src, dst, group = src[crosses], dst[crosses], group[crosses]
             if own:
                 number = self.trades + (hop if step == 1 else size - hop) - 1
-                block = first_block + (group - step * (hop[:, None] - 1)) % size
+                block = self.num_runs + (group - step * (hop[:, None] - 1)) % size
                 tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads_of(own), block, hop[:, None]))
         return np.concatenate(tables)
 
+    @property
+    def num_runs(self) -> int:
+        """Blocks of ranks, before those of groups; in a ring they are not sent."""
+        return self.num_groups * self.size if self.size > 1 else 0
+
     def tokens(self) -> Ints:
         """Tokens of what each rank holds, in hop 0, and of the block of each group in each hop: int64
-        [ranks + groups, groups].
+        [num_runs + groups, groups].
         """
-        walks, num_runs = forward_hops(self.placed), self.num_groups * self.size
-        runs = np.zeros((num_runs, self.num_groups), dtype=np.int64)
+        walks = forward_hops(self.placed)
+        if self.size == 1:
+            return walks
+        runs = np.zeros((self.num_runs, self.num_groups), dtype=np.int64)
         runs[:, 0] = self.run_tokens().ravel()
         return np.concatenate([runs, walks])
 
-    def blocks(self, *, back: bool = False) -> Blocks:
-        """What each rank holds, and the block of each group."""
-        hops, num_groups = hops_of(self.placed, back=back), self.num_groups
-        if self.size == 1:  # blocks of ranks are not sent
-            return Blocks(hops.rows, np.append(np.zeros(num_groups, dtype=np.int64), hops.begin), hops.reach)
-        runs = Blocks.of([run for at in range(num_groups) for run in runs_of(fragments(self.placed, at), self.size)])
+    def blocks(self, *, group: int | None = None, back: bool = False) -> Blocks:
+        """What each rank holds, if asked of one `group` alone, and the block of each group."""
+        hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
+        if self.size == 1:
+            return hops
+        held = [fragments(self.placed, at) if group in (None, at) else nothing for at in range(self.num_groups)]
+        runs = Blocks.of([run for own in held for run in (runs_of(own, self.size) if len(own) else [own] * self.size)])
         assert hops.reach is not None
         reach = np.append(np.zeros(len(runs.rows), dtype=np.int64), hops.reach)
         return Blocks(
@@ -231,30 +240,33 @@ class HeadRing(CommPattern[Zone]):
         """The all-to-alls of each group, and the blocks that go round between them."""
         shape = Shape.of(zone, self.size(zone), context)
         place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
-        ranks, num_runs, among = np.array(shape.ranks), len(zone.ranks), context.crosses if across else None
-        forward = shape.hops(place, among, num_runs)
+        among = context.crosses if across else None
+        forward = shape.hops(place, among)
         # In round t the replay brings what the forward brought in hop G - t.
-        back = shape.hops(place, among, num_runs, step=-1)
+        back = shape.hops(place, among, step=-1)
         if shape.size == 1:
-            made = Sends(back, shape.tokens, lambda: shape.blocks(back=True))
+            made = Sends(back, shape.tokens, partial(shape.blocks, back=True))
             return Sends(forward, shape.tokens, shape.blocks, again=made, silent=range(shape.last))
-        trade, runs = Trade(ranks, HeadShares.of(shape.slices), place, among), shape.run_tokens()
+        group = None if place is None else place[0]
+        trade = Trade(np.array(shape.ranks), HeadShares.of(shape.slices), place, among)
+        runs = shape.run_tokens()
         rows = np.concatenate([trade.inputs(0, 0), forward, trade.outputs(shape.last, 0)])
         # A replayed backward begins where the forward ended: there it makes the first all-to-alls,
         # and nothing where the forward made them.
         again = np.concatenate([back, trade.inputs(shape.last, 0)])
-        made = Sends(again, shape.tokens, lambda: shape.blocks(back=True), trade.calls(shape.last, runs))
+        blocks = partial(shape.blocks, group=group)
+        made = Sends(again, shape.tokens, partial(blocks, back=True), trade.calls(shape.last, runs))
         calls = trade.calls(0, runs) | trade.calls(shape.last, runs, moves=True)
-        return Sends(rows, shape.tokens, shape.blocks, calls, made, range(shape.last))
+        return Sends(rows, shape.tokens, blocks, calls, made, range(shape.last))
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """The own keys of the group, then those that each round brings."""
         shape = Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
         if shape.slices[index]:
             rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
             for at, (pairs, merges) in enumerate(rounds):
-                yield Work(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
+                yield ZoneWork(shape.trades + at, Rows(Pair.WIDTH, pairs), Rows(Value.WIDTH, merges if at else b""))
 
     # Placement
 
@@ -345,6 +357,26 @@ class HeadRing(CommPattern[Zone]):
                 pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
         return pairs
 
+    # Closed forms of what the table of sends says, which planning asks for often
+
+    def receive(self, load: Load, zone: Zone, context: Context) -> None:
+        """Add what the all-to-alls and all hops bring."""
+        shape = Shape.of(zone, self.size(zone), context)
+        ranks, (queries, keys) = np.array(shape.ranks), shape.heads()
+        if shape.size > 1:
+            receive_trade(load, ranks, shape.run_tokens(), shape.slices)
+        load.bring(Kind.KV, ranks, arriving(shape.placed).sum(axis=1)[:, None] * (queries > 0), keys)
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """Keys and values of the others of the group, or the largest block that comes round, with the
+        heads of a rank.
+        """
+        shape = Shape.of(zone, self.size(zone), context)
+        most = arriving(shape.placed).max(axis=1)[:, None]
+        if shape.size > 1:
+            most = np.maximum(most, shape.group_tokens()[:, None] - shape.run_tokens())
+        return (most * shape.heads()[1]).ravel()
+
     # The remap
 
     def first_senders(self, zone: Zone, rank: int, num_ranks: int) -> Ints:
@@ -399,11 +431,7 @@ class HeadRing(CommPattern[Zone]):
         between them.
         """
         shape = Shape.of(zone, self.size(zone), context)
-        inside: list[GroupTraffic] = []
-        if shape.size > 1:
-            rows = self.sends(zone, context).messages()
-            number = rows[:, Message.EXCHANGE]
-            inside = group_traffic(rows[(number < shape.trades) | (number >= shape.last)], np.array(shape.ranks))
+        inside = traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
         hops = None
         if shape.num_groups > 1:
             # A block of some of the heads counts as that part of its tokens.

@@ -1,13 +1,13 @@
-"""Rows that comm patterns make: pairs of tokens, transfers, messages, launches and merges."""
+"""Rows that comm patterns make: pairs of tokens, transfers and messages."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, as_rows
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Fragment, Message, Transfer
 from megatron_balance.ir.intervals import overlaps
-from megatron_balance.ir.program import Attend, Kind, Merge
+from megatron_balance.ir.program import Kind
 
 
 def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
@@ -63,11 +63,3 @@ def split_rows(table: Ints, counts: Ints) -> list[bytes]:
     ends = counts.cumsum().tolist()
     table = np.ascontiguousarray(table, dtype="<i8")
     return [table[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
-
-
-def attend(rank: int, pairs: Ints) -> Attend:
-    return Attend(rank, as_rows(pairs))
-
-
-def merge(rank: int, values: Ints) -> Merge:
-    return Merge(rank, as_rows(values))

@@ -29,8 +29,8 @@ has of a sequence need none of its later ones, and no launch is cut into two tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -48,12 +48,12 @@ from megatron_balance.patterns.base import (
     Context,
     GroupTraffic,
     Launches,
+    Load,
     Startable,
     WaveTraffic,
-    Work,
     ZoneAt,
     ZoneRounds,
-    group_traffic,
+    ZoneWork,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
@@ -64,7 +64,9 @@ from megatron_balance.patterns.head_exchange import (
     head_slices,
     kv_heads_of,
     query_heads,
+    receive_trade,
     shared_by_heads,
+    traded,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
@@ -124,6 +126,10 @@ class Schedule:
         first = self.groups[index] * self.size
         return tuple(range(first, first + self.size))
 
+    def all_ranks(self) -> Ints:
+        """Ranks of every group: int64 [groups, group size]."""
+        return np.array(self.groups, dtype=np.int64)[:, None] * self.size + np.arange(self.size)
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """(number of its group, place in it) of a rank."""
         group, place = divmod(rank, self.size)
@@ -145,12 +151,17 @@ class Schedule:
         whole = [self.run_tokens().ravel()] if len(self.parts) > 1 else []
         return np.concatenate([self.tokens.ravel(), *whole, self.needs[:, Need.STOP] - self.needs[:, Need.START]])
 
-    def blocks(self) -> Blocks:
-        """Rows of every block."""
+    def blocks(self, index: int | None = None) -> Blocks:
+        """Rows of every block, of runs only those of the group number `index` if there is one."""
         parts = (*self.parts, self.runs) if len(self.parts) > 1 else self.parts
-        runs = Blocks.of([run for part in parts for group in part for run in group])
-        begin = runs.begin[-1] + np.arange(1, len(self.needs) + 1)
-        return Blocks(np.concatenate([runs.rows, self.needs[:, Need.SPAN]]), np.append(runs.begin, begin))
+        counts = np.zeros((len(parts), self.num_groups, self.size), dtype=np.int64)
+        rows: list[Ints] = []
+        for at, part in enumerate(parts):
+            for group in range(self.num_groups) if index is None else (index,):
+                counts[at, group] = [len(run) for run in part[group]]
+                rows += part[group]
+        begin = np.cumsum([0, *counts.ravel(), *np.ones(len(self.needs), dtype=np.int64)])
+        return Blocks(np.concatenate([*rows, self.needs[:, Need.SPAN]]), begin)
 
 
 @lru_cache(maxsize=64)
@@ -356,11 +367,10 @@ class WavesPattern(CommPattern[SharedZone]):
         made, among = schedule(zone, context.mask), context.crosses if across else None
         place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
         num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
+        blocks = partial(made.blocks, None if place is None else place[0])
         first, last, calls = [np.empty((0, Send.WIDTH), dtype=np.int64)], [], dict[int, Call]()
         if made.size > 1:
-            trade = Trade(
-                np.array([made.ranks(at) for at in range(made.num_groups)]), HeadShares.of(slices), place, among
-            )
+            trade = Trade(made.all_ranks(), HeadShares.of(slices), place, among)
             for at, tokens in enumerate(made.tokens):
                 first.append(trade.inputs(at * made.num_groups, at * num_runs))
                 calls |= trade.calls(at * made.num_groups, tokens)
@@ -369,14 +379,12 @@ class WavesPattern(CommPattern[SharedZone]):
             calls |= trade.calls(made.last, whole, moves=True)
             # A replayed backward begins where the forward ended: there it makes the first all-to-alls
             # as one, and nothing where the forward made them.
-            again = Sends(
-                trade.inputs(made.last, of_whole), made.block_tokens, made.blocks, trade.calls(made.last, whole)
-            )
+            again = Sends(trade.inputs(made.last, of_whole), made.block_tokens, blocks, trade.calls(made.last, whole))
         waves = self._waves(made, slices, place)
         if among is not None:
             waves = waves[among(waves[:, Send.SRC], waves[:, Send.DST])]
         rows = np.concatenate([*first, waves, *last])
-        return Sends(rows, made.block_tokens, made.blocks, calls, again, range(made.trades))
+        return Sends(rows, made.block_tokens, blocks, calls, again, range(made.trades))
 
     def _waves(self, made: Schedule, slices: Sequence[Sequence[HeadSlice]], place: tuple[int, int] | None) -> Ints:
         """Keys from rank to rank, wave by wave; `place`: of the rank that is asked for."""
@@ -393,7 +401,7 @@ class WavesPattern(CommPattern[SharedZone]):
                 tables.append(table_of(number, *ends, Kind.KV, *kv_heads_of(own), block, 0))
         return np.concatenate(tables)
 
-    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Own work, then a launch and a merge behind each wave.
 
         Raises:
@@ -409,13 +417,13 @@ class WavesPattern(CommPattern[SharedZone]):
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
             wave = launch - num_parts
             if wave < 0:
-                yield Work((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
+                yield ZoneWork((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
                 continue
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-            yield Work(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
+            yield ZoneWork(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
 
     # Placement
 
@@ -433,9 +441,31 @@ class WavesPattern(CommPattern[SharedZone]):
             made = schedule(zone, context.mask)
             tasks = [np.concatenate(own) for own in made.tasks]
             pairs = [int(num_pairs(Rectangles(*rows.T[1:]), context.mask).sum()) for rows in tasks]
-            ranks = np.array([made.ranks(at) for at in range(made.num_groups)])
-            attended[ranks] += shared_by_heads(np.array(pairs), _slices(made, context), context)
+            attended[made.all_ranks()] += shared_by_heads(np.array(pairs), _slices(made, context), context)
         return attended
+
+    # Closed forms of what the table of sends says, which planning asks for often
+
+    def receive(self, load: Load, zone: SharedZone, context: Context) -> None:
+        """Add what the all-to-alls and all waves bring."""
+        made = schedule(zone)
+        slices, needs, ranks = _slices(made, context), made.needs, made.all_ranks()
+        if made.size > 1:
+            receive_trade(load, ranks, made.run_tokens(), slices)
+        queries, keys = head_counts(slices)
+        come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], made.num_groups)
+        load.bring(Kind.KV, ranks, come[:, None] * (queries > 0), keys)
+
+    def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
+        """Keys and values of the others of a group, in the larger part, or those of the largest wave,
+        with the heads of a rank.
+        """
+        made = schedule(zone)
+        needs, shape = made.needs, (max(1, made.num_waves), made.num_groups)
+        others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
+        place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]
+        come = sums(place, needs[:, Need.STOP] - needs[:, Need.START], shape[0] * shape[1]).reshape(shape)
+        return (np.maximum(others, come.max(axis=0)[:, None]) * head_counts(_slices(made, context))[1]).ravel()
 
     # Starting early
 
@@ -456,18 +486,15 @@ class WavesPattern(CommPattern[SharedZone]):
         """
         made = schedule(zone, context.mask)
         slices = _slices(made, context)
-        rows = self.sends(zone, context).messages()
-        number = rows[:, Message.EXCHANGE]
-        inside: list[GroupTraffic] = []
+        rows = Sends(self._waves(made, slices, None), made.block_tokens, made.blocks).messages()
+        waves = tuple(rows[rows[:, Message.EXCHANGE] == made.trades + wave] for wave in range(made.num_waves))
+        inside = traded(made.run_tokens(), slices) if made.size > 1 else []
         late: list[GroupTraffic] = []
-        if made.size > 1:
-            ranks = np.array([made.ranks(at) for at in range(made.num_groups)])
-            first = (number < made.num_groups) | (number >= made.last)
-            inside = group_traffic(rows[first], ranks)
-            if len(made.parts) > 1:
-                late = group_traffic(rows[(number >= made.num_groups) & (number < made.trades)], ranks)
-        waves = tuple(rows[number == made.trades + wave] for wave in range(made.num_waves))
-        ranks = np.array(self.ranks(zone, context.num_ranks), dtype=np.int64)
+        if inside and len(made.parts) > 1:  # outputs of all tokens, inputs in two parts
+            first, late = (traded(tokens, slices) for tokens in made.tokens)
+            inside = [replace(each, inputs=part.inputs) for each, part in zip(inside, first, strict=True)]
+            late = [replace(each, outputs={}) for each in late]
+        ranks = made.all_ranks().ravel()
         return ZoneRounds(ranks, _launches(made, slices), WaveTraffic(tuple(inside), waves, tuple(late)))
 
 

@@ -1,4 +1,4 @@
-"""A pattern that says no more than it must: all other questions are answered from its sends and work."""
+"""A pattern that says no more than it must: its sends and work answer all other questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns.base import CommPattern, Context, Work, prefix_pairs
+from megatron_balance.patterns.base import CommPattern, Context, ZoneWork, prefix_pairs
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.report import placement
@@ -66,10 +66,10 @@ class Broadcast(CommPattern[Zone]):
         sizes = np.append(0, np.cumsum(blocks.rows[:, 2] - blocks.rows[:, 1]))
         return Sends(rows, lambda: np.diff(sizes[blocks.begin]), lambda: blocks)
 
-    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[Work]:
+    def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         whole = self.place(zone, context.lengths, zone.ranks[0])
         own = part(whole, zone.ranks.index(rank), len(zone.ranks))
-        yield Work(1, as_rows(prefix_pairs(own, context)))
+        yield ZoneWork(1, as_rows(prefix_pairs(own, context)))
 
 
 def part(whole: Ints, at: int, size: int) -> Ints:
