@@ -33,7 +33,7 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -628,52 +628,33 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         f"largest one over the largest logit, and equal means at most {MOST:g}. Beside the defaults stand",
         "variants of keys that change attention, and switches turned over.",
         "",
-        ", ".join(f"{number} {status}" for status, number in counted.items()) + ".",
+        ", ".join(f"{number} {status}" for status, number in counted.items()) + "; the largest difference of",
+        f"those that are equal is {max((row.difference or 0.0) for row in rows if row.status == 'equal'):.1e}.",
         "",
         "The same run writes `configs/transformers.json`, the list of types, keys and values that",
         "`model_config.check` goes by ([torch.md](../torch.md#which-models)).",
         "",
     ]
     for status in STATUSES[::-1]:
-        said = [
-            (row.name, f"{row.difference:.1e}" if status == "equal" else _cell(row))
-            for row in rows
-            if row.status == status
-        ]
-        lines += section_of(status, said)
+        by_reason: dict[str, list[str]] = {}
+        for row in rows:
+            if row.status == status:
+                by_reason.setdefault(why_of(row), []).append(f"`{row.name}`")
+        if by_reason:
+            lines += [f"## {status[0].upper() + status[1:]}", "", "| why | configurations |", "|---|---|"]
+            lines += [*(f"| {why} | {', '.join(names)} |" for why, names in by_reason.items()), ""]
     return "\n".join(lines)
 
 
-def section_of(status: str, said: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines of a page for the configurations of one status, from names and what is said of each (its
-    difference, or why); those of one reason stand together, without the names of layers in it.
-    """
-    if not said:
-        return []
-    title = [f"## {status[0].upper() + status[1:]}", ""]
-    if status == "equal":
-        most = max((apart for _, apart in said), key=float)
-        return [*title, f"The largest difference is {most}.", "", *_wrapped(name for name, _ in said), ""]
-    if status == "untried":
-        why = "They cannot be built from their defaults, or ask for more than tokens."
-        return [*title, why, "", *_wrapped(name for name, _ in said), ""]
-    by_reason: dict[str, list[str]] = {}
-    for name, why in said:
-        first = why.removeprefix(f"{name.split()[0]}: ").partition("; ")[0]
-        reason = re.sub(r"(mix tokens beside attention): .*", r"\1", first)
-        by_reason.setdefault(reason, []).append(f"`{name}`")
-    table = [f"| {why} | {', '.join(names)} |" for why, names in by_reason.items()]
-    return [*title, "| why | configurations |", "|---|---|", *table, ""]
-
-
-def _wrapped(names: Iterable[str]) -> list[str]:
-    return textwrap.wrap(", ".join(f"`{name}`" for name in names) + ".", 100, break_on_hyphens=False)
-
-
-def _cell(row: Found) -> str:
-    said = reason_of(row) if row.status != "untried" else row.reason
+def why_of(row: Found) -> str:
+    """Say why a configuration has its status, in words that many share: without names of layers."""
+    if row.status in ("equal", "untried"):
+        return (
+            "logits are equal" if row.status == "equal" else "asks for more than tokens, or its defaults build no model"
+        )
+    first = reason_of(row).removeprefix(f"{row.name.split()[0]}: ").partition("; ")[0][:200]
     apart = f"; off by {row.difference:.1g}" if row.difference is not None and row.difference > MOST else ""
-    return (said[:200] + apart).replace("|", "/").replace("\n", " ")
+    return (re.sub(r"(beside attention): .*", r"\1", first) + apart).replace("|", "/").replace("\n", " ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
