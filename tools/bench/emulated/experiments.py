@@ -377,6 +377,9 @@ class PingPong(Experiment):
     def trainings(self) -> tuple[Training, ...]:
         return (Training(NICS, 1, interleaved(self.drawn(), range(len(TURNS)), self.repeats)),)
 
+    def config(self) -> dict[str, Any]:
+        return {"planner": {"name": "distca"}}  # a job that may run nano-batches has Megatron's layers patched for them
+
     def flags(self, stages: int) -> dict[str, Any]:
         del stages
         return GROUPED_FLAGS
