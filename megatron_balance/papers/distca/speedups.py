@@ -89,7 +89,7 @@ def fig9(effort: Effort) -> Ours:
 
 
 def fig10(effort: Effort) -> Ours:
-    """The same with pipelines, model by model."""
+    """Speedups with pipelines, model by model."""
     others: dict[str, Seconds] = {"Megatron": megatron_s, "WLB-ideal": wlb_s}
     found = speedups(effort, "fig10", grid(TABLE_5, NODES_5, STAGES), others)
     for model, system in product(NODES_5, others):

@@ -1,4 +1,4 @@
-"""What strategies gain, Figures 14 to 16 and 20.
+"""Gains of strategies, Figures 14 to 16 and 20.
 
 Figure 14: seconds of propagation over GPUs, longest sequences and tokens a step, 7B. For 32B on 64
 GPUs Figure 15: strategies chosen over 100 steps (a), and how even pipelines end (b); Figure 16:

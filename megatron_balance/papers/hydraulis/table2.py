@@ -29,7 +29,7 @@ JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": TrainedCase("32b"
 
 
 def _timed_s(run: Callable[[], T]) -> tuple[T, float]:
-    """What a call makes, and its processor time."""
+    """Result of a call, and its processor time."""
     begin = process_time()
     made = run()
     return made, process_time() - begin

@@ -27,7 +27,7 @@ SHARED = {"*, authors' coefficients", "*, our costs"}
 
 
 def changed(value: Any) -> Any:
-    """The same with other published numbers; one factor for all would leave their ratios."""
+    """A constant or a table with other published numbers; one factor would leave their ratios."""
     if isinstance(value, Published):
         return Published(1.3 * value + 0.7)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What is trained on the emulated cluster.
+"""Experiments on the emulated cluster.
 
 An `Experiment` is a list of variants, the documents of every step, the rates of the links, and
 Megatron's flags. There are four:
@@ -196,7 +196,7 @@ class Experiment:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What is compared; the first one is the baseline."""
+        """Variants that are compared; the first one is the baseline."""
         raise NotImplementedError
 
     def trainings(self) -> tuple[Training, ...]:
@@ -377,6 +377,9 @@ class PingPong(Experiment):
     def trainings(self) -> tuple[Training, ...]:
         return (Training(NICS, 1, interleaved(self.drawn(), range(len(TURNS)), self.repeats)),)
 
+    def config(self) -> dict[str, Any]:
+        return {"planner": {"name": "distca"}}  # a job that may run nano-batches has Megatron's layers patched for them
+
     def flags(self, stages: int) -> dict[str, Any]:
         del stages
         return GROUPED_FLAGS
@@ -386,7 +389,7 @@ class PingPong(Experiment):
 
 
 def joined(contexts: Sequence[Lengths], size: int) -> list[Lengths]:
-    """So many contexts in a row as one."""
+    """Join `size` contexts in a row to one batch."""
     return [tuple(chain(*contexts[at : at + size])) for at in range(0, len(contexts), size)]
 
 
