@@ -424,7 +424,7 @@ class Search:
         for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
             yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
-        if num_groups <= _MANY:
+        if num_groups <= _MANY and not costs.replays:
             begun = self.groups(costs)[:1]
             yield (
                 [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
