@@ -418,7 +418,8 @@ class Search:
 
     def _tried(self, placed: Shares, costs: GroupCosts, starts: _Starts) -> Iterator[tuple[list[KeptShares], float]]:
         """Placements, and the smallest share of them: those that are always tried, those of fewer
-        cuts, and those that begin with rings of groups. `placed`: of no sequence.
+        cuts, and those that begin with rings of groups, but where layers replay: there the price has
+        these up to a tenth too low. `placed`: of no sequence.
         """
         work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
         for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
