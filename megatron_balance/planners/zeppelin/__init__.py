@@ -418,13 +418,14 @@ class Search:
 
     def _tried(self, placed: Shares, costs: GroupCosts, starts: _Starts) -> Iterator[tuple[list[KeptShares], float]]:
         """Placements, and the smallest share of them: those that are always tried, those of fewer
-        cuts, and those that begin with rings of groups. `placed`: of no sequence.
+        cuts, and those that begin with rings of groups, but where layers replay: there the price has
+        these up to a tenth too low. `placed`: of no sequence.
         """
         work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
         for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
             yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
-        if num_groups <= _MANY:
+        if num_groups <= _MANY and not costs.replays:
             begun = self.groups(costs)[:1]
             yield (
                 [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
