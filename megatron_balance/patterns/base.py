@@ -360,8 +360,9 @@ class CommPattern(ABC, Generic[Z]):
             ops += [Attend(rank, part.pairs)] if part.pairs else []
             ops += [Merge(rank, part.merges)] if part.merges else []
         ops += [op for _, op in coming]
-        replayed = sends is not None and context.replays
-        return ZoneProgram(ops, sends.replays(context.base, exchanges) if replayed else [])
+        if sends is None or not context.replays:
+            return ZoneProgram(ops)
+        return ZoneProgram(ops, sends.replays(context.base, exchanges))
 
     # Placement
 

@@ -340,7 +340,7 @@ class HeadRing(CommPattern[Zone]):
         """Each sequence with the ranks of the groups that hold some of it, ascending."""
         shape = Shape.of(zone, self.size(zone), context)
         for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
-            held_by = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
+            held_by: Iterator[tuple[int, ...]] = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
             yield seq, sorted(chain.from_iterable(held_by))
 
     # Plan statistics and traffic between nodes
