@@ -162,7 +162,7 @@ class Shape:
         return np.concatenate([runs, walks])
 
     def blocks(self, *, group: int | None = None, back: bool = False) -> Blocks:
-        """What each rank holds, if asked of one `group` alone, and the block of each group."""
+        """Rows that each rank holds, if asked of one `group` alone, and the block of each group."""
         hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
         if self.size == 1:
             return hops
