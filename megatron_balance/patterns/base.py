@@ -339,13 +339,13 @@ class CommPattern(ABC, Generic[Z]):
 
     @abstractmethod
     def sends(self, zone: Z, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """What all ranks send one another, or what `rank` sends and is sent, in the order of a
-        program's rows. `across`: what stays inside a node may be left out.
+        """The table of what all ranks send one another, or of what `rank` sends and is sent, in the
+        order of a program's rows. `across`: what stays inside a node may be left out.
         """
 
     @abstractmethod
     def work(self, zone: Z, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """What `rank` attends and merges, in order."""
+        """Launches and merges of `rank`, in order."""
 
     # Programs
 
@@ -360,8 +360,9 @@ class CommPattern(ABC, Generic[Z]):
             ops += [Attend(rank, part.pairs)] if part.pairs else []
             ops += [Merge(rank, part.merges)] if part.merges else []
         ops += [op for _, op in coming]
-        replayed = sends is not None and context.replays
-        return ZoneProgram(ops, sends.replays(context.base, exchanges) if replayed else [])
+        if sends is None or not context.replays:
+            return ZoneProgram(ops)
+        return ZoneProgram(ops, sends.replays(context.base, exchanges))
 
     # Placement
 

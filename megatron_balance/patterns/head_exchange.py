@@ -23,6 +23,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
+    Floats,
     GroupTraffic,
     Launches,
     Load,
@@ -161,7 +162,7 @@ class Trade:
             src, dst = (own, other) if attends_at == "src" else (other, own)
             keep = src != dst
         else:  # to each other rank, and from it
-            others = np.delete(np.arange(size), self.place[1])
+            others: Ints = np.delete(np.arange(size), self.place[1])
             mine = np.full_like(others, self.place[1])
             src, dst = np.stack([mine, others], axis=1).ravel(), np.stack([others, mine], axis=1).ravel()
             group, keep = np.full_like(src, self.place[0]), self.heads.attends[src if attends_at == "src" else dst]
@@ -345,14 +346,12 @@ def receive_trade(load: Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence
 def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[GroupTraffic]:
     """The traffic of the all-to-alls of `Trade`, group by group; `runs` [groups, size]."""
     queries, keys = (count.astype(np.float64) for count in head_counts(slices))
-    return [
-        GroupTraffic(
-            {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)},
-            {Kind.OUT: np.outer(queries, held)},
-            gathers=False,
-        )
-        for held in runs.astype(np.float64)
-    ]
+    groups: list[GroupTraffic] = []
+    for held in runs.astype(np.float64):
+        inputs: dict[Kind, Floats] = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
+        outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
+        groups.append(GroupTraffic(inputs, outputs, gathers=False))
+    return groups
 
 
 def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: Context) -> Ints:

@@ -198,7 +198,7 @@ class HeadExchangeOnce(HeadExchange):
 
 
 def _as_exchange(sends: Ints, number: int) -> Ints:
-    """The same sends in another exchange."""
+    """A copy of the sends, in another exchange."""
     sends = sends.copy()
     sends[:, Send.EXCHANGE] = number
     return sends

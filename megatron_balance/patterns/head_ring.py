@@ -162,7 +162,7 @@ class Shape:
         return np.concatenate([runs, walks])
 
     def blocks(self, *, group: int | None = None, back: bool = False) -> Blocks:
-        """What each rank holds, if asked of one `group` alone, and the block of each group."""
+        """Rows that each rank holds, if asked of one `group` alone, and the block of each group."""
         hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
         if self.size == 1:
             return hops
@@ -340,7 +340,7 @@ class HeadRing(CommPattern[Zone]):
         """Each sequence with the ranks of the groups that hold some of it, ascending."""
         shape = Shape.of(zone, self.size(zone), context)
         for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
-            held_by = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
+            held_by: Iterator[tuple[int, ...]] = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
             yield seq, sorted(chain.from_iterable(held_by))
 
     # Plan statistics and traffic between nodes

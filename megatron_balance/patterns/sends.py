@@ -1,4 +1,4 @@
-"""What the ranks of a zone send one another, as one table: every comm pattern says it once, and
+"""The table of what the ranks of a zone send one another: every comm pattern says it once, and
 transfers, messages, received tokens and traffic of rounds are selections of it.
 
 A row sends one block, which is some rows of tokens that travel together. So rows are few where
@@ -113,7 +113,7 @@ class Sends:
         return made
 
     def replays(self, base: int, forward: Mapping[int, Exchange]) -> list[tuple[int, Exchange]]:
-        """What a replayed backward makes in place of `forward`, by id."""
+        """Exchanges that a replayed backward makes in place of `forward`, by id."""
         if self.again is None:
             return []
         made = self.again.exchanges(base)

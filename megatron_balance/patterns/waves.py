@@ -160,7 +160,8 @@ class Schedule:
             for group in range(self.num_groups) if index is None else (index,):
                 counts[at, group] = [len(run) for run in part[group]]
                 rows += part[group]
-        begin = np.cumsum([0, *counts.ravel(), *np.ones(len(self.needs), dtype=np.int64)])
+        sizes = np.append(counts.ravel(), np.ones(len(self.needs), dtype=np.int64))
+        begin = np.append(0, np.cumsum(sizes))
         return Blocks(np.concatenate([*rows, self.needs[:, Need.SPAN]]), begin)
 
 
@@ -368,7 +369,8 @@ class WavesPattern(CommPattern[SharedZone]):
         place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
         num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
         blocks = partial(made.blocks, None if place is None else place[0])
-        first, last, calls = [np.empty((0, Send.WIDTH), dtype=np.int64)], [], dict[int, Call]()
+        first, last = [np.empty((0, Send.WIDTH), dtype=np.int64)], list[Ints]()
+        calls: dict[int, Call] = {}
         if made.size > 1:
             trade = Trade(made.all_ranks(), HeadShares.of(slices), place, among)
             for at, tokens in enumerate(made.tokens):

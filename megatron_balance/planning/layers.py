@@ -224,8 +224,10 @@ def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostMo
         )
         each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
         num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
-        ends = (Message.SRC, Message.DST)
-        loads += [np.bincount(rows[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in ends]
+        for step in np.unique(rows[:, Message.EXCHANGE]):
+            own = rows[:, Message.EXCHANGE] == step
+            for ends in (rows[own, Message.SRC], rows[own, Message.DST]):
+                loads.append(np.bincount(ends, num_bytes[own], plan.num_ranks).astype(np.int64))
     return loads
 
 

@@ -296,9 +296,12 @@ class _Exchanges:
 
     def _passed_on(self, own: Ints, brought: Ints) -> Bools:
         """Whether a sent block of keys, or of their gradients, came in an earlier exchange."""
-        keys = np.column_stack([self.ranks[self.at], self.rows[:, [Transfer.KIND, Transfer.SEQ, Transfer.START]]])
         both = np.concatenate([own, brought])
-        key = np.unique(keys[both], axis=0, return_inverse=True)[1].reshape(-1)
+        key = self.ranks[self.at[both]]  # one number for a rank, a kind, a sequence and where the block begins
+        for column in (Transfer.KIND, Transfer.SEQ, Transfer.START):
+            values = self.rows[both, column]
+            key = key * (int(values.max(initial=0)) + 1) + values
+        key = np.unique(key, return_inverse=True)[1].reshape(-1)
         came = np.full(len(both), len(self.ops))
         np.minimum.at(came, key[len(own) :], self.at[brought])
         return np.isin(self.rows[own, Transfer.KIND], (Kind.KV, Kind.KV_GRAD)) & (came[key[: len(own)]] < self.at[own])
@@ -325,7 +328,8 @@ class _Exchanges:
             of: TrafficClass = "moved" if moving else "copied"
             if exchange not in routes:
                 routes[exchange] = {}
-                for row in self.ops[exchange].routes:
+                found: list[tuple[int, ...]] = list(self.ops[exchange].routes)
+                for row in found:
                     routes[exchange].setdefault((row[0], row[1]), []).append(row)
             by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])
             if by_proxies is None:

@@ -1,4 +1,4 @@
-"""What all ranks send is what each of them sends, and closed forms say the same."""
+"""The table of what all ranks send, against that of each rank and against closed forms."""
 
 from __future__ import annotations
 
