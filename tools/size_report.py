@@ -2,7 +2,8 @@
 
 python -m tools.size_report [--against main] [--rooms] [--json]
 
-lines: of Python files, without those that hold only a comment
+lines: of Python files, without those that hold only a comment, and of YAML in the package, but for
+    published numbers (papers/)
 words: of Markdown in docs/, README.md and CONTRIBUTING.md
 public names: classes and functions of modules (no methods) without a leading underscore; with one,
     too, where another file imports them
@@ -38,6 +39,7 @@ BUDGETS = ROOT / "tools" / "budgets.yaml"
 PARTS = {"package": "megatron_balance", "patches": "patches", "tests": "tests", "tools": "tools", "scripts": "scripts"}
 """Of each part, its folder."""
 
+COUNTED = (".py", ".md", ".yaml")
 PROSE = ("docs/", "README.md", "CONTRIBUTING.md")
 AT_LEAST = ("comments percent",)
 """Figures of which more is better."""
@@ -130,6 +132,10 @@ def figures(sources: Sources) -> dict[str, float]:
         found[f"{part} lines"] = sum(map(num_lines, own))
         if part == "package":
             found |= _of_package([shape_of(text) for text in own])
+            data = [(path.parts, text) for path, text in sources.items() if path.suffix == ".yaml"]
+            found["package lines"] += sum(
+                text.count("\n") for (first, *rest), text in data if first == folder and rest[0] != "papers"
+            )
     prose = (text for path, text in sources.items() if path.suffix == ".md" and str(path).startswith(PROSE))
     found["docs words"] = sum(len(text.split()) for text in prose)
     return found
@@ -178,7 +184,7 @@ def rooms(sources: Sources) -> dict[str, int]:
 
 def working_tree() -> dict[PurePosixPath, str]:
     """Texts of the files that git knows or would add."""
-    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md").splitlines()
+    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", *map("*{}".format, COUNTED)).splitlines()
     return {
         PurePosixPath(name): (ROOT / name).read_text(encoding="utf-8")
         for name in sorted(set(listed))
@@ -193,7 +199,7 @@ def committed(revision: str) -> dict[PurePosixPath, str]:
         return {
             PurePosixPath(member.name): archive.extractfile(member).read().decode("utf-8")  # pyright: ignore[reportOptionalMemberAccess]
             for member in archive.getmembers()
-            if member.isfile() and member.name.endswith((".py", ".md"))
+            if member.isfile() and member.name.endswith(COUNTED)
         }
 
 

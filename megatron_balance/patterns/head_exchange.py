@@ -162,7 +162,7 @@ class Trade:
             src, dst = (own, other) if attends_at == "src" else (other, own)
             keep = src != dst
         else:  # to each other rank, and from it
-            others: Ints = np.delete(np.arange(size), self.place[1])
+            others: Ints = np.array([other for other in range(size) if other != self.place[1]], dtype=np.int64)
             mine = np.full_like(others, self.place[1])
             src, dst = np.stack([mine, others], axis=1).ravel(), np.stack([others, mine], axis=1).ravel()
             group, keep = np.full_like(src, self.place[0]), self.heads.attends[src if attends_at == "src" else dst]
@@ -348,8 +348,8 @@ def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[GroupTraff
     queries, keys = (count.astype(np.float64) for count in head_counts(slices))
     groups: list[GroupTraffic] = []
     for held in runs.astype(np.float64):
-        inputs: dict[Kind, Floats] = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
-        outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
+        inputs: dict[Kind, Floats] = {Kind.Q: np.multiply.outer(held, queries), Kind.KV: np.multiply.outer(held, keys)}
+        outputs: dict[Kind, Floats] = {Kind.OUT: np.multiply.outer(queries, held)}
         groups.append(GroupTraffic(inputs, outputs, gathers=False))
     return groups
 

@@ -340,8 +340,8 @@ class HeadRing(CommPattern[Zone]):
         """Each sequence with the ranks of the groups that hold some of it, ascending."""
         shape = Shape.of(zone, self.size(zone), context)
         for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
-            held_by: Iterator[tuple[int, ...]] = (shape.ranks[(first + at) % shape.num_groups] for at in range(parts))
-            yield seq, sorted(chain.from_iterable(held_by))
+            groups: list[int] = [(first + at) % shape.num_groups for at in range(parts)]
+            yield seq, sorted(rank for group in groups for rank in shape.ranks[group])
 
     # Plan statistics and traffic between nodes
 

@@ -328,7 +328,8 @@ class _Exchanges:
             of: TrafficClass = "moved" if moving else "copied"
             if exchange not in routes:
                 routes[exchange] = {}
-                found: list[tuple[int, ...]] = list(self.ops[exchange].routes)
+                op = self.ops[int(exchange)]
+                found: list[tuple[int, ...]] = list(op.routes)
                 for row in found:
                     routes[exchange].setdefault((row[0], row[1]), []).append(row)
             by_proxies, number = routes[exchange].get((src, dst)), int(ids[exchange])

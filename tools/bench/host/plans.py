@@ -29,7 +29,8 @@ PLANS: Mapping[str, tuple[str, Layers, Mapping[str, Any]]] = {
     "hybrid_dp": ("hybrid_dp", Layers(), {}),
     "ulysses": ("ulysses", Layers(), {}),
     "head exchange in a node": ("flexsp", Layers(), {}),
-    "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True), {}),
+    # Rings, which are what is routed.
+    "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "groups", "group_size": 1}),
     "zeppelin, waves": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "waves"}),
     "zeppelin, groups": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "groups"}),
     "distca": ("distca", Layers(), {}),
@@ -51,8 +52,6 @@ def plan(name: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> MicrobatchPlan
     planner, layers, more = PLANS[name]
     lengths = draw(DATASET, num_ranks * TOKENS, 1, seed)[0]
     options: dict[str, Any] = {} if planner in ("te_ring", "ulysses") else {"tokens_per_rank": int(SLACK * TOKENS)}
-    if planner == "zeppelin":
-        options |= {"rule": "groups", "group_size": 1}  # rings, which are what is routed
     options |= more
     return make_planner(planner, cluster, model, layers, **options)(lengths)
 
