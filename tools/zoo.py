@@ -628,31 +628,33 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         f"largest one over the largest logit, and equal means at most {MOST:g}. Beside the defaults stand",
         "variants of keys that change attention, and switches turned over.",
         "",
-        ", ".join(f"{number} {status}" for status, number in counted.items()) + ".",
+        ", ".join(f"{number} {status}" for status, number in counted.items()) + "; the largest difference of",
+        f"those that are equal is {max((row.difference or 0.0) for row in rows if row.status == 'equal'):.1e}.",
         "",
         "The same run writes `configs/transformers.json`, the list of types, keys and values that",
         "`model_config.check` goes by ([torch.md](../torch.md#which-models)).",
         "",
     ]
     for status in STATUSES[::-1]:
-        some = [row for row in rows if row.status == status]
-        if not some:
-            continue
-        lines += [f"## {status[0].upper() + status[1:]}", ""]
-        if status == "equal":
-            lines += ["| configuration | difference |", "|---|---:|"]
-            lines += [f"| {row.name} | {row.difference:.1e} |" for row in some]
-        else:
-            lines += ["| configuration | why |", "|---|---|"]
-            lines += [f"| {row.name} | {_cell(row)} |" for row in some]
-        lines.append("")
+        by_reason: dict[str, list[str]] = {}
+        for row in rows:
+            if row.status == status:
+                by_reason.setdefault(why_of(row), []).append(f"`{row.name}`")
+        if by_reason:
+            lines += [f"## {status[0].upper() + status[1:]}", "", "| why | configurations |", "|---|---|"]
+            lines += [*(f"| {why} | {', '.join(names)} |" for why, names in by_reason.items()), ""]
     return "\n".join(lines)
 
 
-def _cell(row: Found) -> str:
-    said = reason_of(row) if row.status != "untried" else row.reason
+def why_of(row: Found) -> str:
+    """Say why a configuration has its status, in words that many share: without names of layers."""
+    if row.status in ("equal", "untried"):
+        return (
+            "logits are equal" if row.status == "equal" else "asks for more than tokens, or its defaults build no model"
+        )
+    first = reason_of(row).removeprefix(f"{row.name.split()[0]}: ").partition("; ")[0][:200]
     apart = f"; off by {row.difference:.1g}" if row.difference is not None and row.difference > MOST else ""
-    return (said[:200] + apart).replace("|", "/").replace("\n", " ")
+    return (re.sub(r"(beside attention): .*", r"\1", first) + apart).replace("|", "/").replace("\n", " ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -235,9 +235,9 @@ def svg(curves: dict[str, dict[int, list[tuple[float, int]]]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is asked for; once all curves are there, write the table and the figure."""
+    """Train what is asked for; once all curves are there, print the table and write the figure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of wlb-convergence.{json,md,svg}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of wlb-convergence.{json,svg}")
     parser.add_argument("--work", type=Path, default=Path("out/convergence"), help="folder of single curves")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
@@ -253,13 +253,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kept.write_text(json.dumps(train(order, documents, seed, options.steps)))
             curves[order][seed] = json.loads(kept.read_text())
     if len(options.seeds) > 1:
-        table = report(curves)
-        print(table)
+        print(report(curves))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "wlb-convergence.svg").write_text(svg(curves))
         rounded = {o: {s: [round(a / b, 4) for a, b in c] for s, c in of.items()} for o, of in curves.items()}
         (options.out / "wlb-convergence.json").write_text(json.dumps(rounded, separators=(",", ":")) + "\n")
-        (options.out / "wlb-convergence-table.md").write_text(table)
     return 0
 
 

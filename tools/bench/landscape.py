@@ -1,5 +1,5 @@
 """Every planner on nine sets of batches, four clusters and four models, simulated: step over the
-bound and over te_ring, memory, launches, plan time.
+bound; in the results also memory, launches, plan time.
 
 python -m tools.bench.landscape BATCHES.json [--batches 1] [--cell h200/llama-7b] [--planner NAME]
     [--results FILE.jsonl] [--out docs/measurements/landscape.md]
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 replicas of a size that somebody says, and are te_ring over all ranks where nobody does.
 """
 
-BASELINE = "te_ring"
 SETUP = Setup(policy="auto")
 Row = dict[str, Any]
 
@@ -176,58 +175,51 @@ def launches(plan: MicrobatchPlan) -> int:
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The page, line by line."""
+    """The page, line by line: a table for each model."""
     number = len({row["number"] for row in rows})
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     missing = [f"{cluster}/{model}" for model in MODELS for cluster in CLUSTERS if f"{cluster}/{model}" not in cells]
+    kernels = ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items())
     yield from (
         "# Landscape: every planner on every cluster",
         "",
-        f"Simulated, not measured: nine sets of batches (4,096 tokens a rank), {number} of each set.",
+        "Simulated, not measured: nine sets of batches (arxiv, github and prolong64k with 64k, 128k and 256k",
+        f"tokens, 4,096 a rank), {number} of each set. Numbers are a step over the bound (even computation,",
+        "nothing moves), without hosts: the mean of the sets, and the worst set of all clusters. `!`: a",
+        "rank's peak is more than its memory. Left out: `hydraulis` and `megatron`, which without a size of",
+        "replicas are te_ring.",
         "",
-        "- Columns of sets: the step over the bound (even computation, nothing moves), without hosts.",
-        "- `hosts`: the mean where devices wait for their hosts.",
-        "- `te_ring`: how often faster the step is than te_ring's, in the mean.",
-        "- `GB`: the largest peak of a rank; `!`: more than a rank has.",
-        "- `launches`: of attention, of the busiest rank in a layer's forward.",
-        "- `plan ms`: median, CPU time on a busy machine.",
-        "- Left out: `hydraulis` and `megatron`, which without a size of replicas are te_ring.",
-        "",
-        "Attention: " + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items()) + ".",
+        f"Attention: {kernels}.",
         *([f"Not run: {', '.join(missing)}."] if missing else []),
         "",
         f"    python -m tools.bench.landscape BATCHES.json --batches {number} --out FILE",
     )
-    for cell in cells:
-        own = [row for row in rows if row["cell"] == cell]
-        yield from ("", f"## {' on '.join(reversed(cell.split('/')))}", "")
-        yield from _table(own)
+    for model in dict.fromkeys(cell.split("/")[1] for cell in cells):
+        yield from ("", f"## {model}", "")
+        yield from _table([row for row in rows if row["cell"].endswith(f"/{model}")])
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    sets = list(dict.fromkeys(row["batches"] for row in rows))
-    base = {(row["batches"], row["number"]): row.get("step_s") for row in rows if row["label"] == BASELINE}
-    yield f"| planner | mean | {' | '.join(sets)} | hosts | te_ring | GB | launches | plan ms |"
-    yield f"|---|{'---:|' * (len(sets) + 6)}"
+    """A row for each planner, the fastest in the mean first; a column for each cluster."""
+    clusters = list(dict.fromkeys(row["cell"].split("/")[0] for row in rows))
+    yield f"| planner | {' | '.join(clusters)} | worst |"
+    yield f"|---|{'---:|' * (len(clusters) + 1)}"
     by_label = {label: [row for row in rows if row["label"] == label] for label in (row["label"] for row in rows)}
     for label, own in sorted(by_label.items(), key=lambda each: _mean_over_bound(each[1])):
         done = [row for row in own if "error" not in row]
         refused = "" if len(done) == len(own) else f" (refuses {len(own) - len(done)} of {len(own)})"
-        if not done:
-            yield f"| {label}{refused} |{' |' * (len(sets) + 6)}"
-            continue
-        cells = [f"{_mean_over_bound(row for row in done if row['batches'] == name):.2f}" for name in sets]
-        hosted = fmean(row["with_host_s"] / row["bound_s"] for row in done)
-        peak = f"{max(row['peak_bytes'] for row in done) / 1e9:.0f}{'' if all(row['fits'] for row in done) else ' !'}"
-        faster = [one / row["step_s"] for row in done if (one := base.get((row["batches"], row["number"])))]
-        figures = (
-            f"{hosted:.2f}",
-            f"{fmean(faster):.2f}" if faster else "",
-            peak,
-            f"{fmean(row['launches'] for row in done):.0f}",
-            f"{median(row['plan_ms'] for row in done):.1f}",
-        )
-        yield f"| {label}{refused} | {_mean_over_bound(done):.3f} | {' | '.join([*cells, *figures])} |"
+        figures = [_figure([row for row in done if row["cell"].startswith(f"{name}/")]) for name in clusters]
+        sets = dict.fromkeys((row["cell"], row["batches"]) for row in done)
+        of_sets = [_mean_over_bound(row for row in done if (row["cell"], row["batches"]) == each) for each in sets]
+        worst = f"{max(of_sets):.2f}" if of_sets else ""
+        yield f"| {label}{refused} | {' | '.join([*figures, worst])} |"
+
+
+def _figure(rows: Sequence[Row]) -> str:
+    """The mean over the bound on one cluster, with what is said where a plan does not fit there."""
+    if not rows:
+        return ""
+    return f"{_mean_over_bound(rows):.3f}{'' if all(row['fits'] for row in rows) else ' !'}"
 
 
 def _mean_over_bound(rows: Iterable[Row]) -> float:
