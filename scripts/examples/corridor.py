@@ -41,7 +41,7 @@ MODEL = Model(num_heads=4, num_kv_heads=2, head_dim=8)
 
 
 class Inputs(NamedTuple):
-    """What a layer's projections give for the whole batch, and a weight that makes it a loss."""
+    """Projections of a layer for the whole batch, and a weight that makes a loss of its output."""
 
     q: Tensor  # [T, H, D]
     k: Tensor  # [T, G, D]
