@@ -629,7 +629,7 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         "variants of keys that change attention, and switches turned over.",
         "",
         ", ".join(f"{number} {status}" for status, number in counted.items()) + "; the largest difference of",
-        f"those that are equal is {max((row.difference or 0.0) for row in rows if row.status == 'equal'):.1e}.",
+        f"those that are equal is {max([0.0, *(row.difference or 0.0 for row in rows if row.status == 'equal')]):.1e}.",
         "",
         "The same run writes `configs/transformers.json`, the list of types, keys and values that",
         "`model_config.check` goes by ([torch.md](../torch.md#which-models)).",
@@ -648,10 +648,10 @@ def page_of(rows: Sequence[Found], version: str) -> str:
 
 def why_of(row: Found) -> str:
     """Say why a configuration has its status, in words that many share: without names of layers."""
-    if row.status in ("equal", "untried"):
-        return (
-            "logits are equal" if row.status == "equal" else "asks for more than tokens, or its defaults build no model"
-        )
+    if row.status == "equal":
+        return "logits are equal"
+    if row.status == "untried":
+        return reason_of(row)
     first = reason_of(row).removeprefix(f"{row.name.split()[0]}: ").partition("; ")[0][:200]
     apart = f"; off by {row.difference:.1g}" if row.difference is not None and row.difference > MOST else ""
     return (re.sub(r"(beside attention): .*", r"\1", first) + apart).replace("|", "/").replace("\n", " ")

@@ -50,7 +50,7 @@ class Step:
 
     `phases_s`: of the rank that is done last; they add up to `step_s`. `peak_bytes`: by rank, stage
     by stage. `backward`: how many layers keep what they received. `bubble_share`: idle time of the
-    pipeline over its work, all stages (`pipeline.Clocks`); None: stages attend together, and idle
+    pipeline over its work, all stages (`PipelineClocks`); None: stages attend together, and idle
     ones serve.
     """
 

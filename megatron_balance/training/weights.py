@@ -166,7 +166,7 @@ class WeightExchange:
             there.add_(message)
 
     def traffic(self, weight_bytes: int, ranks_per_node: int) -> list[list[list[int]]]:
-        """Bytes of a pull and of a push of this rank, as a row of `Traffic`.
+        """Bytes of a pull and of a push of this rank, as a row of `WeightTraffic`.
 
         `weight_bytes`: of a weight; gradients are fp32.
         """
