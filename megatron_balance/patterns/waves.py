@@ -450,7 +450,7 @@ class WavesPattern(CommPattern[SharedZone]):
 
     def receive(self, load: Load, zone: SharedZone, context: Context) -> None:
         """Add what the all-to-alls and all waves bring."""
-        made = schedule(zone)
+        made = schedule(zone, context.mask)
         slices, needs, ranks = _slices(made, context), made.needs, made.all_ranks()
         if made.size > 1:
             receive_trade(load, ranks, made.run_tokens(), slices)
@@ -462,7 +462,7 @@ class WavesPattern(CommPattern[SharedZone]):
         """Keys and values of the others of a group, in the larger part, or those of the largest wave,
         with the heads of a rank.
         """
-        made = schedule(zone)
+        made = schedule(zone, context.mask)
         needs, shape = made.needs, (max(1, made.num_waves), made.num_groups)
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
         place = needs[:, Need.WAVE] * made.num_groups + needs[:, Need.TO]

@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "servers": ("in_place", "in_place", "pool"),
         "empty_light_servers": (True, False),
     },
-    "zeppelin": {"rule": ("waves", "groups", "paper"), "num_waves": (None, 1, 2, 3)},
+    "zeppelin": {"rule": ("waves", "groups", "groups", "paper"), "num_waves": (None, 1, 2, 3)},
     "flexsp": {"solver": ("greedy", "greedy", "highs"), "num_buckets": (1, 4, 16)},
     "knapformer": {"heads": ("equal", "uneven", "ring"), "tries": (1, 20, 200)},
     "megatron_dynamic": {"rules": ("dynamic", "hybrid")},
@@ -106,10 +106,14 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
     most = max(sum(microbatch) for step in steps for microbatch in step)
     even = -(-max(most, 1) // ranks)
     options["tokens_per_rank"] = draw.choice((None, even, even + max(1, even // 10), 2 * even, 4 * even))
+    routing = draw.choice(("never", "never", "always", "pays"))
+    remap, remap_when = draw.random() < 0.4, draw.choice(("always", "pays"))
+    for _ in range(2):  # of two options of the remap that are gone: what is drawn later stays what it was
+        draw.choice((0, 1))
     layers = Layers(
-        routing=draw.choice(("never", "never", "always", "pays")),
-        remap=draw.random() < 0.4,
-        remap_when=draw.choice(("always", "pays")),
+        routing=routing,
+        remap=remap,
+        remap_when=remap_when,
         align=draw.choice((1, 1, 2, 4)),
         pieces=draw.choice((1, 2)),
         once_per_node=draw.random() < 0.5,

@@ -154,7 +154,7 @@ def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
     assert routed > 0
     assert moved > 0
     path = tmp_path / "run.yaml"
-    path.write_text("planner: te_ring\nrouting: always\nremap: {sides: send}\n")
+    path.write_text("planner: te_ring\nrouting: always\nremap: {solver: exact}\n")
     assert layers_of(run, f"--config {path}")[:2] == ("always", True)
     assert layers_of(run, f"--config {path} --routing never --no-remap")[:2] == ("never", False)
 

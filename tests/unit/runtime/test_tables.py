@@ -84,7 +84,7 @@ def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
     assert "add_rows" in launches
 
 
-@pytest.mark.parametrize("planner", ["te_ring", "zeppelin, rule groups", "random_once_per_node"])
+@pytest.mark.parametrize("planner", ["te_ring", "random_shares", "random_task_table", "random_once_per_node"])
 def test_every_table_that_a_step_holds_is_shipped(planner, monkeypatch):
     """Those that only the plain mover asks for, too: it may be named on a GPU."""
     pytest.importorskip("triton")
