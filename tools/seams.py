@@ -52,7 +52,7 @@ Job = tuple[str, Callable[[], Any]]
 CLUSTERS = {"h200": "llama-7b", "h100": "llama3-8b", "a800": "llama-13b", "a800-ib": "llama-3b"}
 """Clusters, with the model that is planned for on each."""
 
-MASKS = ("causal", "full", "sliding_window(1024)")
+MASKS = ("causal", "full", "window_1024")
 LAYERS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "remapped and routed": {"remap": True, "remap_when": "always", "routing": "always"},

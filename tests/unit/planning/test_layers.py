@@ -183,3 +183,22 @@ def test_both_layers_prove_on_random_batches() -> None:
         for policy in ("keep", "replay"):
             verify(expand(complete, policy))
         assert max(counts(complete)) - min(counts(complete)) <= 1
+
+
+@pytest.mark.parametrize(("num_tokens", "pattern"), [(40_000, "dispatch_once"), (120_000, "dispatch")])
+def test_the_load_of_a_nic_is_that_of_its_busiest_exchange(num_tokens: int, pattern: str) -> None:
+    """Rank 0 sends its keys to four ranks of the other node, attends `num_tokens` of theirs, and sends
+    these back in the next exchange. Keys once to the node save nothing where what arrives at rank 0
+    takes longer than all that it sends in one exchange, if not than what it sends in both.
+    """
+    keys, far = 40_000, range(4, 8)
+    lengths = (keys + 4, *[num_tokens // 4] * 4)
+    owned = [(0, 0, 0, keys), *((rank, 0, keys + at, keys + at + 1) for at, rank in enumerate(far))]
+    owned += [(rank, 1 + at, 0, num_tokens // 4) for at, rank in enumerate(far)]
+    tasks = [(0, 0, 0, keys, 0, keys)]
+    tasks += [(rank, 0, keys + at, keys + at + 1, 0, keys + at + 1) for at, rank in enumerate(far)]
+    tasks += [(0, 1 + at, 0, num_tokens // 4, 0, num_tokens // 4) for at in range(4)]
+    bare = plan(lengths, by_hand.task_table(owned, tasks))
+    once = laid(bare, TWO_NODES, Layers(once_per_node=True))
+    verify(expand(once, "keep"))
+    assert [zone.pattern for zone in once.zones] == [pattern]
