@@ -101,7 +101,10 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
     steps = 4 if planner == "zeppelin" else 2  # with all three queues
     config = {**two_nodes(num_ranks), "routing": "always", "remap": True}
-    run = train(num_ranks, options_of(planner), {"train-iters": steps}, config=config)
+    options = options_of(planner)
+    if (planner, num_ranks) == ("zeppelin", 2):
+        options["slack"] = 1.25  # without it neither of two ranks holds a document alone
+    run = train(num_ranks, options, {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
     assert_everything_ran(run, planner, num_ranks)
     assert_layers_ran(

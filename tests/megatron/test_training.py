@@ -133,7 +133,7 @@ def assert_the_trace_of_step_3_is_whole(run: Run, out: Path) -> None:
 
 def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:
     flags = {"train-iters": 5}
-    config = {"cluster": {"ranks_per_node": 1}, "remap": {"objective": "total", "sides": "send"}}
+    config = {"cluster": {"ranks_per_node": 1}, "remap": {"solver": "exact"}}
     on_the_spot = train(2, "zeppelin", flags, config=config)
     ahead = train(2, "zeppelin", flags, config={**config, "plan_ahead": True})
     assert sum(ahead.column("remapped_tokens")) > 0
