@@ -32,11 +32,6 @@ CONFIG = {"cluster": {"ranks_per_node": 8, "num_sms": 0, **SLOW}}
 """No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
 
 
-def changes_of(run: Run) -> int:
-    """How often the strategy of a step was another than that of the step before."""
-    return sum(a != b for a, b in itertools.pairwise(run.column("strategy")))
-
-
 KILLED = 2
 FLAGS: dict[str, Any] = {
     **LONG,

@@ -18,7 +18,7 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import from_json, to_json
+from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
@@ -32,43 +32,23 @@ each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 
 
 @each_planner
-@examples(10)
+@examples(12)
 @given(case=cases(masks=NAMES), policy=policies)
-def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
-    planner: str, policy: Policy, case: Case
-) -> None:
-    """As it stands, as its ranks run it, and as it is read back from what it prints."""
-    program = prove(plan(planner, case), policy)
-    assert parse(text(program)) == program
-
-
-@each_planner
-@examples(16)
-@given(case=cases(masks=NAMES, max_sequences=5), policy=policies)
-def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
-    assert_equals_dense(expand(plan(planner, case), policy))
-
-
-@each_planner
-@examples(12)
-@given(case=cases(masks=NAMES))
-def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
-    planned = plan(planner, case)
-    assert planned.lengths == case.batch.lengths
-    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
-    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
-    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
-    assert owned == [as_array(owned).tolist() for owned in expand(planned).owned]
-
-
-@each_planner
-@examples(12)
-@given(case=cases(masks=NAMES))
-def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
+def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Case) -> None:
+    """Of one plan: the same input gives it again; it is read back from its JSON; every token has one
+    owner, in the order of the layout. Of its one program: every query meets every key that it may
+    see once, forward and backward, as it stands and as its ranks run it; it is read back from what
+    it prints; outputs and gradients equal dense attention.
+    """
     planned = plan(planner, case)
     assert plan(planner, case) == planned
-    assert from_json(to_json(planned)) == planned
-    assert from_json(to_json(planned)).fingerprint() == planned.fingerprint()
+    read = from_json(to_json(planned))
+    assert read == planned
+    assert read.fingerprint() == planned.fingerprint()
+    program = prove(planned, policy)
+    assert_tokens_have_one_owner(planned, case, program)
+    assert parse(text(program)) == program
+    assert_equals_dense(program)
 
 
 @each_planner
@@ -121,6 +101,14 @@ def assert_one_issue_order(
     for batches in phases:
         verify_issue_order(batches)
     assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
+
+
+def assert_tokens_have_one_owner(planned: MicrobatchPlan, case: Case, program: Program) -> None:
+    assert planned.lengths == case.batch.lengths
+    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
+    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
+    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
+    assert owned == [as_array(owned).tolist() for owned in program.owned]
 
 
 def assert_equals_dense(program: Program) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given
 
 from megatron_balance.compile.layouts import fragments, layouts, remote
 from megatron_balance.compile.pipeline import attention_layout, layout
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
+from megatron_balance.ir.plan import MicrobatchPlan
 from tests.support.examples import examples
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -16,7 +18,7 @@ from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @examples(12)
 @given(case=cases())
-def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> None:
+def test_layouts_of_all_ranks_are_those_of_each_and_remote_tokens_those_of_the_moves(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     ranks = range(planned.num_ranks)
     rows, held = layouts(planned), fragments(planned)
@@ -27,16 +29,11 @@ def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> Non
     assert by_rank == [attention_layout(planned, rank).tolist() for rank in ranks]
     some = np.arange(0, planned.num_ranks, 2)
     assert fragments(planned, some).tolist() == held[held[:, Held.RANK] % 2 == 0].tolist()
+    if planned.moves:
+        assert_remote_tokens_are_the_moves(planned, held)
 
 
-@pytest.mark.parametrize("planner", ALL_PLANNERS)
-@examples(12)
-@given(case=cases())
-def test_remote_tokens_are_those_of_the_moves(planner: str, case: Case) -> None:
-    planned = plan(planner, case)
-    if not planned.moves:
-        return
-    held = fragments(planned)
+def assert_remote_tokens_are_the_moves(planned: MicrobatchPlan, held: Ints) -> None:
     moved: dict[tuple[int, int], int] = {}
     for row in remote(planned, held).tolist():
         fragment = held[row[RemoteHeld.FRAGMENT]].tolist()

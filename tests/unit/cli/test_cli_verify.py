@@ -46,8 +46,14 @@ def test_json_says_what_was_proved(plan_file, run):
     assert report["results"][0]["fingerprint"] == body_of(plan_file)["fingerprint"]
 
 
-def test_dropping_any_line_of_the_program_is_found(plan_file, run):
+def test_dropping_any_line_of_the_program_is_found(tmp_path, run):
+    """Of a dispatch, whose program is short and has every kind of line."""
+    plan_file = tmp_path / "plan.json"
+    run.printed(f"plan --planner distca --ranks 2 --ranks-per-node 2 --lengths 900,7 --out {plan_file}")
     lines = body_of(plan_file)["program"]
+    every = ("program", "owner", "forward", "exchange", "attend", "merge", "backward")  # what begins a block
+    every += ("q", "kv", "out", "over", "dq", "dkv", "dout")
+    assert {word for line in lines for word in line.split()} >= {*every}
     found = 0
     # a heading that reading does without
     for dropped in (number for number, line in enumerate(lines) if line != "forward"):

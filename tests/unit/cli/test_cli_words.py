@@ -15,11 +15,6 @@ from megatron_balance.cli.inputs import tokens
 from tests.support.cli import CommandLine
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 def test_a_bare_call_prints_help(run: CommandLine) -> None:
     assert run.printed("").startswith("usage: megatron-balance")
 

@@ -12,11 +12,6 @@ from tests.support import trace_reader
 from tests.support.cli import CommandLine
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 def write(folder: Path, step: int, rank: int, late_s: float = 0.0, **facts: object) -> None:
     """One rank of two: rank 0 sends 64 bytes to rank 1, whose clock is `late_s` behind."""
     way = {"sent": {1: 64}} if not rank else {"received": {0: 64}}

@@ -44,10 +44,6 @@ def fast(num_ranks: int) -> Cluster:
     return Cluster(num_ranks, 8, intra_bytes_per_s=4e14, nic_bytes_per_s=5e13)
 
 
-def attention_of(plan: MicrobatchPlan) -> float:
-    return plan_statistics(plan, MODEL)["imbalance"]["attention"]
-
-
 def held_of(plan: MicrobatchPlan) -> list[int]:
     """Tokens of each rank in the attention layout."""
     return plan_statistics(plan, MODEL)["attention_tokens_per_rank"]

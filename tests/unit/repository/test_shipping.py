@@ -23,7 +23,7 @@ import pytest
 
 import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
-from megatron_balance.config import CONFIGS, load_cluster, load_model, load_scheme_table, names
+from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.run import load_config
@@ -55,10 +55,10 @@ def test_the_dockerfile_is_clean():
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
-def test_scripts_are_clean(script):
+def test_scripts_are_clean():
+    assert len(SHELL) > len(list(SLURM.glob("*.sh")))
     checked = subprocess.run(
-        [tool("shellcheck"), "-x", str(script)], capture_output=True, text=True, cwd=ROOT, check=False
+        [tool("shellcheck"), "-x", *map(str, SHELL)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
@@ -263,25 +263,6 @@ def test_the_image_is_not_root_and_copies_what_the_context_holds():
     copied = {word for words in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in words.split()}
     assert copied == kept
     assert all((ROOT / word).exists() for word in copied)
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_yaml_loads(path, tmp_path):
-    match path.parent.name:
-        case "cluster":
-            assert load_cluster(path.stem).build().num_ranks >= 1
-        case "model":
-            assert load_model(path.stem).num_heads >= 1
-        case "planner":
-            run = tmp_path / "run.yaml"
-            run.write_text(f"planner: {path}")
-            assert load_config(run).planner is not None
-        case "experiment":
-            assert load_config(path).planner is not None
-        case "scheme":
-            assert load_scheme_table(path.stem).milliseconds
-        case other:
-            raise AssertionError(f"configs/{other} is loaded by no test")
 
 
 @pytest.mark.parametrize("model", MODELS)

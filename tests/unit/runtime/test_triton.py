@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,13 +21,13 @@ DIMS = ("16", "32", "64", "80", "128", "192", "256")
 """Of heads that are merged (`triton_ptx.MERGED_DIMS`)."""
 
 
-def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[str]:
-    """Triton decides at import whether it interprets, so what needs one or the other runs in a
-    process of its own.
+def in_child(code: str, *, interpreted: bool) -> list[Any]:
+    """JSON documents that some code prints, one a line. Triton decides at import whether it
+    interprets, so what needs one or the other runs in a process of its own.
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
-    return subprocess.run(
-        [sys.executable, "-m", module],
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -34,12 +35,22 @@ def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[s
         timeout=240,
         check=False,
     )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def for_hopper() -> list[Any]:
+    """Findings of `triton_variants`, before anything is compiled, and then of `triton_ptx`."""
+    both = "from tests.support import triton_ptx, triton_variants; triton_variants.main(); triton_ptx.main()"
+    found = in_child(both, interpreted=False)
+    assert len(found) == 2
+    return found
 
 
 def test_kernels_equal_their_twins() -> None:
-    ran = in_child("tests.support.triton_twins", interpreted=True)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-    assert json.loads(ran.stdout.splitlines()[-1]) == {
+    (found,) = in_child("from tests.support import triton_twins; triton_twins.main()", interpreted=True)
+    assert found == {
         "fill": True,
         "place": True,
         "add": True,
@@ -53,11 +64,10 @@ def test_kernels_equal_their_twins() -> None:
     }
 
 
-def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of_any_size() -> None:
-    ran = in_child("tests.support.triton_ptx", interpreted=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-    compiled = json.loads(ran.stdout.splitlines()[-1])
-    found, merges = compiled["kernels"], compiled["merges"]
+def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of_any_size(
+    for_hopper: list[Any],
+) -> None:
+    found, merges = for_hopper[1]["kernels"], for_hopper[1]["merges"]
     assert set(found) == {"copy_rows", "add_rows", "merge_rows"}
     assert [dim for dim, counts in merges.items() if isinstance(counts, str)] == [], merges
     assert {dim: counts["narrow_data"] for dim, counts in merges.items()} == dict.fromkeys(DIMS, 0)
@@ -69,11 +79,10 @@ def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics_and_merges_heads_of
         assert counts["wide_offsets"] > 0, f"{name} computes no 64-bit offset"
 
 
-def test_every_variant_that_a_call_launches_is_built_at_the_start() -> None:
+def test_every_variant_that_a_call_launches_is_built_at_the_start(for_hopper: list[Any]) -> None:
     """Forward and backward of five planners, routed, remapped and not, in bf16 and fp32."""
-    ran = in_child("tests.support.triton_variants", interpreted=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-    for found in json.loads(ran.stdout.splitlines()[-1]).values():
+    assert len(for_hopper[0]) == 2
+    for found in for_hopper[0].values():
         assert found["launched but not built"] == []
         assert found["built"] == found["launches of the start"] <= 20
         assert found["launched"] >= 8
