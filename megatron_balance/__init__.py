@@ -58,7 +58,7 @@ def make_planner(
         ConfigError: no such planner or option, or an option of the wrong type; a cost table that
             cannot be read or is another model's.
     """
-    from megatron_balance.compile.verify_plan import verify_plan
+    from megatron_balance.compile.proof.structure import verify_plan
     from megatron_balance.planning.choice import choose_planner, planning_cost
 
     choice = choose_planner(name, options, "make_planner", layers)
@@ -79,7 +79,7 @@ def verify(plan: MicrobatchPlan, policy: Literal["keep", "replay"] = "keep") -> 
     Raises:
         InvalidProgramError: it does not, and names the op; or they do not, and names the ranks.
     """
-    from megatron_balance.compile.prove import prove
+    from megatron_balance.compile.proof.runs import prove
 
     prove(plan, policy)
 

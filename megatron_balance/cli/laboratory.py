@@ -180,9 +180,9 @@ class Bench:
         Raises:
             ConfigError: a way of running that the planner or the model does not allow.
             InfeasibleError: a batch that does not fit.
-            InvalidProgramError: a plan that does not hold together (`compile.verify_plan`).
+            InvalidProgramError: a plan that does not hold together (`compile.proof.structure`).
         """
-        from megatron_balance.compile.verify_plan import verify_plans
+        from megatron_balance.compile.proof.structure import verify_plans
         from megatron_balance.ir.step import EMPTY
         from megatron_balance.planners.base import JointStages, StepContext
         from megatron_balance.planning.strategies import with_proposed

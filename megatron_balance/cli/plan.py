@@ -93,7 +93,7 @@ def _run_planner(
     choice: PlannerChoice, given: inputs.Inputs, *, verify: bool
 ) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
     from megatron_balance.analysis.statistics import plan_statistics
-    from megatron_balance.compile.verify_plan import verify_plan
+    from megatron_balance.compile.proof.structure import verify_plan
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []

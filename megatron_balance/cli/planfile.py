@@ -122,9 +122,9 @@ def prove(plan: MicrobatchPlan, policy: Policy) -> int:
         InvalidProgramError: names the op or the region that is wrong, or ranks that would wait for
             one another.
     """
-    from megatron_balance.compile import prove
+    from megatron_balance.compile.proof import runs
 
-    program = prove.prove(plan, policy)
+    program = runs.prove(plan, policy)
     return len(program.forward) + len(program.backward)
 
 
@@ -145,8 +145,8 @@ def prove_entry(entry: PlanEntry, policy: Policy) -> int:
     num_ops = prove(plan, policy)
     if program is not None:
         _check_same(plan, program)
-        from megatron_balance.compile.prove import verify_runs
-        from megatron_balance.compile.verify import verify
+        from megatron_balance.compile.proof.meaning import verify
+        from megatron_balance.compile.proof.runs import verify_runs
 
         verify(program)
         verify_runs(plan, program)

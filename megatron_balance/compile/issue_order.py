@@ -3,7 +3,7 @@
 A rank issues its exchanges in this order, on whatever stream or communicator each of their legs is.
 So any two ranks that share two exchanges issue them in one order, and no set of ranks can wait for
 one another in a circle: of all exchanges that have not met, the first in this order has every rank
-that it needs (`compile.batches.verify_issue_order` proves it of compiled programs). NCCL needs that
+that it needs (`compile.proof.issued` proves it of compiled programs). NCCL needs that
 twice. It connects two ranks of a communicator at their first send or receive, and their hosts stand
 in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators share a
 GPU's hardware queues.

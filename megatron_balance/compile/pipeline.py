@@ -22,7 +22,7 @@ for:
 * "execution": steps in order. There are no gradient merges: launches and receives add to what is
   already there.
 
-A callback sees the program after each pass, to print (`ir.text`) or prove it (`compile.verify`).
+A callback sees the program after each pass, to print (`ir.text`) or prove it (`compile.proof`).
 Only `expand` builds more than one rank's program (and, routed, what those of its node exchange with
 other nodes).
 """

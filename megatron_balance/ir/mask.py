@@ -2,7 +2,7 @@
 
 A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from
 it: the part of a (query, key) rectangle that counts (`ir.visible`), numbers of pairs, completeness
-(`compile.verify`). Positions are those of the sequence, so a mask never depends on how a sequence
+(`compile.proof`). Positions are those of the sequence, so a mask never depends on how a sequence
 is cut over ranks.
 
 Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and

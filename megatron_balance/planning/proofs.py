@@ -4,8 +4,8 @@ The planning process forks a child of least priority for one step at a time. Nob
 plan that shall be proved while another one still is gives way to the next that comes afterwards.
 
 Ranks have equal plans, so rank 0 proves them. But the proof of a ring grows with the square of its
-ranks: where a plan has many, each rank proves its own part (`compile.prove_rank`), which grows with
-their number.
+ranks: where a plan has many, each rank proves its own part (`compile.proof.one_rank`), which grows
+with their number.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_balance.compile.halo import under
-from megatron_balance.compile.prove import prove
-from megatron_balance.compile.prove_rank import NotAloneError, provable, prove_rank
+from megatron_balance.compile.proof.one_rank import NotAloneError, provable, prove_rank
+from megatron_balance.compile.proof.runs import prove
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.analysis.step_memory import StepMemory
-from megatron_balance.compile.verify_plan import verify_plans
+from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
@@ -130,7 +130,7 @@ class StepPlanner:
         `PlannerChoice.plan_step`. `may_delay`: as in its context.
 
         Raises:
-            InvalidProgramError: a plan that does not hold together (`compile.verify_plan`).
+            InvalidProgramError: a plan that does not hold together (`compile.proof.structure`).
         """
         context = self._context if may_delay else dataclasses.replace(self._context, may_delay=False)
         step, carried = self.choice.plan_step(_frozen(lengths), context, carry)

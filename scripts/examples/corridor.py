@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_balance import Model
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch

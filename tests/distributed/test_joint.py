@@ -13,7 +13,7 @@ import torch
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.pipeline import expand, layout
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows

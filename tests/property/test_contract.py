@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.batches import verify_issue_order
 from megatron_balance.compile.pipeline import compile_ranks, expand, layout
-from megatron_balance.compile.prove import prove
+from megatron_balance.compile.proof.issued import verify_issue_order
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.runs import prove
 from megatron_balance.compile.tidy import tidy
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Program

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.prove import verify_runs
-from megatron_balance.compile.prove_rank import prove_rank
-from megatron_balance.compile.verify import verify
-from megatron_balance.compile.verify_plan import verify_plan
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.one_rank import prove_rank
+from megatron_balance.compile.proof.runs import verify_runs
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model

@@ -5,10 +5,10 @@ The host waits for nothing: what ranks must connect they connect when they bind 
 (`runtime.groups.stream_groups`), so that what it carries is only in order with itself: transfers
 between nodes (high priority) beside those inside the node, and moved beside copied traffic. NCCL
 matches messages by their order between two ranks; ranks issue exchanges in one order
-(`compile.issue_order`), their legs and streams as `compile.batches` has them, and messages within a
-batch by source, target and piece. The legs of a routed exchange are one batch each, on streams of
-their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg that
-brings them. Collectives have streams too, but go by the communicators of their ranks.
+(`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages
+within a batch by source, target and piece. The legs of a routed exchange are one batch each, on
+streams of their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg
+that brings them. Collectives have streams too, but go by the communicators of their ranks.
 
 Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
 come behind the launch that they travel beside; values that only come back to this rank are received

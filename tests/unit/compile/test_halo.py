@@ -9,7 +9,7 @@ import pytest
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import attention_layout, layout
-from megatron_balance.compile.prove import prove
+from megatron_balance.compile.proof.runs import prove
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

@@ -7,10 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.batches import GroupCall, IssuedCall, issued, parts, verify_issue_order, verify_order_of
 from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
 from megatron_balance.compile.order import Start
 from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.compile.proof.issued import (
+    GroupCall,
+    IssuedCall,
+    issued,
+    parts,
+    verify_issue_order,
+    verify_order_of,
+)
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing

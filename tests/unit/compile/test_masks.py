@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance import reference
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.tidy import tidy
 from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.program import Program

@@ -10,8 +10,8 @@ from megatron_balance.compile.issue_order import issue_orders
 from megatron_balance.compile.order import order
 from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_ranks, expand, in_order, project
 from megatron_balance.compile.pipeline import Pass as CompilerPass
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone

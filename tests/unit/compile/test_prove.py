@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile import prove
 from megatron_balance.compile.order import Finish, Start
 from megatron_balance.compile.pipeline import compile_ranks, expand
-from megatron_balance.compile.verify import verify
-from megatron_balance.compile.verify_steps import verify_meeting, verify_steps
+from megatron_balance.compile.proof import runs
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -42,7 +42,7 @@ def refused(program: Program) -> bool:
     """Whether the program, or that it is what the ranks run, is refused."""
     try:
         verify(program)
-        prove.verify_runs(PLANNED, program)
+        runs.verify_runs(PLANNED, program)
     except InvalidProgramError:
         return True
     return False
@@ -50,7 +50,7 @@ def refused(program: Program) -> bool:
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 def test_every_changed_exchange_id_and_proxy_is_refused(policy) -> None:
-    program = prove.prove(PLANNED, policy)
+    program = runs.prove(PLANNED, policy)
     found = exchanges(program)
     for phase, at, op in found:
         for by in (-1, 1, 100):
@@ -64,7 +64,7 @@ def test_every_changed_exchange_id_and_proxy_is_refused(policy) -> None:
             changed = with_op(program, phase, at, replace(op, routes=Rows.of(Route.WIDTH, routes)))
             assert refused(changed), (phase, at, row, column)
             with pytest.raises(InvalidProgramError, match="expected proxies"):  # by the plan's routing alone
-                prove.verify_routes(PLANNED, changed)
+                runs.verify_routes(PLANNED, changed)
 
 
 def test_ids_that_do_not_rise_are_refused_without_a_plan() -> None:
@@ -76,11 +76,11 @@ def test_ids_that_do_not_rise_are_refused_without_a_plan() -> None:
 
 def test_proxies_that_ranks_and_program_agree_on_are_held_against_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     program, ranks = expand(PLANNED, "keep"), compile_ranks(PLANNED, "keep")
-    monkeypatch.setattr(prove, "compile_ranks", lambda *_, **__: ranks)
-    prove.verify_runs(PLANNED, program)
+    monkeypatch.setattr(runs, "compile_ranks", lambda *_, **__: ranks)
+    runs.verify_runs(PLANNED, program)
     in_pieces = replace(PLANNED, routing=Routing(1, (REMAP, 0), pieces=2))
     with pytest.raises(InvalidProgramError, match="expected proxies"):
-        prove.verify_runs(in_pieces, program)
+        runs.verify_runs(in_pieces, program)
 
 
 def test_a_projection_that_lost_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ def test_a_projection_that_lost_a_row_is_refused(monkeypatch: pytest.MonkeyPatch
         ops[at] = replace(op, transfers=Rows.of(Transfer.WIDTH, list(op.transfers)[1:]))
         return [whole[0], replace(first, program=replace(first.program, forward=tuple(ops))), *whole[2:]]
 
-    monkeypatch.setattr(prove, "compile_ranks", lossy)
+    monkeypatch.setattr(runs, "compile_ranks", lossy)
     with pytest.raises(InvalidProgramError, match="rank 1: forward op"):
-        prove.verify_runs(PLANNED, program)
+        runs.verify_runs(PLANNED, program)
 
 
 def test_steps_in_another_order_are_refused() -> None:
@@ -129,11 +129,11 @@ def test_steps_of_either_phase_and_meetings_are_part_of_the_proof(monkeypatch: p
         late = next(at for at, step in enumerate(order.steps) if isinstance(step, Finish))
         moved = [*order.steps[:late], *order.steps[late + 1 :], order.steps[late]]
         wrong = replace(ranks[1], **{phase: order._replace(steps=moved)})
-        monkeypatch.setattr(prove, "compile_ranks", lambda *_, wrong=wrong, **__: [ranks[0], wrong, *ranks[2:]])
+        monkeypatch.setattr(runs, "compile_ranks", lambda *_, wrong=wrong, **__: [ranks[0], wrong, *ranks[2:]])
         with pytest.raises(InvalidProgramError, match="rank 1: op"):
-            prove.verify_runs(PLANNED, program)
+            runs.verify_runs(PLANNED, program)
     met: list[int] = []
-    monkeypatch.setattr(prove, "compile_ranks", lambda *_, **__: ranks)
-    monkeypatch.setattr(prove, "verify_meeting", lambda lowered: met.append(len(lowered)))
-    prove.verify_runs(PLANNED, program)
+    monkeypatch.setattr(runs, "compile_ranks", lambda *_, **__: ranks)
+    monkeypatch.setattr(runs, "verify_meeting", lambda lowered: met.append(len(lowered)))
+    runs.verify_runs(PLANNED, program)
     assert met == [PLANNED.num_ranks] * 2

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_balance.compile import remap
 from megatron_balance.compile.pipeline import attention_layout, expand, layout, project
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan

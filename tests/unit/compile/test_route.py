@@ -9,9 +9,9 @@ import pytest
 
 from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand, project
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.route import Nics, pairs_between_nodes, routes, with_routes
 from megatron_balance.compile.transpose import with_backward
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Route, Transfer

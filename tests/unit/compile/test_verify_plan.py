@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from megatron_balance.compile.verify_plan import verify_plan
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, SharedZone, TaskTable, Zone
 from megatron_balance.ir.rows import Rows

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.max_len import max_len
-from megatron_balance.compile.verify_step import verify_step
+from megatron_balance.compile.proof.structure import verify_step
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import with_backward
-from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import parse, text

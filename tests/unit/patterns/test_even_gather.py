@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.compile.pipeline import expand, layout
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.plan import Zone

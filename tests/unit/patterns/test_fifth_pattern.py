@@ -14,8 +14,8 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import attention_layout, expand
 from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.compile.verify import verify
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.arrays import Ints, as_rows
 from megatron_balance.ir.cluster import Cluster

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand, layout, project
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance import reference
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.prove import prove
+from megatron_balance.compile.proof.runs import prove
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.patterns import PATTERNS

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_balance.compile.order import RunLaunches, Start
 from megatron_balance.compile.pipeline import compile_rank, expand
-from megatron_balance.compile.prove import prove
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.runs import prove
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.pipeline import attention_layout, expand, layout
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array

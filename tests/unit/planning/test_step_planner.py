@@ -15,7 +15,7 @@ import time
 import pytest
 
 from megatron_balance.compile.pipeline import expand, layout
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers

@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_balance.compile import pipeline, prove
+from megatron_balance.compile import pipeline
 from megatron_balance.compile.issue_order import IssueOrder
 from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.compile.proof import runs
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
@@ -134,7 +135,7 @@ def test_rendezvous_hangs_where_ranks_issue_in_orders_of_their_own() -> None:
     connected, _ = host_threads.run([planned], "replay")
     assert not connected
     with pytest.raises(InvalidProgramError, match="different orders"):
-        prove.prove(planned, "replay")
+        runs.prove(planned, "replay")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_balance.compile import prove
-from megatron_balance.compile.verify import verify
+from megatron_balance.compile.proof import runs
+from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.program import Exchange, Program
 from megatron_balance.ir.rows import Rows
@@ -129,7 +129,7 @@ def test_changed_programs_are_refused_or_compute_the_same(monkeypatch: pytest.Mo
         monkeypatch.setattr(mutants, "verify", lambda _: None)
         monkeypatch.setattr(mutants, "verify_runs", lambda *_: None)
         assert any(one(number).fault.startswith("accepted, and") for number in range(mutants.PER_PLAN))
-    assert prove.verify_runs is not mutants.verify_runs
+    assert runs.verify_runs is not mutants.verify_runs
 
 
 def test_damaged_files_are_read_or_refused_in_one_sentence() -> None:

@@ -22,7 +22,7 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.compile.places import Places, ProgramTables
+from megatron_balance.compile.proof.places import Places, ProgramTables
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat

@@ -1,9 +1,9 @@
 """Prove a plan as it will run: its structure, its program, and that what each rank runs is what was
 proved.
 
-`compile.verify` proves one program of all ranks. Ranks run projections of their own, lowered to
+`compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own, lowered to
 steps. Here both are held against each other, and the steps of all ranks against what the executor
-needs of them (`compile.verify_steps`, `compile.batches`).
+needs of them (`compile.proof.steps`, `compile.proof.issued`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import cast
 
 import numpy as np
 
-from megatron_balance.compile.batches import verify_order_of
 from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.projector import Projector
-from megatron_balance.compile.verify import verify
-from megatron_balance.compile.verify_plan import verify_plan
-from megatron_balance.compile.verify_steps import verify_meeting, verify_steps
+from megatron_balance.compile.proof.issued import verify_order_of
+from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, as_rows
 from megatron_balance.ir.columns import Route, Transfer

@@ -1,6 +1,6 @@
 """Prove what one rank does, from its own program and those of the ranks that it exchanges with.
 
-The program of a ring of G ranks has G x G launches, so its whole proof (`compile.prove`) takes G x G
+The program of a ring of G ranks has G x G launches, so its whole proof (`proof.runs`) takes G x G
 steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
 
 * Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
@@ -30,11 +30,11 @@ import numpy as np
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
-from megatron_balance.compile.places import ProgramTables
-from megatron_balance.compile.prove import check_same, verify_routes
-from megatron_balance.compile.verify import State, kinds_in
-from megatron_balance.compile.verify_plan import verify_plan
-from megatron_balance.compile.verify_steps import verify_steps
+from megatron_balance.compile.proof.meaning import State, kinds_in
+from megatron_balance.compile.proof.places import ProgramTables
+from megatron_balance.compile.proof.runs import check_same, verify_routes
+from megatron_balance.compile.proof.steps import verify_steps
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Transfer

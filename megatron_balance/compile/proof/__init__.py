@@ -1,0 +1,13 @@
+"""Proofs: five questions about a plan, in the order in which `runs.prove` asks them.
+
+| question | by | when it runs |
+|---|---|---|
+| structure: does it name what is there, and each query with its keys once | `structure` | every plan |
+| meaning: does its program compute attention, and the gradient, exactly once | `meaning` | on demand |
+| what ranks run: is it that program, on the ways that the plan says | `runs` | on demand |
+| order: does each step find what it needs, and does no rank wait for ever | `steps` | on demand |
+| issue order: do all ranks issue their group calls in one order | `issued` | on demand |
+
+On demand: `verify` and `plan --verify`; in training the first steps and then one of every
+`prove_every`, beside planning (`planning.proofs`).
+"""
