@@ -32,7 +32,7 @@ each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 
 
 @each_planner
-@examples(12)
+@examples(16)
 @given(case=cases(masks=NAMES), policy=policies)
 def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Case) -> None:
     """Of one plan: the same input gives it again; it is read back from its JSON; every token has one
