@@ -36,7 +36,13 @@ MOST_NODES = 100_000
 """Keys and values of a YAML text, each alias counted as all that it stands for."""
 
 
+_ONE_RULE = "is gone with rule cost; leave it out"
 GONE: Mapping[str, str] = {
+    "ZeppelinOptions.rule: cost": "rule cost is gone; write groups, with group_size 1 for rings of single ranks",
+    "ZeppelinOptions.routed": f"{_ONE_RULE}, and say routing beside the planner (routing: never)",
+    "ZeppelinOptions.remapped": f"{_ONE_RULE}, and say remap beside the planner (remap: false)",
+    "ZeppelinOptions.weight_tokens": _ONE_RULE,
+    "ZeppelinOptions.weight_communication": _ONE_RULE,
     "RemapChoice.objective": "the moves make both objectives least at once; leave it out",
     "RemapChoice.sides": "both sides of a rank's link count; leave it out",
     "RemapChoice.solver: ortools": "OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",

@@ -42,7 +42,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.text import text
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planning.choice import choose_planner, under_layers
+from megatron_balance.planning.choice import choose_planner
 from tools.bench import landscape
 
 Record = dict[str, Any]
@@ -92,7 +92,7 @@ class Recorder:
         name, options = VARIANTS[variant]
         choice = choose_planner(name, options)
         if LAYERS[layers]:
-            choice = under_layers(choice, replace(choice.layers, **LAYERS[layers]))
+            choice = replace(choice, layers=replace(choice.layers, **LAYERS[layers]))
         context = StepContext(built, model, AnalyticCost(built, model), own_microbatches=False, may_carry=False)
         step, _ = choice.plan_step((tuple(lengths),), context)
         return step

@@ -38,7 +38,6 @@ from megatron_balance.planning.choice import (
     choose_layers,
     choose_planner,
     planning_cost,
-    under_layers,
 )
 from megatron_balance.planning.run import Run, load_config
 from megatron_balance.solvers.capacity import check_pool
@@ -375,7 +374,7 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         if args.context_parallel is not None and name in PLANNERS and PLANNERS[name].replicas:
             keys["context_parallel"] = args.context_parallel
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
-        chosen.append(under_layers(choice, _layers(args, config, name)))
+        chosen.append(dataclasses.replace(choice, layers=_layers(args, config, name)))
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
         raise ConfigError(
             f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap"

@@ -19,6 +19,14 @@ from megatron_balance.cost.contention import Contention
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+ADD = 1.5
+"""Seconds of adding to what is held over those of packing: two values are read and one is written,
+where packing reads one and writes one.
+"""
+
+LAUNCHES_OF_RUN = 2
+"""An attention kernel, and what merges its outputs or adds up its gradients."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

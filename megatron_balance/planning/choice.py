@@ -36,16 +36,6 @@ from megatron_balance.strict_yaml import checked, unknown_name
 PingPong: TypeAlias = bool | Literal["auto"]
 Stages: TypeAlias = Literal["joint", "stages"] | None
 
-_ONE_RULE = "is gone with rule cost; leave it out"
-_GONE: Mapping[tuple[str, str, str | None], str] = {
-    ("zeppelin", "rule", "cost"): "rule cost is gone; write groups, with group_size 1 for rings of single ranks",
-    ("zeppelin", "routed", None): f"{_ONE_RULE}, and say routing beside the planner (routing: never)",
-    ("zeppelin", "remapped", None): f"{_ONE_RULE}, and say remap beside the planner (remap: false)",
-    ("zeppelin", "weight_tokens", None): _ONE_RULE,
-    ("zeppelin", "weight_communication", None): _ONE_RULE,
-}
-"""By planner, option and value (None: any): options that are no more, and what to write instead."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlannerChoice(PlannerSection):
@@ -214,24 +204,11 @@ def choose_planner(
             f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
         )
     planner = PLANNERS[name]
-    check_gone(name, given, where)
     keys = checked(planner.options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
         raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
     chosen = PlannerChoice(name, MappingProxyType(keys), options=planner.options(**keys), planner=planner)
-    return under_layers(chosen, layers if layers is not None else planner.layers)
-
-
-def check_gone(name: str, given: Mapping[str, Any], where: str) -> None:
-    """Reject options that planners had once, with what to write in their place.
-
-    Raises:
-        ConfigError: one of them is given; `where` says in which file or option.
-    """
-    for key, value in given.items():
-        instead = _GONE.get((name, key, value if isinstance(value, str) else None)) or _GONE.get((name, key, None))
-        if instead is not None:
-            raise ConfigError(f"{where}: {key}: {instead}")
+    return dataclasses.replace(chosen, layers=planner.layers if layers is None else layers)
 
 
 def choose_layers(
@@ -256,11 +233,6 @@ def choose_layers(
         return dataclasses.replace(layers, remap=False, remap_when="always")
     how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
     return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver)
-
-
-def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:
-    """`choice` with other layers."""
-    return dataclasses.replace(choice, layers=layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_balance.config import RemapChoice, RoutingChoice, RunConfig, read_
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import PlannerChoice, check_gone, choose_layers, choose_planner, under_layers
+from megatron_balance.planning.choice import PlannerChoice, choose_layers, choose_planner
 from megatron_balance.strict_yaml import STRICT, checked
 
 
@@ -42,11 +42,11 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
     if section is not None:
         where = f"{section.source}: {section.where or 'planner'}"
         given = section.given
-        check_gone(section.name, given, where)
         if section.name in PLANNERS:
             given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
         chosen = choose_planner(section.name, given, where)
-        chosen = under_layers(chosen, choose_layers(section.name, config.routing, config.remap, config.once_per_node))
+        layers = choose_layers(section.name, config.routing, config.remap, config.once_per_node)
+        chosen = dataclasses.replace(chosen, layers=layers)
     keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     keys["planner"] = chosen
     return Run(**keys)

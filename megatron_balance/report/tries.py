@@ -16,7 +16,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import PlannerChoice, choose_planner, under_layers
+from megatron_balance.planning.choice import PlannerChoice, choose_planner
 from megatron_balance.report.cases import Asked, Case, CaseProgress, Figures, mean_step_s, simulate
 from megatron_balance.report.standing import runs
 
@@ -175,15 +175,15 @@ def _other_layers(case: Case) -> Iterator[TriedOptions]:
                 case,
                 f"routing transfers between nodes over all NICs: {when}",
                 f"--routing {when}",
-                under_layers(choice, layers),
+                replace(choice, layers=layers),
             )
     if choice.layers.remap:
         off = replace(choice.layers, remap=False, remap_when="always")
-        yield _planner(case, "no remap: tokens stay where they attend", "--no-remap", under_layers(choice, off))
+        yield _planner(case, "no remap: tokens stay where they attend", "--no-remap", replace(choice, layers=off))
     if not choice.layers.remap or choice.layers.remap_when == "pays":
         on = replace(choice.layers, remap=True, remap_when="always")
         yield _planner(
-            case, "a remap: equal tokens on all ranks outside attention", "--remap", under_layers(choice, on)
+            case, "a remap: equal tokens on all ranks outside attention", "--remap", replace(choice, layers=on)
         )
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
 from megatron_balance.simulator.tables import Tables, ZoneTable
-from megatron_balance.simulator.work import ADD, ADDED, STORED
+from megatron_balance.simulator.work import ADDED, STORED
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""

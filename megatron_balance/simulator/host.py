@@ -16,11 +16,8 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_balance.compile.order import Finish, RunLaunches, Start, Step
-from megatron_balance.cost.base import Floats, Host
+from megatron_balance.cost.base import LAUNCHES_OF_RUN, Floats, Host
 from megatron_balance.simulator.phase import SimulatedPhase
-
-LAUNCHES_OF_RUN = 2
-"""The attention kernel, and what merges its outputs or adds up its gradients."""
 
 
 def issue_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:

@@ -26,7 +26,7 @@ from megatron_balance.compile.order import (
 )
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.zones import places
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
@@ -36,7 +36,7 @@ from megatron_balance.patterns.rows import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import ADD, ADDED, STORED, launches
+from megatron_balance.simulator.work import ADDED, STORED, launches
 
 Place: TypeAlias = tuple[int, int, Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
@@ -264,8 +264,8 @@ class _Exchanges:
             np.array([op.collective == name for op in self.ops], dtype=bool)
             for name in ("all_gather", "reduce_scatter")
         )
-        own = np.flatnonzero(self.sent & self._is_first(self.sent, Transfer.DST, gathers))  # one block for all
-        # of what NCCL sums on its way, one block
+        # To all ranks goes one block; of what NCCL sums on its way, one comes.
+        own = np.flatnonzero(self.sent & self._is_first(self.sent, Transfer.DST, gathers))
         summed = scatters & self.together & sums
         brought = np.flatnonzero(self.brought & self._is_first(self.brought, Transfer.SRC, summed))
         own = own[~self._passed_on(own, brought)]
@@ -348,12 +348,14 @@ class _Exchanges:
     def collectives(self, machine: Machine) -> list[GroupExchange]:
         """The collective calls, in the order in which ranks come to them."""
         groups = {self.ops[at].id: self.ops[at] for at in np.flatnonzero(self.together).tolist()}
-        found: list[GroupExchange] = []
-        ids = np.array([op.id for op in self.ops], dtype=np.int64)
-        for number, op in groups.items():
-            rows = self.rows[self.sent & (ids[self.at] == number)]
-            found.append(_collective(op, rows, machine))
-        return found
+        ids = np.array([op.id for op in self.ops], dtype=np.int64)[self.at]
+        chosen = np.flatnonzero(self.sent & np.isin(ids, list(groups)))
+        order = chosen[np.argsort(ids[chosen], kind="stable")]
+        bounds = np.searchsorted(ids[order], [list(groups), [number + 1 for number in groups]])
+        return [
+            _collective(op, self.rows[order[begin:end]], machine)
+            for op, begin, end in zip(groups.values(), *bounds.tolist(), strict=True)
+        ]
 
 
 def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:

@@ -22,7 +22,7 @@ from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
 from megatron_balance.compile.ping_pong import Cuts, Segment
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -312,7 +312,7 @@ class _OnClocks:
             seconds = np.zeros(self.run.machine.num_ranks)
             seconds[table.ranks] = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
             self.clocks.done = self.run.done.copy()
-            self.clocks.issue(np.arange(len(seconds)), 0, host.LAUNCHES_OF_RUN * (seconds > 0))
+            self.clocks.issue(np.arange(len(seconds)), 0, LAUNCHES_OF_RUN * (seconds > 0))
             self.run.done = self.clocks.done
             self.run.compute(seconds)
         self.clocks.entered = entered

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
-from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Bools
 from megatron_balance.simulator.tables import Hops, ZoneTable
-from megatron_balance.simulator.work import ADD
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import assert_never
 import numpy as np
 
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
@@ -26,11 +26,9 @@ from megatron_balance.patterns.rows import messages_from
 from megatron_balance.simulator import host
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import RingClock
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable
-from megatron_balance.simulator.work import ADD
 
 
 def play(

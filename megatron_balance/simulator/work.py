@@ -12,15 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import sees
 from megatron_balance.simulator.machine import Bools, Machine
-
-ADD = 1.5
-"""Adding to what is held reads two values and writes one, packing reads one and writes one."""
 
 STORED = (Kind.OUT, Kind.OUT_GRAD)
 """Kinds that are unpacked where they arrive; queries and keys stay as they came."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import ADD, PricedMachine, ZoneTimes, exchange_heads, most_heads
+from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, exchange_heads, most_heads
 from megatron_balance.analysis.step_memory import StepMemory
-from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.base import ADD, MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import FULL, SlidingWindow
 from megatron_balance.ir.model import Model

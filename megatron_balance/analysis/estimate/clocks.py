@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import ADD, Bulk, PricedMachine, RingHop, WaveTimes, ZoneTimes, by_rank
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.analysis.estimate.times import Bulk, PricedMachine, RingHop, WaveTimes, ZoneTimes, by_rank
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan

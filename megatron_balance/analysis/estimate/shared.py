@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.analysis.estimate.times import (
-    ADD,
     Bulk,
     PricedMachine,
     WaveTimes,
@@ -17,7 +16,7 @@ from megatron_balance.analysis.estimate.times import (
     exchange_heads,
     index_of,
 )
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.plan import SharedZone

@@ -22,9 +22,6 @@ _Amount: TypeAlias = Floats | float
 _Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
 """A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
 
-ADD = 1.5
-"""Adding to what is held reads two values and writes one, packing reads one and writes one."""
-
 
 @dataclass(frozen=True, slots=True)
 class PricedMachine:

@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_balance.analysis.estimate.shared import shared_zone
 from megatron_balance.analysis.estimate.times import (
-    ADD,
     Bulk,
     PricedMachine,
     RingHop,
@@ -25,7 +24,7 @@ from megatron_balance.analysis.estimate.times import (
     pairs_of,
 )
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone

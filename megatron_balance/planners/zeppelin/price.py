@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, MachineCost
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
@@ -49,12 +49,6 @@ and write, over those of the queries: three values in fp32 each."""
 
 _GRADIENT = 2.0
 """Bytes of a gradient of keys and values over theirs: they travel in fp32."""
-
-_ADDED = 1.5
-"""Seconds of adding gradients to others over those of packing them: one more is read."""
-
-_LAUNCHES_OF_RUN = 2
-"""An attention kernel, and what merges its outputs or adds up its gradients."""
 
 _MOVES_OF_EXCHANGE = (1, 2)
 """Launches beside a group call: packing, in the backward also unpacking or adding."""
@@ -371,7 +365,7 @@ def layer_s(
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
     each_s, back_s = (flow.travel_s * wide / numbers + call_s for wide in (1.0, _GRADIENT))
-    packed_s, added_s = (costs.pack_s(wide * flow.sent) for wide in (1.0, _GRADIENT * _ADDED))
+    packed_s, added_s = (costs.pack_s(wide * flow.sent) for wide in (1.0, _GRADIENT * ADD))
 
     ready = (linear_s + trades.into_s)[:, :, None]
     ready = np.maximum(ready + ahead_s, ready + trades.late_s[:, :, None])
@@ -411,7 +405,7 @@ def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool
     """
     waves = numbers * waits.any(axis=1)
     exchanges = waves + (2 + has_lead) * (costs.size > 1)
-    runs, host = _LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host
+    runs, host = LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host
     ahead, behind = (
         exchanges * host.call_s + (runs + moves * exchanges) * host.launch_s for moves in _MOVES_OF_EXCHANGE
     )
@@ -500,5 +494,5 @@ class _Trades(NamedTuple):
             out_s + calls + 2 * placed_s,
             _GRADIENT * (out_s + 2 * placed_s) + calls,  # an output comes with its gradient
             late_grads_s,
-            first_grads_s + calls + _GRADIENT * (1 + _ADDED) * packed_s,
+            first_grads_s + calls + _GRADIENT * (1 + ADD) * packed_s,
         )

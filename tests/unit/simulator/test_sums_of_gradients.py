@@ -12,11 +12,11 @@ import pytest
 from megatron_balance.analysis.estimate.times import PricedMachine as EstimateMachine
 from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.cost.base import ADD
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.phase import phase_of, ring_names
 from megatron_balance.simulator.tables import Tables
-from megatron_balance.simulator.work import ADD
 from tests.support import by_hand
 from tests.support.flat_cost import FlatCost, flat_machine
 

@@ -81,9 +81,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def choice(self, **more: Any) -> PlannerChoice:
-        """As a configuration would say it, with `more` options; zeppelin's own options `routed` and
-        `remapped` follow the layers.
-        """
+        """As a configuration would say it, with `more` options."""
         return choose_planner(self.planner, {**self.options, **more}, self.name, self.layers)
 
 
