@@ -26,8 +26,8 @@ from typing import Any
 
 import yaml
 
-from megatron_balance.papers import PAPERS
-from megatron_balance.papers.base import Effort, Row, silent
+from megatron_balance.lab.papers import PAPERS
+from megatron_balance.lab.papers.base import Effort, Row, silent
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 HELD = {"exact": ("exact", 1e-6), "simulated": ("within", 0.005), "measured": ("trend", 30.0)}

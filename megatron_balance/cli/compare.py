@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
+from megatron_balance.lab.report.standing import best_of, gpu_hours, hold_against, named, saving, standing
 from megatron_balance.planners import PLANNERS
-from megatron_balance.report.standing import best_of, gpu_hours, hold_against, named, saving, standing
 
 if TYPE_CHECKING:
     from megatron_balance.planning.choice import PlannerChoice

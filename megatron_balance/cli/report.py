@@ -19,9 +19,9 @@ from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
     from megatron_balance.ir.step import StepPlan
+    from megatron_balance.lab.report.cases import Asked, Case, PlayedCase
+    from megatron_balance.lab.report.real_batches import RealBatches
     from megatron_balance.planning.choice import PlannerChoice
-    from megatron_balance.report.cases import Asked, Case, PlayedCase
-    from megatron_balance.report.real_batches import RealBatches
 
 MOST_RUNS = 2
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BalanceError: a user's mistake, or a batch that does not fit.
     """
-    from megatron_balance.report import page
+    from megatron_balance.lab.report import page
 
     alone = output.check(args)
     library = page.plot_library()  # before minutes of simulation
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
     if args.steps:
-        from megatron_balance.report import trained
+        from megatron_balance.lab.report import trained
 
         document = _trained(args)
         text = trained.page(document, library)
     else:
-        from megatron_balance.report import simulated
+        from megatron_balance.lab.report import simulated
 
         document = _simulated(args)
         text = simulated.page(document, library)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_balance.report import run
+    from megatron_balance.lab.report import run
 
     allowed = {"out", "steps", "json"}
     for name, default in args.defaults.items():
@@ -120,7 +120,7 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _simulated(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_balance.report.study import study
+    from megatron_balance.lab.report.study import study
 
     explicit = bool(args.planner)
     if not explicit:
@@ -151,7 +151,7 @@ def _real(args: argparse.Namespace) -> RealBatches:
     Raises:
         ConfigError: options for other lengths, or no run with lengths.
     """
-    from megatron_balance.report.real_batches import real_batches
+    from megatron_balance.lab.report.real_batches import real_batches
 
     for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
@@ -187,7 +187,7 @@ class _Desk:
     def asked(
         self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool
     ) -> Asked:
-        from megatron_balance.report.cases import Asked, Case
+        from megatron_balance.lab.report.cases import Asked, Case
 
         bench, given = self.bench, self.bench.given
         cases = tuple(
@@ -212,7 +212,7 @@ class _Desk:
 
     def play(self, case: Case) -> PlayedCase:
         from megatron_balance.cli.compare import row
-        from megatron_balance.report.cases import PlayedCase
+        from megatron_balance.lab.report.cases import PlayedCase
 
         bench = self._at(case)
         planned = bench.plan(case.choice)

@@ -17,7 +17,7 @@ from megatron_balance.files import json_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_balance.papers.base import Row
+    from megatron_balance.lab.papers.base import Row
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: no such paper or table.
     """
-    from megatron_balance.papers import paper_of
-    from megatron_balance.papers.base import Effort
+    from megatron_balance.lab.papers import paper_of
+    from megatron_balance.lab.papers.base import Effort
 
     paper = paper_of(args.paper)
     tables = paper.chosen(args.paper, args.table)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(console: Console, title: str, rows: list[Row]) -> None:
     from rich.table import Table
 
-    from megatron_balance.papers.base import ITSELF
+    from megatron_balance.lab.papers.base import ITSELF
 
     table = Table(title=title, title_justify="left")
     for column in ("", "published", "ours", "unit", "ratio", "kind"):

@@ -28,9 +28,9 @@ from megatron_balance.cli import planfile, trace
 from megatron_balance.cost.table import load_table, save_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry
+from megatron_balance.lab.report.steps import read as read_steps
 from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
-from megatron_balance.report.steps import read as read_steps
 from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.workloads import order_cache

@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 import pytest
 
-import megatron_balance.papers as package
+import megatron_balance.lab.papers as package
 from megatron_balance.errors import ConfigError
-from megatron_balance.papers import PAPERS, paper_of
-from megatron_balance.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
+from megatron_balance.lab.papers import PAPERS, paper_of
+from megatron_balance.lab.papers.base import ITSELF, Effort, Paper, PaperTable, Published, Row
 
 KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note", "inputs"}
 

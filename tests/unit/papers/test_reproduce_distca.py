@@ -10,9 +10,9 @@ from math import inf
 import numpy as np
 import pytest
 
-from megatron_balance.papers.base import Effort
-from megatron_balance.papers.distca import appendix_a, motivation, overheads, speedups
-from megatron_balance.papers.distca.baselines import (
+from megatron_balance.lab.papers.base import Effort
+from megatron_balance.lab.papers.distca import appendix_a, motivation, overheads, speedups
+from megatron_balance.lab.papers.distca.baselines import (
     GroupQueries,
     ReplicaConfig,
     deal,
@@ -23,8 +23,8 @@ from megatron_balance.papers.distca.baselines import (
     replica_s,
     wlb_by_config,
 )
-from megatron_balance.papers.distca.cases import DistcaCase, HeldTokens, chunks
-from megatron_balance.papers.distca.distca import distca_s
+from megatron_balance.lab.papers.distca.cases import DistcaCase, HeldTokens, chunks
+from megatron_balance.lab.papers.distca.distca import distca_s
 from megatron_balance.workloads.distributions import K
 
 DOCUMENTS = [700, 31, 1, 256, 1000]

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_balance.analysis.change import base_sync_s
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.papers.base import Effort
-from megatron_balance.papers.hydraulis import PAPER, appendix_a, cases, fig13, strategies, table1
-from megatron_balance.papers.hydraulis.cases import (
+from megatron_balance.lab.papers.base import Effort
+from megatron_balance.lab.papers.hydraulis import PAPER, appendix_a, cases, fig13, strategies, table1
+from megatron_balance.lab.papers.hydraulis.cases import (
     AUTHORS,
     B32,
     HOMOGENEOUS,
@@ -22,7 +22,7 @@ from megatron_balance.papers.hydraulis.cases import (
     megatron,
     seconds,
 )
-from megatron_balance.papers.hydraulis.deepspeed import deepspeed
+from megatron_balance.lab.papers.hydraulis.deepspeed import deepspeed
 from megatron_balance.planning.strategies import costs_of
 
 

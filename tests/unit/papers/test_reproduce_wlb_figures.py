@@ -10,11 +10,11 @@ from itertools import chain
 
 import pytest
 
-from megatron_balance.papers.base import ITSELF, Effort
-from megatron_balance.papers.wlb_llm import PAPER, fig15, table2
-from megatron_balance.papers.wlb_llm import speedups as figures
-from megatron_balance.papers.wlb_llm.cases import SKEW, TABLE_1, WlbCase, samples
-from megatron_balance.papers.wlb_llm.systems import (
+from megatron_balance.lab.papers.base import ITSELF, Effort
+from megatron_balance.lab.papers.wlb_llm import PAPER, fig15, table2
+from megatron_balance.lab.papers.wlb_llm import speedups as figures
+from megatron_balance.lab.papers.wlb_llm.cases import SKEW, TABLE_1, WlbCase, samples
+from megatron_balance.lab.papers.wlb_llm.systems import (
     ADAPTIVE,
     FIXED_DOCUMENT,
     FIXED_SEQUENCE,
@@ -28,7 +28,7 @@ from megatron_balance.papers.wlb_llm.systems import (
     speedups,
     tokens_per_s,
 )
-from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS
+from megatron_balance.lab.papers.wlb_llm.table2 import THRESHOLDS
 from megatron_balance.workloads.distributions import K
 
 SMALL = WlbCase("llama-550m", 16 * K, 2, 2, 2)

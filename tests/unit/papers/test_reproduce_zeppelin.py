@@ -10,9 +10,9 @@ from math import inf
 import pytest
 
 from megatron_balance.cost.base import Link
-from megatron_balance.papers.base import Effort, Row
-from megatron_balance.papers.zeppelin import PAPER, fig3, fig5, fig8, fig12, table2, table3, throughput
-from megatron_balance.papers.zeppelin.systems import (
+from megatron_balance.lab.papers.base import Effort, Row
+from megatron_balance.lab.papers.zeppelin import PAPER, fig3, fig5, fig8, fig12, table2, table3, throughput
+from megatron_balance.lab.papers.zeppelin.systems import (
     DATASETS,
     DEFAULT,
     ENGINE,

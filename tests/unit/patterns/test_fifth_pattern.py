@@ -23,10 +23,10 @@ from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Kind
+from megatron_balance.lab.report import placement
 from megatron_balance.patterns.base import CommPattern, Context, ZoneWork, prefix_pairs
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.planning.layers import Layers, with_layers
-from megatron_balance.report import placement
 from megatron_balance.simulator.attention import EngineName, attention_call, coupled
 from megatron_balance.simulator.machine import Machine
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops

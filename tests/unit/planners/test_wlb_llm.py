@@ -15,7 +15,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
-from megatron_balance.papers.wlb_llm import table2
+from megatron_balance.lab.papers.wlb_llm import table2
 from megatron_balance.planners.base import StepContext, Tuning
 from megatron_balance.planners.wlb_llm import WlbLlmOptions, tuning
 from megatron_balance.planners.wlb_llm.delay import release

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.report import page
+from megatron_balance.lab.report import page
 from tests.support import report_pages
 from tests.support.report_pages import HOSTILE, PICTURE, embedded
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
-from megatron_balance.report import run, steps, verdict
+from megatron_balance.lab.report import run, steps, verdict
 from scripts.demo import write_page
 
 

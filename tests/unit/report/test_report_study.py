@@ -11,9 +11,9 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import CAUSAL, FULL
+from megatron_balance.lab.report import lanes, lengths, limits, placement, words
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.report import lanes, lengths, limits, placement, words
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import layer_trace
 from tests.support import by_hand
@@ -29,7 +29,7 @@ def study(run, tmp_path):
 @pytest.fixture
 def limits_of(study, monkeypatch):
     """By planner what limits it, without simulating what else could be tried."""
-    monkeypatch.setattr("megatron_balance.report.tries.candidates", lambda _: iter(()))
+    monkeypatch.setattr("megatron_balance.lab.report.tries.candidates", lambda _: iter(()))
     return lambda command: study(command)["limits"]
 
 
@@ -193,7 +193,7 @@ def test_a_step_that_does_not_fit_is_said_not_to_and_what_fits_is_suggested(stud
 
 
 def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypatch):
-    monkeypatch.setattr("megatron_balance.report.study.MOST_RANKS", 3)  # a cluster of 129 takes seconds
+    monkeypatch.setattr("megatron_balance.lab.report.study.MOST_RANKS", 3)  # a cluster of 129 takes seconds
     found = study(f"{INPUTS} --planner ulysses")
     assert found["timeline"] == {}
     assert "at most 3 ranks" in found["timeline_left_out"]

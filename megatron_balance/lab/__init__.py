@@ -1,0 +1,1 @@
+"""The laboratory: published numbers beside ours, and the page of a report."""

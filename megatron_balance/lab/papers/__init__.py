@@ -1,0 +1,25 @@
+"""Published results beside ours: one file or folder for each paper, one function for each of its
+tables (`base.PaperTable`).
+"""
+
+from __future__ import annotations
+
+from megatron_balance.lab.papers import distca, hydraulis, knapformer, wlb_llm, zeppelin
+from megatron_balance.lab.papers.base import Paper, of_name
+
+PAPERS: dict[str, Paper] = {
+    "distca": distca.PAPER,
+    "hydraulis": hydraulis.PAPER,
+    "knapformer": knapformer.PAPER,
+    "wlb_llm": wlb_llm.PAPER,
+    "zeppelin": zeppelin.PAPER,
+}
+
+
+def paper_of(name: str) -> Paper:
+    """The paper of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return of_name(PAPERS, name, "reproduce: no paper")

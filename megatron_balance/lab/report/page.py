@@ -1,0 +1,188 @@
+"""A self-contained HTML page: text, tables and plots, with plotly.js inside.
+
+Everything that the page is given is text: `page.html.j2` is rendered with autoescape on. The page
+forbids itself any network by its content security policy, which names its two scripts by their
+digests: a script that comes in with a name or an option does not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+Kind = Literal["exact", "measured", "simulated", "published"]
+"""Origin of a number; `exact`: counted from lengths and plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph; `words in backticks` are set as code."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bullets:
+    """A list of paragraphs."""
+
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A number that matters, with what it is."""
+
+    label: str
+    value: str
+    note: str
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """Cards side by side."""
+
+    cards: tuple[Card, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlTable:
+    """Rows of text under column heads; the first column names the row."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kind: Kind | tuple[Kind, ...]
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether a column holds numbers only, which line up on the right."""
+        columns = [[row[at] for row in self.rows if row[at]] for at in range(len(self.columns))]
+        return [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A Plotly figure, and the same in words for readers who do not see it."""
+
+    id: str
+    title: str
+    caption: str
+    kind: Kind | tuple[Kind, ...]
+    data: Sequence[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Items that the reader unfolds."""
+
+    summary: str
+    items: tuple[Item, ...]
+
+
+Item: TypeAlias = Text | Bullets | Cards | HtmlTable | Plot | Fold
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page, with an entry in the table of contents."""
+
+    id: str
+    title: str
+    items: tuple[Item, ...]
+
+
+_NUMBER = re.compile(r"(under )?[-+]?[\d.,]+(x|( (%|s|ms|us|bytes|[kMGT]B)))?( \(.*\))?")
+
+
+def plot_library() -> str:
+    """The source of plotly.js.
+
+    Raises:
+        ConfigError: the extra that brings it is not installed.
+    """
+    try:
+        import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        package = (error.name or "plotly").partition(".")[0]
+        raise ConfigError(
+            f"a report needs {package}, which is not installed: pip install 'megatron-balance[report]', or pip "
+            f"install {package}"
+        ) from None
+    return str(get_plotlyjs())
+
+
+def render(title: str, lead: Sequence[str], sections: Sequence[Section], library: str) -> str:
+    """The page as text; `lead`: paragraphs on what it is about, `library`: the source of plotly.js."""
+    from markupsafe import Markup
+
+    plots = [
+        {"id": plot.id, "data": plot.data, "layout": plot.layout} for each in sections for plot in _plots(each.items)
+    ]
+    style, script = _part("page.css"), _part("page.js")
+    ours = {"policy": _policy(library, script), "style": style, "library": library, "script": script}
+    trusted = {name: Markup(text) for name, text in ours.items()}
+    template = _environment().get_template("page.html.j2")
+    return template.render(title=title, lead=lead, sections=sections, plots=plots, **trusted)
+
+
+def label(text: str) -> str:
+    """A name as Plotly shows it, which takes labels for HTML."""
+    return escape(text, quote=False)
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader("megatron_balance.lab.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    made.filters.update(inline=_inline, type_name=_type_name)  # pyright: ignore[reportUnknownMemberType]
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return made
+
+
+def _type_name(item: Item) -> str:
+    return type(item).__name__
+
+
+def _inline(text: str) -> Markup:
+    """Escaped text with `code`."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+
+
+def _plots(items: Iterable[Item]) -> Iterator[Plot]:
+    for item in items:
+        if isinstance(item, Plot):
+            yield item
+        elif isinstance(item, Fold):
+            yield from _plots(item.items)
+
+
+def _policy(*scripts: str) -> str:
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}"
+
+
+def _part(name: str) -> str:
+    return (resources.files("megatron_balance.lab.report") / name).read_text(encoding="utf-8")

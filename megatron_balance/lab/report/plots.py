@@ -1,0 +1,355 @@
+"""The plots of a simulated report, as Plotly figures.
+
+Colours are told apart by the colour-blind too (Okabe and Ito).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+from megatron_balance.lab.report import placement
+from megatron_balance.lab.report.cases import Figures
+from megatron_balance.lab.report.lanes import ACTIVITIES
+from megatron_balance.lab.report.limits import PARTS
+from megatron_balance.lab.report.page import label
+
+Json = dict[str, Any]
+Figure = tuple[list[Json], Json]
+"""Traces and layout."""
+
+BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+PINK, YELLOW, GREY, SLATE, PURPLE, BROWN, LIME = (
+    "#CC79A7",
+    "#D9C300",
+    "#8C96A3",
+    "#5A6570",
+    "#7A4B9A",
+    "#A65628",
+    "#B3DE69",
+)
+
+WHERE = dict(zip(placement.KINDS, (RED, SKY, GREEN), strict=True))
+
+PHASES = {
+    "outside attention": (("forward_linear", "backward_linear"), GREY),
+    "attention forward, with its transfers": (("forward_attention",), SKY),
+    "attention backward, with its transfers": (("backward_attention",), BLUE),
+    "embedding and loss": (("head",), GREEN),
+    "waiting": (("waiting",), RED),
+    "gradients": (("gradient_sync",), PINK),
+    "optimizer": (("optimizer",), YELLOW),
+}
+"""Phases of a step as they are drawn."""
+
+_PART_COLOURS = {
+    "linear": GREY,
+    "attention": BLUE,
+    "head": GREEN,
+    "optimizer": SLATE,
+    "imbalance": ORANGE,
+    "straggler": PURPLE,
+    "nic": RED,
+    "links": YELLOW,
+    "remap": BROWN,
+    "experts": "#44AA99",
+    "bubble": LIME,
+    "gradient_sync": PINK,
+}
+
+_MOST_LINES = 32
+"""Nodes that are told apart by lines."""
+
+
+def layout(height: int, **more: Any) -> Json:
+    """Layout of a plot, with the parts that all plots share."""
+    return {
+        "height": height,
+        "margin": {"l": 60, "r": 15, "t": 10, "b": 55},
+        "legend": {
+            "orientation": "h",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+            "traceorder": "normal",
+        },
+        "hovermode": "closest",
+        "showlegend": True,
+        **more,
+    }
+
+
+def axis(title: str, **more: Any) -> Json:
+    """An axis with its title, which never runs into the labels."""
+    return {"title": {"text": title}, "automargin": True, **more}
+
+
+def bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: str, **more: Any) -> Json:
+    """A trace of horizontal bars; `hover`: the text at the pointer, before the trace's name."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": y,
+        "x": x,
+        "marker": {"color": colour},
+        "hovertemplate": f"{hover}<extra>{name}</extra>",
+        **more,
+    }
+
+
+def stacked(names: Sequence[str], height: int, **more: Any) -> Json:
+    """Layout of stacked bars, one row for each name, the first on top; `more` has the x axis."""
+    return layout(
+        height + 44 * len(names), barmode="stack", yaxis=axis("", autorange="reversed", type="category"), **more
+    )
+
+
+def lengths(histogram: Figures) -> Figure:
+    """Shares of sequences, tokens and attention by length."""
+    bins = histogram["bins"]
+    names = [length_range(each["from"], each["below"]) for each in bins]
+    data: list[Json] = []
+    for key, name, colour in (
+        ("sequences", "sequences", GREY),
+        ("tokens", "tokens", SKY),
+        ("attention_pairs", "attention work", RED),
+    ):
+        total = sum(each[key] for each in bins)
+        data.append(
+            {
+                "type": "bar",
+                "name": name,
+                "x": names,
+                "y": [100 * each[key] / total for each in bins],
+                "customdata": [each[key] for each in bins],
+                "marker": {"color": colour},
+                "hovertemplate": "%{x} tokens: %{y:.1f} % (%{customdata:,})<extra>" + name + "</extra>",
+            }
+        )
+    return data, layout(
+        340, barmode="group", xaxis=axis("length of the sequence, tokens", type="category"), yaxis=axis("share, %")
+    )
+
+
+def length_range(low: int, high: int) -> str:
+    """'4k-8k'."""
+    return f"below {_k(high)}" if low == 0 else f"{_k(low)}-{_k(high)}"
+
+
+def _k(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+def planners(rows: Sequence[Figures]) -> Figure:
+    """Phases of each planner's step, the fastest planner on top."""
+    names = [label(row["planner"]) for row in rows]
+    data = [
+        bars(name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s")
+        for name, (phases, colour) in PHASES.items()
+        if any(row["phases_s"][phase] for row in rows for phase in phases)
+    ]
+    ends = [
+        {
+            "x": sum(row["phases_s"].values()),
+            "y": label(row["planner"]),
+            "text": f"{row['speedup']:.2f}x",
+            "showarrow": False,
+            "xanchor": "left",
+            "xshift": 6,
+        }
+        for row in rows
+    ]
+    most: float = max(sum(row["phases_s"].values()) for row in rows)
+    return data, layout(
+        110 + 34 * len(rows),
+        barmode="stack",
+        annotations=ends,
+        xaxis=axis("seconds of a step, mean", range=[0, 1.12 * most]),
+        yaxis=axis("", autorange="reversed", type="category"),
+    )
+
+
+def ranks_of_sequences(placed: Figures) -> Figure:
+    """The longest sequences as bars over the ranks that share them."""
+    rows = placed["longest"]
+    data: list[Json] = []
+    for where, colour in WHERE.items():
+        runs = [(at, a, b) for at, row in enumerate(rows) if row["where"] == where for a, b in row["rank_runs"]]
+        if runs:
+            trace = bars(
+                where,
+                [at for at, _, _ in runs],
+                [b - a + 1 for _, a, b in runs],
+                colour,
+                "%{customdata[0]} tokens, ranks %{customdata[1]}",
+                base=[a - 0.5 for _, a, _ in runs],
+                width=0.72,
+                customdata=[[f"{rows[at]['length']:,}", f"{a}-{b}"] for at, a, b in runs],
+            )
+            data.append(trace)
+    num_ranks, size = placed["num_ranks"], placed["ranks_per_node"]
+    return data, layout(
+        120 + 17 * max(4, len(rows)),
+        barmode="overlay",
+        xaxis=axis("rank", range=[-0.5, num_ranks - 0.5], tickformat=",d", showgrid=False),
+        yaxis=axis(
+            "tokens",
+            range=[len(rows) - 0.4, -0.6],
+            tickvals=list(range(len(rows))),
+            ticktext=[f"{row['length']:,}" for row in rows],
+            tickfont={"size": 11},
+            showgrid=False,
+        ),
+        shapes=_node_lines(num_ranks, size),
+    )
+
+
+def _node_lines(num_ranks: int, size: int) -> list[Json]:
+    if num_ranks // size > _MOST_LINES:
+        return []
+    return [
+        {
+            "type": "line",
+            "x0": at - 0.5,
+            "x1": at - 0.5,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "line": {"width": 1, "dash": "dot"},
+        }
+        for at in range(size, num_ranks, size)
+    ]
+
+
+MEASURES = (
+    ("attention_pairs_per_rank", "attention work"),
+    ("tokens_per_rank", "tokens"),
+    ("kv_tokens_received_per_rank", "KV tokens received"),
+)
+
+
+def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int) -> Figure:
+    """Attention, tokens and received keys and values of each rank.
+
+    Planners beside `shown` appear when their names in the legend are clicked.
+    """
+    data: list[Json] = []
+    ranks = list(range(num_ranks))
+    colours = {shown[0]: RED, shown[-1]: BLUE} if len(shown) > 1 else {shown[0]: BLUE}
+    others = cycle((GREEN, ORANGE, SKY, PINK, YELLOW, PURPLE, BROWN, LIME, SLATE, GREY))
+    for name, each in of_planners.items():
+        colour = colours[name] if name in colours else next(others)
+        for at, (key, what) in enumerate(MEASURES):
+            trace: Json = {
+                "type": "scatter",
+                "mode": "lines",
+                "line": {"shape": "hvh", "width": 2, "color": colour},
+                "name": label(name),
+                "legendgroup": name,
+                "showlegend": at == 0,
+                "x": ranks,
+                "y": each[key],
+                "xaxis": "x",
+                "yaxis": "y" if at == 0 else f"y{at + 1}",
+                "hovertemplate": "rank %{x}: %{y:,} " + what + "<extra>" + label(name) + "</extra>",
+            }
+            data.append(trace if name in shown else {**trace, "visible": "legendonly"})
+    axes = {
+        f"yaxis{at + 1 if at else ''}": axis(what, domain=[0.70 - 0.35 * at, 1.0 - 0.35 * at], rangemode="tozero")
+        for at, (_, what) in enumerate((("", "pairs"), ("", "tokens"), ("", "KV tokens")))
+    }
+    return data, layout(
+        560, xaxis=axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes
+    )
+
+
+def timeline(traced: Figures, most_ms: float) -> Figure:
+    """Activities of some ranks over one layer; the axis ends at `most_ms`."""
+    colours = dict(zip(ACTIVITIES, (GREY, BLUE, YELLOW, SKY, RED), strict=True))
+    lane = dict(zip(ACTIVITIES, (-0.28, -0.28, -0.28, 0.0, 0.28), strict=True))
+    place = {rank: at for at, rank in enumerate(traced["ranks"])}
+    data: list[Json] = []
+    for activity in ACTIVITIES:
+        lanes = [each for each in traced["lanes"] if each["activity"] == activity]
+        spans = [(place[each["rank"]], a, b) for each in lanes for a, b in each["spans_ms"]]
+        if spans:
+            trace = bars(
+                activity,
+                [at + lane[activity] for at, _, _ in spans],
+                [b - a for _, a, b in spans],
+                colours[activity],
+                "at %{base:.3f} ms for %{x:.3f} ms",
+                base=[a for _, a, _ in spans],
+                width=0.26,
+            )
+            data.append({**trace, "marker": {**trace["marker"], "line": {"width": 0}}})
+    turn = traced["forward_ms"]
+    return data, layout(
+        130 + 44 * len(place),
+        barmode="overlay",
+        xaxis=axis("milliseconds from the beginning of the layer", range=[0, most_ms]),
+        yaxis=axis(
+            "",
+            range=[len(place) - 0.45, -0.55],
+            tickvals=list(place.values()),
+            ticktext=[f"rank {rank}" for rank in place],
+            showgrid=False,
+            zeroline=False,
+        ),
+        shapes=[
+            {
+                "type": "line",
+                "x0": turn,
+                "x1": turn,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": {"width": 1, "dash": "dash"},
+            }
+        ],
+    )
+
+
+def limits(of_planners: Figures) -> Figure:
+    """The parts of a step, of each planner."""
+    names = [label(name) for name in of_planners]
+    data = [
+        bars(
+            words,
+            names,
+            [each["parts_s"][part] for each in of_planners.values()],
+            _PART_COLOURS[part],
+            "%{y}: %{x:.3f} s",
+        )
+        for part, words in PARTS.items()
+        if any(each["parts_s"][part] > 0 for each in of_planners.values())
+    ]
+    return data, stacked(names, 190, xaxis=axis("seconds of a step, mean"))
+
+
+def gains(rows: Sequence[Figures]) -> Figure:
+    """Seconds that each variant saves, in % of the step."""
+    colours = {"planner": BLUE, "step": GREEN, "machine": GREY}
+    whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
+    names = [label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
+    data = [
+        bars(
+            whose[where],
+            [name for name, row in zip(names, rows, strict=True) if row["where"] == where],
+            [100 * row["saves"] for row in rows if row["where"] == where],
+            colour,
+            "",
+            hovertemplate="%{y}: %{x:.1f} % less time<extra></extra>",
+        )
+        for where, colour in colours.items()
+        if any(row["where"] == where for row in rows)
+    ]
+    return data, layout(
+        120 + 28 * len(rows),
+        barmode="overlay",
+        xaxis=axis("seconds saved, % of the step as it is"),
+        yaxis=axis("", categoryorder="array", categoryarray=names, autorange="reversed", type="category"),
+    )

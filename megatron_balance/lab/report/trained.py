@@ -1,0 +1,358 @@
+"""The page of a training run, or of two side by side: words and plots around the figures of `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_balance.lab.report import curves, verdict, words
+from megatron_balance.lab.report import page as html
+from megatron_balance.lab.report.cases import Figures
+from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
+from megatron_balance.lab.report.plots import Figure
+
+
+def page(document: Figures, library: str) -> str:
+    """The HTML of a run's document; `library`: the source of plotly.js."""
+    names = [run["label"] for run in document["runs"]]
+    lead = (
+        "Every step of this training run was planned: which GPU (rank) attends to which documents, and how their keys "
+        "and values travel. "
+        "This page is what the run logged about it, step by step: measured, but for what the plans predicted.",
+    )
+    sections = (
+        _short(document),
+        _ran(document),
+        _loss(document),
+        _time(document),
+        _balance(document),
+        _traffic(document),
+    )
+    more = (_planning(document), _predicted(document), _limits(document), _next(document), _made())
+    return html.render(f"Training run: {words.listed(names)}", lead, [*sections, *more], library)
+
+
+def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
+    return " ".join(filter(None, (sentence(run) for run in document["runs"])))
+
+
+def _section(document: Figures, section: tuple[str, str], key: str, plot: Callable[[], Plot]) -> Section:
+    """A plot, where a run has what it shows; otherwise the reason why there is none."""
+    runs = [run for run in document["runs"] if key not in run["missing"]]
+    lacking = [run["label"] for run in document["runs"] if key in run["missing"]]
+    items: list[Item] = [plot()] if runs else []
+    if lacking:
+        items.append(Text(f"The log of {words.listed(lacking)} has no `{key}`, so it is not shown here."))
+    return Section(*section, tuple(items))
+
+
+def _plot(name: str, title: str, caption: str, kind: Kind | tuple[Kind, ...], figure: Figure) -> Plot:
+    return Plot(f"plot-{name}", title, caption, kind, *figure)
+
+
+def _short(document: Figures) -> Section:
+    cards: list[Card] = []
+    for run in document["runs"]:
+        step = run["step_ms"]
+        note = f"5 % took less than {words.seconds(step['p5'] / 1e3)}, 5 % more than {words.seconds(step['p95'] / 1e3)}"
+        cards.append(Card(f"a step of {run['label']}, median", words.seconds(step["median"] / 1e3), note, "measured"))
+        if run["tokens_per_s"] is not None:
+            cards.append(Card(f"tokens a second of {run['label']}", words.tokens(run["tokens_per_s"]), "", "measured"))
+    for run in document["runs"]:
+        if run["loss"] is not None:
+            cards.append(
+                Card(
+                    f"last loss of {run['label']}",
+                    f"{run['loss']['last']:.4g}",
+                    f"from {run['loss']['first']:.4g}",
+                    "measured",
+                )
+            )
+    if document["compared"] and document["compared"]["common_steps"]:
+        names = [run["label"] for run in document["runs"]]
+        cards.append(
+            Card(
+                f"{names[1]} over {names[0]}",
+                f"{document['compared']['times_as_fast']:.2f}x",
+                "median step of the steps of both",
+                "measured",
+            )
+        )
+    return Section("short", "In short", (Cards(tuple(cards)), Bullets(tuple(document["answer"]))))
+
+
+def _ran(document: Figures) -> Section:
+    runs = document["runs"]
+
+    def row(name: str, cell: Callable[[Figures], str]) -> tuple[str, ...]:
+        return (name, *(cell(run) for run in runs))
+
+    rows = (
+        row("log", lambda run: run["path"]),
+        row(
+            "planner",
+            lambda run: ", ".join(
+                name if len(run["planners"]) == 1 else f"{name} ({n} steps)" for name, n in run["planners"].items()
+            ),
+        ),
+        row("ranks", lambda run: "not in the log" if run["num_ranks"] is None else str(run["num_ranks"])),
+        row("steps", lambda run: f"{run['num_steps']:,}: {run['first_step']:,} to {run['last_step']:,}"),
+        row("sequences of a step", lambda run: _mean(run, "num_sequences")),
+        row("tokens of a step", lambda run: _mean(run, "num_tokens")),
+        row("microbatches of a step", lambda run: _mean(run, "num_microbatches")),
+    )
+    items: list[Item] = [
+        HtmlTable("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")
+    ]
+    steady = _each(
+        document,
+        lambda run: f"Means of {run['label']} are over {words.count(run['steady_steps'], 'step')}{_warm(run)}.",
+    )
+    notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
+    items.append(Text(steady))
+    if notes:
+        items += [Text("What was unusual about the log:"), Bullets(tuple(notes))]
+    return Section("ran", "What ran", tuple(items))
+
+
+def _warm(run: Figures) -> str:
+    left_out = run["num_steps"] - run["steady_steps"]
+    return f", without the first {left_out}, in which a run allocates and connects" if left_out else ""
+
+
+def _mean(run: Figures, key: str) -> str:
+    value = run["means"][key]
+    return "not in the log" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def _loss(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        losses = run["loss"]
+        return (
+            ""
+            if losses is None
+            else f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; "
+            f"its lowest is {losses['lowest']:.4f}."
+        )
+
+    compared = document["compared"]
+    apart = compared.get("largest_loss_difference") if compared else None
+    same = (
+        f" At the same step the two differ by at most {apart:.1e} of their value: balancing must not change the loss."
+        if apart is not None
+        else ""
+    )
+    return _section(
+        document,
+        ("loss", "Loss"),
+        "loss",
+        lambda: _plot(
+            "loss", "Loss of every step", _each(document, sentence) + same, "measured", curves.loss(document["runs"])
+        ),
+    )
+
+
+def _time(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        step = run["step_ms"]
+        return (
+            f"Half the steps of {run['label']} took less than {words.seconds(step['median'] / 1e3)}, nine in ten "
+            f"{words.seconds(step['p5'] / 1e3)} to {words.seconds(step['p95'] / 1e3)}."
+        )
+
+    points = max(run["curves"]["steps_per_point"] for run in document["runs"])
+    thinned = f" A point is the mean of {points} steps." if points > 1 else ""
+    figure = curves.curve(document["runs"], "step_ms", "ms of a step")
+    return Section(
+        "time",
+        "Time of a step",
+        (_plot("time", "Time of every step", _each(document, sentence) + thinned, "measured", figure),),
+    )
+
+
+def _balance(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        means = run["means"]
+        before, after = means["imbalance_before.attention"], means["imbalance_after.attention"]
+        if after is None:
+            return ""
+        was = (
+            "" if before is None else f" instead of the {before:.2f} times it would have had as the samples were dealt"
+        )
+        return (
+            f"In the mean step of {run['label']} the most loaded rank has {after:.2f} times the mean attention "
+            f"work{was}."
+        )
+
+    words_on = (
+        "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. "
+        + _each(document, sentence)
+    )
+    return _section(
+        document,
+        ("balance", "Balance, before and after"),
+        "imbalance_after",
+        lambda: _plot(
+            "balance",
+            "The most loaded rank's load over the mean rank's",
+            words_on,
+            "exact",
+            curves.imbalance(document["runs"]),
+        ),
+    )
+
+
+def _traffic(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        received, crossing = run["means"]["kv_tokens_received"], run["means"]["kv_tokens_received_inter_node"]
+        if received is None:
+            return ""
+        share = (
+            f", {words.percent(crossing / received)} of them from other nodes"
+            if crossing is not None and received
+            else ""
+        )
+        return (
+            f"A rank of {run['label']} receives the keys and values of {words.tokens(received)} tokens a step "
+            f"in the mean{share}."
+        )
+
+    return _section(
+        document,
+        ("traffic", "Keys and values on the way"),
+        "kv_tokens_received",
+        lambda: _plot(
+            "traffic",
+            "Tokens whose keys and values a rank receives, one layer",
+            _each(document, sentence),
+            "exact",
+            curves.keys_and_values(document["runs"]),
+        ),
+    )
+
+
+def _planning(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        waited, took = run["means"]["plan_wait_ms"], run["means"]["plan_ms"]
+        if waited is None:
+            return ""
+        share = (
+            f"{words.seconds(waited / 1e3)} for its plan in the mean, "
+            f"{words.percent(waited / run['means']['step_ms'])} of its time"
+        )
+        planned = "" if took is None else f" Planning it took {words.seconds(took / 1e3)}."
+        return f"A step of {run['label']} waited {share}.{planned}"
+
+    return _section(
+        document,
+        ("planning", "Planning"),
+        "plan_wait_ms",
+        lambda: _plot(
+            "planning",
+            "Planning, and waiting for it",
+            _each(document, sentence),
+            "measured",
+            curves.planning(document["runs"]),
+        ),
+    )
+
+
+def _predicted(document: Figures) -> Section:
+    def sentence(run: Figures) -> str:
+        predicted, step_ms = run["means"]["predicted_ms"], run["means"]["step_ms"]
+        if not predicted:
+            return ""
+        how = run["follows"].get("predicted_ms")
+        order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
+        return (
+            f"{run['label']}: {words.seconds(predicted / 1e3)} predicted (simulated) and "
+            f"{words.seconds(step_ms / 1e3)} measured in the "
+            f"mean, a ratio of {step_ms / predicted:,.3g}{order}."
+        )
+
+    caption = (
+        "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no "
+        "transfers, nothing around "
+        "the layers. " + _each(document, sentence)
+    )
+    return _section(
+        document,
+        ("predicted", "Predicted and measured"),
+        "predicted_ms",
+        lambda: _plot(
+            "predicted",
+            "Measured steps over predicted computing",
+            caption,
+            ("measured", "simulated"),
+            curves.predicted(document["runs"]),
+        ),
+    )
+
+
+def _limits(document: Figures) -> Section:
+    of_runs = document["limits"]
+    rows = tuple(
+        (
+            name,
+            *(
+                f"{words.seconds(each['parts_ms'][part] / 1e3)} "
+                f"({words.percent(each['parts_ms'][part] / each['step_ms'])})"
+                for each in of_runs.values()
+            ),
+        )
+        for part, (name, _) in curves.PARTS.items()
+    )
+    closest = [
+        Fold(f"What the time of a step of {run['label']} goes with", (_correlations(run),))
+        for run in document["runs"]
+        if run["follows"]
+    ]
+    caption = (
+        "Computing is what the plans predicted of the most loaded rank; the last part is measured time that "
+        "no prediction accounts for."
+    )
+    return Section(
+        "limits",
+        "What limits the step, as far as the log tells",
+        (
+            Bullets(tuple(each["sentence"] for each in of_runs.values())),
+            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), curves.parts(of_runs)),
+            HtmlTable("the same as a table", ("part", *of_runs), rows, ("measured", "simulated")),
+            *closest,
+        ),
+    )
+
+
+def _correlations(run: Figures) -> HtmlTable:
+    ordered: Sequence[tuple[str, float]] = sorted(run["follows"].items(), key=lambda each: -each[1])
+    return HtmlTable(
+        "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a "
+        "cause",
+        ("figure of a step", "correlation"),
+        tuple((verdict.NAMES[key], f"{value:.2f}") for key, value in ordered),
+        "measured",
+    )
+
+
+def _next(document: Figures) -> Section:
+    items: list[Item] = []
+    for name, sentences in document["try_next"].items():
+        if len(document["try_next"]) > 1:
+            items.append(Text(f"{name}:"))
+        items.append(Bullets(tuple(sentences)))
+    return Section("next", "What to try next", tuple(items))
+
+
+def _made() -> Section:
+    return Section(
+        "made",
+        "Where the numbers come from",
+        (
+            Bullets(
+                (
+                    "measured: with a clock, or by the training itself, and written to the log of the run.",
+                    "exact: counted from the plans that ran.",
+                    "simulated: what the plans' cost model predicted of computing, before it ran.",
+                )
+            ),
+        ),
+    )
