@@ -19,6 +19,8 @@ from tools.emulated_cluster.topology import NIC, Topology
 
 FABRIC = "fabric"
 MTU = 9000
+GOODPUT = (MTU - 20 - 32) / (MTU + 14)
+"""Of what a NIC carries, the share that is no header of IP, TCP or Ethernet."""
 FIRST_INDEX = 1000
 
 # A burst smaller than one segmentation-offload packet makes tbf cut packets itself, a large one

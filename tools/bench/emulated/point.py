@@ -11,10 +11,7 @@ from typing import Any
 
 from megatron_balance.workloads.lengths import Lengths, draw
 from tools.emulated_cluster import Topology
-from tools.emulated_cluster.wiring import MTU
-
-GOODPUT = (MTU - 20 - 32) / (MTU + 14)
-"""Of what a NIC carries, the share that is no header of IP, TCP or Ethernet."""
+from tools.emulated_cluster.wiring import GOODPUT
 
 NUM_NODES, RANKS_PER_NODE = 2, 4
 NUM_RANKS = NUM_NODES * RANKS_PER_NODE
