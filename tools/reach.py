@@ -52,7 +52,6 @@ def words_of(config: dict[str, Any], single: Collection[str] = ()) -> list[str]:
 
 
 def pretrains(path: Path, config: dict[str, Any]) -> bool:
-    """Whether a configuration pretrains a decoder."""
     flags = config.get("MODEL_ARGS") or {}
     words = path.parent.name.split("_")  # "overlap" and "interleaved" have an rl in them
     return NOT_PRETRAINING.isdisjoint(words) and not {"--train-iters", "--train-samples"}.isdisjoint(flags)
@@ -90,12 +89,10 @@ def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[
 
 
 def short(reason: str) -> str:
-    """A reason without its explanation."""
     return reason.split(": ", maxsplit=1)[0] if not reason.startswith("Megatron") else reason
 
 
 def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
-    """The lines of the report."""
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_balance.megatron.arguments import add_balance_arguments
@@ -139,7 +136,6 @@ def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
 
 
 def main() -> int:
-    """Print the report of a checkout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--list", action="store_true")

@@ -80,7 +80,7 @@ def ways(options: argparse.Namespace) -> list[Way]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ways; 0 if all agree with one rank."""
+    """Returns 0 if all agree with one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--planners", nargs="+", default=[*PLANNERS, *TOPOLOGIES], help="names, or topologies (dit)")
@@ -126,7 +126,6 @@ def _show(found: Sequence[Found]) -> int:
 
 
 def _kind(way: Way) -> tuple[str, str, str]:
-    """The row of the table that a way is in."""
     return way.model, way.planner, way.backend if way.compiled else "-"
 
 
@@ -153,13 +152,11 @@ def _run(chosen: Sequence[Way], results: Path | None) -> list[Found]:
 
 
 def _read(results: Path) -> list[Found]:
-    """The runs of earlier calls."""
     lines = (json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
     return [(_way(way), (loss, norm, gradient), graphs) for way, (loss, norm, gradient), graphs in lines]
 
 
 def _way(body: dict[str, Any]) -> Way:
-    """A way as JSON has it: lists where there were tuples."""
     return Way(**{**body, "heads": tuple(body["heads"]), "options": tuple(map(tuple, body["options"]))})
 
 

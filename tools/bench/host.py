@@ -76,7 +76,6 @@ def machine(num_ranks: int = NUM_RANKS) -> tuple[Cluster, Model]:
 
 
 def plan_of(name: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> MicrobatchPlan:
-    """The plan called `name` of one drawn batch."""
     cluster, model = machine(num_ranks)
     planner, layers, more = PLANS[name]
     lengths = draw(DATASET, num_ranks * TOKENS, 1, seed)[0]
@@ -246,7 +245,6 @@ def bound_rank(plan: MicrobatchPlan, rank: int, counts: Counter[str], policy: Po
 
 
 def layer(bound: Bound) -> None:
-    """One layer's forward and backward."""
     heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
     q, k, v = (torch.empty((bound.num_tokens, n, HEAD_DIM), dtype=torch.bfloat16) for n in heads)
     out, lse, received = run_forward(bound, q, (k, v), 1.0)
@@ -369,7 +367,6 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=tuple(PLANS), action="append", help="only this one; repeatable")
     parser.add_argument("--policy", choices=POLICIES, default="keep")

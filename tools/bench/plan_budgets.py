@@ -52,7 +52,6 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print median, range and ratio to the budget of each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="Rows whose name contains this.")

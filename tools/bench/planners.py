@@ -53,7 +53,6 @@ class Variant:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one row per planner, slack and set of batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", type=Path)
     parser.add_argument("--slack", type=float, nargs="+", default=[1.0, 1.25, 1.5, 2.0])

@@ -49,17 +49,14 @@ Commands = dict[str, list[str]]
 
 
 def node_name(node: int) -> str:
-    """The namespace with a node's bridges."""
     return f"n{node}"
 
 
 def rank_name(topology: Topology, rank: int) -> str:
-    """A rank's namespace."""
     return f"n{topology.node(rank)}r{topology.local_rank(rank)}"
 
 
 def namespaces(topology: Topology) -> list[str]:
-    """All namespaces of a cluster."""
     nodes = [node_name(node) for node in range(topology.num_nodes)]
     return [FABRIC, *nodes, *(rank_name(topology, rank) for rank in range(topology.world_size))]
 

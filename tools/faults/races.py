@@ -64,7 +64,6 @@ def drawn(number: int) -> Drawn:
 
 @contextmanager
 def races() -> Iterator[Callable[[int], Outcome]]:
-    """Record plan after plan."""
     yield try_races
 
 

@@ -135,7 +135,6 @@ def tried(program: Drawn, *, passing: bool) -> str:
 
 @contextmanager
 def programs() -> Iterator[Callable[[int], Outcome]]:
-    """Try program after program."""
     yield try_program
 
 

@@ -73,7 +73,6 @@ class _Run:
         self.grads: dict[int, tuple[Tensor, ...]] = {}
 
     def trace(self) -> Trace:
-        """Run it."""
         with torch.no_grad(), recording(self.recorder):
             bounds = [self.bind(plan, number) for number, plan in enumerate(self.plans)]
             if len(bounds) == 1:

@@ -46,11 +46,9 @@ class Recorder:
         self._on = True
 
     def launch(self, label: str, reads: Sequence[Extent], writes: Sequence[Extent], kind: Kind = "rows") -> None:
-        """Note a launch on the current stream."""
         self.trace.launch(self.stream, label, tuple(reads), tuple(writes), kind)
 
     def rows(self, label: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Note a launch that copies or adds rows."""
         self.launch(label, extents(reads), extents(writes))
 
     def allocated(self, x: Tensor, stream: str | None = None) -> None:

@@ -58,19 +58,15 @@ class Trace:
     def launch(
         self, stream: str, label: str, reads: tuple[Extent, ...], writes: tuple[Extent, ...], kind: Kind = "rows"
     ) -> None:
-        """Note a launch."""
         self.ops.append(Op(stream, "launch", label, reads, writes, kind=kind))
 
     def record(self, stream: str) -> int:
-        """Note an event; its number."""
         self.num_events += 1
         self.ops.append(Op(stream, "record", f"event {self.num_events}", event=self.num_events))
         return self.num_events
 
     def wait(self, stream: str, event: int) -> None:
-        """Note that a stream waits for an event."""
         self.ops.append(Op(stream, "wait", f"wait for event {event}", event=event))
 
     def free(self, stream: str, extent: Extent, spared: frozenset[str]) -> None:
-        """Note that memory was let go."""
         self.ops.append(Op(stream, "free", "memory let go", writes=(extent,), spared=spared))

@@ -117,9 +117,7 @@ def _numbers(words: str) -> tuple[int, ...]:
 
 
 def _run(ablation: Ablation, console: Console) -> bool:
-    """Run the job with a bar over its steps, and print the point once it is known; whether all went
-    well.
-    """
+    """Run the job with a bar over its steps; whether all went well."""
     folder = ablation.folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in (POINT_FILE, STEPS_FILE):
@@ -157,7 +155,6 @@ def _advance(bar: Any, found: Sequence[Record]) -> None:
 
 
 def _records(ablation: Ablation) -> list[Record]:
-    """Measurements so far."""
     file = ablation.folder / STEPS_FILE
     if not file.exists():
         return []
@@ -165,7 +162,6 @@ def _records(ablation: Ablation) -> list[Record]:
 
 
 def _point(ablation: Ablation) -> Point:
-    """The point that the job fixed."""
     keys: dict[str, Any] = json.loads((ablation.folder / POINT_FILE).read_text())
     return Point(Kernels(**keys["kernels"]), keys["nic_bits_per_s"], Shape(**keys["shape"]))
 
@@ -189,7 +185,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str) -
 
 
 def _command_line(argv: Sequence[str] | None) -> str:
-    """The command line, for Markdown."""
     return f"`{shlex.join(['python', '-m', 'tools.bench.emulated', *(sys.argv[1:] if argv is None else argv)])}`"
 
 

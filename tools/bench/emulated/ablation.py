@@ -35,7 +35,6 @@ class Variant:
 
 
 def usual(name: str, planner: str, **options: Any) -> Variant:
-    """A planner with the layers that it has by default."""
     return Variant(name, planner, PLANNERS[planner].layers, options)
 
 
@@ -117,7 +116,6 @@ class Ablation:
 
     @property
     def folder(self) -> Path:
-        """Where logs and records go."""
         return Path(self.out)
 
     @property
@@ -126,7 +124,6 @@ class Ablation:
         return SHAPES[self.shape]
 
     def trainings(self) -> tuple[Training, ...]:
-        """The jobs, one after the other."""
 
         def steps(count: int) -> tuple[Planned, ...]:
             drawn = {name: draw_batches(name, count, self.seed) for name in DATASETS}
@@ -140,12 +137,10 @@ class Ablation:
         return found if self.nic_mbit is None else replace(found, nic_bits_per_s=round(1e6 * self.nic_mbit))
 
     def text(self) -> str:
-        """One line that `parse` reads back."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def parse(text: str) -> Ablation:
-        """The run that `text` was made from."""
         found: dict[str, Any] = json.loads(text)
         keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
         return Ablation(**keys)

@@ -25,12 +25,10 @@ LEAST_SPEED, MOST_OTHERS = 0.95, 0.05
 
 
 def slowest(name: str) -> Figure:
-    """The largest figure of a rank."""
     return lambda record: max(rank[name] for rank in record["ranks"])
 
 
 def mean_over_ranks(name: str) -> Figure:
-    """The mean of a figure of the ranks."""
     return lambda record: statistics.fmean(rank[name] for rank in record["ranks"])
 
 
@@ -69,9 +67,7 @@ def nic_over_mean(record: Record) -> float:
 
 
 def speed(record: Record) -> float:
-    """Of the core's share that each rank was promised, what the slowest one's thread had while it was
-    busy.
-    """
+    """Of the share of a core that it was promised, what the slowest rank had while it was busy."""
     if record["share"] is None:
         return 1.0
     return min(rank["cpu_s"] / (rank["model_s"] - rank["waited_s"]) for rank in record["ranks"]) / record["share"]
@@ -116,7 +112,6 @@ class Group:
     variant: str
 
     def batches(self, of: str = "") -> list[Sequence[Record]]:
-        """The repeats of each batch."""
         return [same for (name, _), same in sorted(self.steps.items()) if name == (of or self.variant)]
 
     def medians(self, figure: Figure, of: str = "") -> list[float]:
@@ -147,12 +142,10 @@ class Column(NamedTuple):
 
 
 def plain(key: str, heading: str, figure: Figure, show: str = "{:.2f}") -> Column:
-    """The mean of a figure."""
     return Column(key, heading, lambda group: group.mean(figure), show)
 
 
 def ratio(key: str, figure: Figure) -> Column:
-    """The baseline's figure over the variant's."""
     return Column(key, "ratio", lambda group: group.mean(figure, BASELINE) / group.mean(figure))
 
 
@@ -178,7 +171,6 @@ HEADINGS = ("data set", "variant", *(column.heading for column in COLUMNS))
 
 
 def measured(records: Iterable[Record]) -> list[Record]:
-    """Steps without the warm-up."""
     return [record for record in records if record["repeat"] != WARM_UP]
 
 
@@ -204,7 +196,6 @@ def lines(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def rows(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of a table, by line."""
     return [
         [
             line["dataset"],

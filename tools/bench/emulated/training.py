@@ -57,7 +57,6 @@ FLAGS: dict[str, Any] = {
 
 
 def model_flags(shape: Shape) -> dict[str, Any]:
-    """Megatron's flags of the model."""
     return {
         "hidden-size": shape.hidden_size,
         "kv-channels": shape.head_dim,
@@ -68,8 +67,6 @@ def model_flags(shape: Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One job of the benchmark."""
-
     ablation: Ablation
     training: Training
     point: Point
@@ -265,7 +262,6 @@ class Meter:
 
 
 def _differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str) -> list[int]:
-    """Bytes that each NIC `sent` or `received` in between."""
     return [getattr(b, side) - getattr(a, side) for a, b in zip(before, after, strict=True)]
 
 
