@@ -6,12 +6,13 @@ import argparse
 import json
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -151,15 +152,7 @@ def _launcher(planner: str, folder: Path, options: argparse.Namespace) -> list[s
     """The command in front of `-m megatron_balance.pretrain_gpt`, and its `--balance-config`."""
     module = ["-m", "megatron_balance.pretrain_gpt", "--balance-config"]
     if not options.emulated:
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(RANKS),
-            "--master-port",
-            str(_free_port()),
-        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         return [*torchrun, *module, str(ROOT / "configs" / "experiment" / f"gpt-tiny-{planner}.yaml")]
     nic = options.nic_mbit * 1e6 / 8
     config = folder / "balance.yaml"
@@ -187,14 +180,8 @@ def _train(planner: str, corpus: Path, options: argparse.Namespace) -> list[dict
     command = [
         *_launcher(planner, folder, options),
         *("--balance-device", "cpu", "--balance-log", str(folder), "--data-path", str(corpus)),
-        *(
-            "--seq-length",
-            str(CONTEXT),
-            "--max-position-embeddings",
-            str(CONTEXT),
-            "--context-parallel-size",
-            str(RANKS),
-        ),
+        *("--seq-length", str(CONTEXT), "--max-position-embeddings", str(CONTEXT)),
+        *("--context-parallel-size", str(RANKS)),
         # Megatron wants the warm-up to end before the last step
         *("--train-iters", str(options.steps), "--lr-warmup-iters", str(min(2, options.steps - 1))),
         *(*MODEL.split(), *TRAINING.split()),
@@ -247,12 +234,6 @@ def _records(steps: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in steps.read_text().splitlines() if line.endswith("}")]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _agreement(runs: dict[str, list[dict[str, Any]]]) -> float:
     first = next(iter(runs.values()))
     return max(
@@ -270,17 +251,11 @@ def _table(runs: dict[str, list[dict[str, Any]]], nic_megabytes: dict[str, list[
     for planner in runs:
         table.add_column(planner, justify="right")
 
+    def mean(records: Sequence[Any], *path: str) -> float:
+        return statistics.fmean(reduce(getitem, path, record) for record in records)
+
     def row(name: str, cells: Sequence[str]) -> None:
         table.add_row(name, *cells)
-
-    def mean(records: list[dict[str, Any]], *path: str) -> float:
-        values = []
-        for record in records:
-            value: Any = record
-            for key in path:
-                value = value[key]
-            values.append(float(value))
-        return statistics.fmean(values)
 
     each = list(runs.values())
     row("loss, first -> last step", [f"{r[0]['loss']:.4f} -> {r[-1]['loss']:.4f}" for r in each])

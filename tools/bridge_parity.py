@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -89,9 +88,9 @@ class Bridge:
             options |= {"plan_ahead": False, "pipeline": "stages"}
             config.write_text(yaml.safe_dump(options), encoding="utf-8")
             words += ["--balance", str(config)]
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port"]
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         done = subprocess.run(
-            [*start, str(free_port()), *words],
+            [*start, *words],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -113,13 +112,6 @@ class Bridge:
         return self._alone[key]
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def differs(found: Lines, wanted: Lines) -> float:
     """The largest relative difference of a number; infinite where there are others.
 
@@ -132,7 +124,6 @@ def differs(found: Lines, wanted: Lines) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cells, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bridge", type=Path, metavar="BRIDGE")
     parser.add_argument("--path", nargs="+", default=[], metavar="FOLDER", help="put in front of sys.path")

@@ -29,7 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The page with links as the site has them."""
     return with_links(markdown, page.file.src_uri)
 
 

@@ -60,7 +60,6 @@ class Entry:
 
 
 def read(paper: str) -> dict[str, Entry]:
-    """The entries of a paper."""
     path = FOLDER / f"{paper}.yaml"
     found: dict[str, Any] = yaml.safe_load(path.read_text()) if path.exists() else {}
 
@@ -88,7 +87,6 @@ def write(paper: str, entries: dict[str, Entry]) -> None:
 
 
 def rows_of(paper: str, name: str) -> list[Row]:
-    """The rows of an entry, computed now."""
     title, _, batches = name.partition("@")
     table = PAPERS[paper].tables[title]
     return table.rows(Effort(int(batches) if batches else table.batches, silent))

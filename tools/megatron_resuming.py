@@ -160,7 +160,6 @@ class Legs:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train all legs of each data, and compare with the run that nobody killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", metavar="PATH")
     parser.add_argument("--data", nargs="+", choices=("documents", "script", "packed"), default=["documents"])

@@ -99,7 +99,6 @@ def root_of(path: str) -> Path:
 
 
 def version_of(root: Path) -> str:
-    """The version that a Megatron says it is."""
     text = (root / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     said = {name: ast.literal_eval(value) for name, value in NUMBERS.findall(text)}
     return ".".join(str(said[name]) for name in ("MAJOR", "MINOR", "PATCH")) + str(said.get("PRE_RELEASE", ""))
@@ -253,12 +252,10 @@ def _told(cell: Cell | None) -> str:
 
 
 def is_bad(cell: Cell) -> bool:
-    """Whether a cell failed, or differs by more than the tolerance."""
     return "failed" in cell or not cell.get("difference", 0.0) <= TOLERANCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=[], metavar="PATH")
     parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=list(PLANNERS))

@@ -75,13 +75,11 @@ def num_comments(source: str) -> int:
 
 
 def num_lines(source: str) -> int:
-    """Lines that count."""
     return source.count("\n") - num_comments(source)
 
 
 @cache
 def shape_of(source: str) -> Shape:
-    """Count one file."""
     tree = ast.parse(source)
     shape = Shape(lines=source.count("\n"), comments=num_comments(source))
     for node in ast.walk(tree):
@@ -222,7 +220,6 @@ def over(found: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
 
 
 def table(now: Mapping[str, float], before: Mapping[str, float] | None) -> Iterable[str]:
-    """Lines of the report."""
     allowed = budgets()
     for name, number in now.items():
         limit = f"  (budget {allowed[name]:g})" if name in allowed else ""
@@ -231,7 +228,7 @@ def table(now: Mapping[str, float], before: Mapping[str, float] | None) -> Itera
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report. Exit code 1: a budget is not kept."""
+    """Exit code 1: a budget is not kept."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--against", metavar="REVISION", help="print the change since this commit, too")
     parser.add_argument("--rooms", action="store_true", help="lines of each room, and class names used twice")

@@ -3,12 +3,11 @@
     python -m tools.torch_parity                  # all ways, some hours on two cores
     python -m tools.torch_parity --planners zeppelin --models gpt --steps 5
     python -m tools.torch_parity --models dit --planners g2n1+g1n2 --compiled yes
-    python -m tools.torch_parity --waves          # zeppelin's waves: 8 ranks, heads, keep and replay
     python -m tools.torch_parity --compiled no --results runs.jsonl      # go on after an interruption
     python -m tools.torch_parity --results runs.jsonl --show             # the table of what has run
 
 Largest differences over 20 steps: of the loss and of the gradient norm (relative), and of a
-parameter's gradient at the first step (over its largest entry). 4 ranks on gloo, 8 with `--waves`.
+parameter's gradient at the first step (over its largest entry). 4 ranks on gloo.
 Models: `gpt`, `llama` (an unmodified Transformers model), `dit` (the diffusion transformer of
 scripts/examples, under planners of full attention and KnapFormer's interface on topologies). The
 suite runs pairs of these (tests/distributed/test_torch.py, test_knapformer.py).
@@ -80,27 +79,8 @@ def ways(options: argparse.Namespace) -> list[Way]:
     ]
 
 
-def waves(options: argparse.Namespace) -> list[Way]:
-    """Waves on 2 nodes of 4 and 4 nodes of 2: MHA on groups of 2 and 4, 8 query heads a key-value
-    head, and 6 heads on groups of 4; a backward that keeps and one that replays.
-    """
-    groups = {(8, 8): (2, 4), (8, 1): (2,), (6, 6): (4,)}
-    return [
-        Way(
-            parallel="ddp",
-            heads=heads,
-            ranks_per_node=per_node,
-            backward=backward,
-            steps=options.steps,
-            options=(("num_waves", 2), ("group_size", size)),
-        )
-        for per_node, backward, heads in product((4, 2), ("keep", "replay"), groups)
-        for size in groups[heads]
-    ]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ways; 0 if all agree with one rank."""
+    """Returns 0 if all agree with one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--planners", nargs="+", default=[*PLANNERS, *TOPOLOGIES], help="names, or topologies (dit)")
@@ -113,18 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="eager", help="of torch.compile, such as inductor")
     parser.add_argument("--results", type=Path, help="a line of JSON for each run; runs that have one are left out")
     parser.add_argument("--show", action="store_true", help="run nothing; the table of --results")
-    parser.add_argument("--waves", action="store_true", help="zeppelin's waves on 8 ranks (function waves)")
     options = parser.parse_args(argv)
-    num_ranks = 2 * RANKS if options.waves else RANKS
-    if options.waves:
-        options.models, options.planners = ["gpt"], ["zeppelin"]
     results: Path | None = options.results
     found: list[Found] = [] if results is None or not results.exists() else _read(results)
     done = [way for way, _, _ in found]
     started = time.monotonic()
-    chosen = [way for way in (waves(options) if options.waves else ways(options)) if way not in done]
+    chosen = [way for way in ways(options) if way not in done]
     if not options.show:
-        found += _run(chosen, num_ranks, results)
+        found += _run(chosen, results)
         print(f"{time.monotonic() - started:.0f} s")
     return _show(found)
 
@@ -150,51 +126,37 @@ def _show(found: Sequence[Found]) -> int:
 
 
 def _kind(way: Way) -> tuple[str, str, str]:
-    """The row of the table that a way is in."""
     return way.model, way.planner, way.backend if way.compiled else "-"
 
 
-def _run(chosen: Sequence[Way], num_ranks: int, results: Path | None) -> list[Found]:
-    ranks = Pool(timeout_s=900.0, num_ranks=num_ranks)
+def _run(chosen: Sequence[Way], results: Path | None) -> list[Found]:
+    ranks = Pool(timeout_s=900.0, num_ranks=RANKS)
     expected: dict[tuple[object, ...], torch_jobs.Trained] = {}
     found: list[Found] = []
     try:
         for way in tqdm(chosen, unit="run"):
             jobs, given = (dit_jobs, dit_jobs.of(way)) if way.model == "dit" else (torch_jobs, way)
-            key = (way.model, way.accumulate, way.heads)
+            key = (way.model, way.accumulate)
             if key not in expected:
                 expected[key] = jobs.reference(given)
-            trained = [each for (each,) in ranks.run(jobs.train, num_ranks, [given])]
+            trained = [each for (each,) in ranks.run(jobs.train, RANKS, [given])]
             each = [torch_jobs.differences(of_rank, expected[key]) for of_rank in trained]
             loss, norm, gradient = (max(column) for column in zip(*each, strict=True))
             found.append((way, (loss, norm, gradient), min(of_rank.graphs for of_rank in trained)))
             if results is not None:
                 with results.open("a") as file:
                     file.write(json.dumps([asdict(way), *found[-1][1:]]) + "\n")
-            if way.options and not _in_waves(trained):
-                raise SystemExit(f"no heads or no keys were exchanged: {way}")
     finally:
         ranks.close()
     return found
 
 
-def _in_waves(trained: Sequence[torch_jobs.Trained]) -> bool:
-    """Whether ranks exchanged heads inside groups and keys, by one pattern."""
-    counted = [of_rank.counted for of_rank in trained]
-    return (
-        all(each.patterns == {"waves"} and each.all_to_alls > 0 for each in counted)
-        and sum(each.kv_tokens_received for each in counted) > 0
-    )
-
-
 def _read(results: Path) -> list[Found]:
-    """The runs of earlier calls."""
     lines = (json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
     return [(_way(way), (loss, norm, gradient), graphs) for way, (loss, norm, gradient), graphs in lines]
 
 
 def _way(body: dict[str, Any]) -> Way:
-    """A way as JSON has it: lists where there were tuples."""
     return Way(**{**body, "heads": tuple(body["heads"]), "options": tuple(map(tuple, body["options"]))})
 
 

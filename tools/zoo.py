@@ -418,7 +418,6 @@ def set_weights(model: Any) -> None:
 
 
 def alone(model: Any, tokens: Any) -> Any:
-    """Logits of one document by itself."""
     import torch
 
     with torch.no_grad():
@@ -584,7 +583,7 @@ def reason_of(row: Found) -> str:
 
 
 def text_of(known: Mapping[str, Any]) -> str:
-    """JSON with a line for each type."""
+    """A line for each type."""
     lines = [f' "transformers": {json.dumps(known["transformers"])}']
     lines.append(' "neutral": [\n' + ",\n".join(f"  {json.dumps(each)}" for each in known["neutral"]) + "\n ]")
     lines.append(f' "values": {json.dumps(known["values"])}')
@@ -610,7 +609,6 @@ def judged(rows: Sequence[Found], chosen: Sequence[Case], known: Mapping[str, An
 
 
 def page_of(rows: Sequence[Found], version: str) -> str:
-    """The page of docs."""
     counted = {status: sum(each.status == status for each in rows) for status in STATUSES[::-1]}
     lines = [
         "# Which models of Transformers work",
@@ -701,7 +699,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_left(chosen: Sequence[Case], found: dict[str, Found], options: argparse.Namespace) -> None:
-    """Run the cases that have no row yet."""
     from tqdm import tqdm
 
     left = [each for each in chosen if each.name not in found]
@@ -713,7 +710,6 @@ def _run_left(chosen: Sequence[Case], found: dict[str, Found], options: argparse
 
 
 def _read(results: Path | None) -> list[Found]:
-    """Rows of earlier calls."""
     if results is None or not results.exists():
         return []
     return [Found(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]

@@ -21,11 +21,18 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Program
 from megatron_balance.planning.layers import Layers
-from tests.emulated import attention_jobs
+from tests.emulated import attention_jobs, routed_calls
 from tests.emulated.conftest import Emulate
+from tests.emulated.routed_calls import (
+    MEGABYTE,
+    NODES,
+    NUM_RANKS,
+    RANKS_PER_NODE,
+    Case,
+    Measured,
+    Repeats,
+)
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces
-from tools.bench import routing
-from tools.bench.routing import MEGABYTE, NODES, NUM_RANKS, RANKS_PER_NODE, Case, Measured, Repeats
 from tools.emulated_cluster import NicBytes, RankError, Topology
 
 pytestmark = pytest.mark.dist
@@ -60,27 +67,27 @@ def test_four_nics_carry_a_transfer_and_a_ring_as_fast_as_eq_1_says(emulate: Emu
         Case("ring", 4 * MEGABYTE, 4, 4, RATE, None),
         Case("ring", 2 * MEGABYTE, 4, 4, RATE, SHAPED),
     )
-    result = emulate(topology(4), routing.measure, cases, REPEATS, deadline_s=240.0)
+    result = emulate(topology(4), routed_calls.measure, cases, REPEATS, deadline_s=240.0)
     assert all(measured.equal for of_rank in result.values for measured in of_rank)
     transfer, shaped_transfer, ring, shaped_ring = result.values[0]
     for measured in (transfer, ring):
         for direct_s, routed_s in shortest(measured):
-            assert direct_s == pytest.approx(routing.eq1(measured.case).direct_s, rel=TOLERANCE)
+            assert direct_s == pytest.approx(routed_calls.eq1(measured.case).direct_s, rel=TOLERANCE)
             assert direct_s / routed_s >= GAIN
     for direct_s, routed_s in shortest(shaped_transfer):
-        expected = routing.eq1(shaped_transfer.case)
+        expected = routed_calls.eq1(shaped_transfer.case)
         assert routed_s == pytest.approx(expected.routed_s, rel=TOLERANCE)
         assert direct_s / routed_s == pytest.approx(expected.direct_s / expected.routed_s, rel=TOLERANCE)
     # Rounds of a ring overlap: Eq. 1 bounds it from above, and its NICs from below.
-    nics_s = routing.eq1(replace(shaped_ring.case, intra_bits_per_s=None)).routed_s
+    nics_s = routed_calls.eq1(replace(shaped_ring.case, intra_bits_per_s=None)).routed_s
     for _, routed_s in shortest(shaped_ring):
-        assert nics_s * (1 - TOLERANCE) <= routed_s <= routing.eq1(shaped_ring.case).routed_s * (1 + TOLERANCE)
+        assert nics_s * (1 - TOLERANCE) <= routed_s <= routed_calls.eq1(shaped_ring.case).routed_s * (1 + TOLERANCE)
 
 
 @pytest.mark.parametrize(("nics", "pieces", "gain"), [(2, (2, 4), 2.0), (1, (4,), 1.0)])
 def test_pieces_gain_what_nics_there_are(nics: int, pieces: tuple[int, ...], gain: float, emulate: Emulate) -> None:
     cases = tuple(Case("transfer", 4 * MEGABYTE, nics, count, RATE, None) for count in pieces)
-    result = emulate(topology(nics), routing.measure, cases, REPEATS, deadline_s=120.0)
+    result = emulate(topology(nics), routed_calls.measure, cases, REPEATS, deadline_s=120.0)
     for measured in result.values[0]:
         for direct_s, routed_s in shortest(measured):
             assert direct_s / routed_s == pytest.approx(gain, rel=TOLERANCE)
@@ -155,15 +162,15 @@ def assert_carried(counted: Sequence[NicBytes], program: Program, ranks_per_nic:
 @pytest.mark.parametrize("victim", [1, RANKS_PER_NODE], ids=["proxy", "target"])
 def test_a_rank_killed_in_the_middle_of_a_routed_call_ends_the_job_and_is_named(victim: int, emulate: Emulate) -> None:
     case = Case("transfer", 32 * MEGABYTE, 4, 4, RATE // 2, None)
-    middle_s = routing.eq1(case).routed_s / 2
+    middle_s = routed_calls.eq1(case).routed_s / 2
     before = network_namespaces()
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank {victim} \(node \d, local rank \d\) was killed by SIGKILL") as caught:
         emulate(
             topology(4, RATE // 2),
             attention_jobs.killed,
-            routing.plan_of(case, routed=True),
-            routing.HEAD_DIM,
+            routed_calls.plan_of(case, routed=True),
+            routed_calls.HEAD_DIM,
             victim,
             middle_s,
         )

@@ -79,7 +79,6 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches_file", type=Path, metavar="BATCHES.json")
     parser.add_argument("--batches", type=int, default=1, metavar="N", help="of each set, the first N (default 1)")
@@ -199,7 +198,6 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """A row for each planner, the fastest in the mean first; a column for each cluster."""
     clusters = list(dict.fromkeys(row["cell"].split("/")[0] for row in rows))
     yield f"| planner | {' | '.join(clusters)} | worst |"
     yield f"|---|{'---:|' * (len(clusters) + 1)}"

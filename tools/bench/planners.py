@@ -8,11 +8,10 @@ BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ran
 times are CPU time of planning alone, on whatever machine this runs on.
 
 Predicted is one layer's forward pass by estimate (`analysis.estimate`). wlb_sharding is printed
-with each of its shardings, the largest attention of a batch behind the mean. distca is printed at
-tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names. Each
-planner has the layers that its system comes with (te_ring: no routing, no remap); planning time
-includes them. `--links 1000` makes all links a thousand times as fast, which shows what balance
-alone a planner finds. `--joined 8` plans eight batches in a row as one, on eight times the ranks.
+with each of its shardings, distca at tolerances 0.02 and 0.1. Each planner has the layers that its
+system comes with (te_ring: no routing, no remap); planning time includes them. `--links 1000` makes
+all links a thousand times as fast, which shows what balance alone a planner finds. `--joined 8`
+plans eight batches in a row as one, on eight times the ranks.
 """
 
 from __future__ import annotations
@@ -37,28 +36,8 @@ from megatron_balance.planners.wlb_sharding import SHARDINGS
 from megatron_balance.planning.layers import Layers
 
 ZONES = ("inter_node", "intra_node", "local")
-CONTEXTS = ("64k", "128k", "256k")
-REFERENCE = {
-    tolerance: {
-        f"{name}/{context}": cell for name, cells in sets.items() for context, cell in zip(CONTEXTS, cells, strict=True)
-    }
-    for tolerance, sets in {
-        0.02: {
-            "arxiv": ((1.012, 26_000), (1.019, 31_000), (1.017, 39_000)),
-            "github": ((1.006, 33_000), (1.010, 57_000), (1.020, 93_000)),
-            "prolong64k": ((1.012, 37_000), (1.013, 48_000), (1.021, 56_000)),
-        },
-        0.1: {
-            "arxiv": ((1.109, 25_000), (1.129, 28_000), (1.156, 35_000)),
-            "github": ((1.068, 32_000), (1.077, 56_000), (1.114, 89_000)),
-            "prolong64k": ((1.083, 37_000), (1.120, 43_000), (1.114, 48_000)),
-        },
-    }.items()
-}
-"""Attention and KV tokens of DistCA's own planner (its repository at 2afd219) by tolerance, on
-batches of these names drawn alike: Zeppelin's Table 2, 4,096 tokens a GPU, 20 batches each.
-Measured once, elsewhere; printed beside ours where the names are the same.
-"""
+TOLERANCES = (0.02, 0.1)
+"""Of distca."""
 Row = dict[str, Any]
 
 
@@ -74,7 +53,6 @@ class Variant:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one row per planner, slack and set of batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", type=Path)
     parser.add_argument("--slack", type=float, nargs="+", default=[1.0, 1.25, 1.5, 2.0])
@@ -102,7 +80,7 @@ def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
             yield Variant(name, name, None, {})  # the capacity only decides whether they refuse
     for sharding in SHARDINGS:
         yield Variant(f"wlb {sharding}", "wlb_sharding", None, {"sharding": sharding})
-    for tolerance in REFERENCE:
+    for tolerance in TOLERANCES:
         yield Variant(f"distca {tolerance:g}", "distca", None, {"tolerance": tolerance})
     for slack in slacks:
         yield Variant("zeppelin paper", "zeppelin", slack, {"rule": "paper"})
@@ -136,11 +114,8 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
             means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model)}
-            reference = (
-                REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key) if options.joined == 1 else None
-            )
-            row = {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
-            yield row | {"reference": reference}
+            row = {"planner": variant.label, "slack": variant.slack, "batches": key, **means}
+            yield row | {"plan_ms": _spread(times)}
 
 
 def _joined(batches: Sequence[Sequence[int]], count: int) -> Iterator[list[int]]:
@@ -191,9 +166,6 @@ def _show(rows: Sequence[Row]) -> None:
         zones = "1 pool" if row["zones"]["pool"] else "/".join(f"{row['zones'][name]:.1f}" for name in ZONES)
         cost = row["plan_ms"]
         print(f"{_line(row, row['batches'])}{zones:>16}   {cost['median']:.2f} ({cost['p5']:.2f}-{cost['p95']:.2f})")
-        if row["reference"] is not None:
-            attention, kv_tokens = row["reference"]
-            print(f"{'  its own planner':19}{'':6}  {row['batches']:16}{attention:10.3f}{'':8}{kv_tokens:9.0f}")
     print()
     for label, slack in dict.fromkeys((row["planner"], row["slack"]) for row in rows):
         same = [row for row in rows if (row["planner"], row["slack"]) == (label, slack)]

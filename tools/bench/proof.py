@@ -29,7 +29,6 @@ from tests.support.strategies import ALL_PLANNERS, Case, plan
 
 
 def main() -> int:
-    """Prove one plan, and print a line for each part."""
     parser = argparse.ArgumentParser(prog="tools.bench.proof", description="What the proof of a plan costs.")
     parser.add_argument("--planner", choices=ALL_PLANNERS, default="te_ring")
     parser.add_argument("--ranks", type=int, default=128)

@@ -3,9 +3,8 @@ docs/emulated-cluster.md.
 """
 
 from tools.emulated_cluster.cluster import EmulatedCluster
-from tools.emulated_cluster.errors import ClusterError, RankError
-from tools.emulated_cluster.launch import Controller, Result, Target, run
-from tools.emulated_cluster.permitted import check
+from tools.emulated_cluster.launch import Controller, RankError, Result, Target, check, run
+from tools.emulated_cluster.linux import ClusterError
 from tools.emulated_cluster.topology import NicBytes, Topology
 
 __all__ = [

@@ -21,9 +21,7 @@ from pathlib import Path
 from megatron_balance.errors import BalanceError, ConfigError
 from tools.emulated_cluster import command as commands
 from tools.emulated_cluster.cluster import EmulatedCluster, checked_tag, remove
-from tools.emulated_cluster.errors import RankError
-from tools.emulated_cluster.launch import Result, run
-from tools.emulated_cluster.permitted import check
+from tools.emulated_cluster.launch import RankError, Result, check, run
 from tools.emulated_cluster.topology import NicBytes, Topology
 
 SKIPPED = 77

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from megatron_balance.errors import ConfigError
 from tools.emulated_cluster import linux, wiring
-from tools.emulated_cluster.errors import ClusterError
+from tools.emulated_cluster.linux import ClusterError
 from tools.emulated_cluster.topology import NicBytes, Topology
 
 _SYSCTL = Path("/proc/sys")
@@ -166,11 +166,6 @@ class EmulatedCluster:
 
 
 def checked_tag(tag: str) -> str:
-    """The tag.
-
-    Raises:
-        ConfigError: it is not 1 to 12 lower-case letters and digits.
-    """
     if not re.fullmatch(r"[a-z0-9]{1,12}", tag):
         raise ConfigError(f"tag {tag!r}: choose 1 to 12 lower-case letters and digits; namespaces are named after it")
     return tag
@@ -194,11 +189,6 @@ def _batch(program: str, commands: list[str]) -> None:
 
 
 def _call(command: list[str], text: str = "") -> str:
-    """The output of a program.
-
-    Raises:
-        ClusterError: it is missing or failed.
-    """
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_BATCH_TIMEOUT_S, check=False
@@ -211,7 +201,7 @@ def _call(command: list[str], text: str = "") -> str:
 
 
 def _refusal(program: str, stderr: str, commands: list[str]) -> str:
-    """The line at which a batch stopped: iproute2 says why, then `Command failed -:LINE`."""
+    # iproute2 says why, then `Command failed -:LINE`
     why = next((line for line in stderr.splitlines() if line.strip()), "no reason given")
     at = re.search(r"Command failed -:(\d+)", stderr)
     return f"{program} {commands[int(at[1]) - 1]}: {why}" if at else f"{program}: {why}"

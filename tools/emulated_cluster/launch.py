@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_balance.errors import BalanceError
 from tools.emulated_cluster import linux
 from tools.emulated_cluster.cluster import EmulatedCluster
-from tools.emulated_cluster.errors import RankError
+from tools.emulated_cluster.linux import ClusterError
 from tools.emulated_cluster.sandbox import in_sandbox
 from tools.emulated_cluster.topology import NicBytes, Topology
 
@@ -30,6 +30,19 @@ GRACE_S = 2.0  # for the others to fail by themselves, and say why, once one ran
 STACKS_S = 1.0  # for ranks that passed the deadline to write where they stand
 TAIL_LINES = 20
 
+_SMALL = Topology(num_nodes=1, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=1_000_000, intra_bits_per_s=8_000_000)
+"""With a shared NIC and shaped fast links: every kind of device, queue and setting is in it."""
+
+
+class RankError(BalanceError):
+    """A rank failed, died or did not end in time, and the job with it; names the rank and shows its
+    last lines.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
 
 class Controller:
     """The launcher, seen from a rank. Its answers come at once: put barriers around a request where
@@ -37,7 +50,6 @@ class Controller:
     """
 
     def __init__(self, pipe: Connection) -> None:
-        """Made by the launcher, one for each rank."""
         self._pipe = pipe
 
     def nic_bytes(self) -> tuple[NicBytes, ...]:
@@ -59,7 +71,6 @@ class Controller:
         self._ask("disturb", node, nic, bits_per_s, queue_bytes)
 
     def dropped(self, node: int, nic: int) -> int:
-        """Packets that one NIC has lost."""
         return self._ask("dropped", node, nic)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
@@ -363,10 +374,23 @@ def _redirect(log: Path) -> None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code of Python itself: a message is printed and means 1."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
     sys.stderr.write(f"{end.code}\n")
     return 1
+
+
+def check() -> str | None:
+    """Why no emulated cluster can be built here, found by building a small one; None if one can."""
+
+    def build() -> None:
+        with EmulatedCluster(_SMALL, "check"):
+            pass
+
+    try:
+        in_sandbox(build)
+    except ClusterError as error:
+        return str(error)
+    return None

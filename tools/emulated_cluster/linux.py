@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.emulated_cluster.errors import ClusterError
+from megatron_balance.errors import BalanceError
 
 NAMESPACES = Path("/run/netns")
 """Where iproute2 keeps named network namespaces."""
@@ -23,6 +23,12 @@ _MS_REC = 1 << 14
 _MS_PRIVATE = 1 << 18
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ClusterError(BalanceError):
+    """The cluster cannot be built, found or shaped; the message says what refused and what would be
+    right.
+    """
 
 
 def die_with_parent() -> None:
@@ -60,7 +66,6 @@ def make_mounts_private() -> None:
 
 
 def mount(kind: str, target: Path) -> None:
-    """Mount a file system without a device, such as tmpfs or proc."""
     _mount(kind.encode(), os.fsencode(target), kind.encode(), 0)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron_balance.errors import BalanceError
 from tools.emulated_cluster import linux
-from tools.emulated_cluster.errors import ClusterError
+from tools.emulated_cluster.linux import ClusterError
 
 T = TypeVar("T")
 

@@ -36,7 +36,6 @@ class Topology:
     intra_bits_per_s: int | None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
         _within("num_nodes", self.num_nodes, MAX_NODES)
         _within("ranks_per_node", self.ranks_per_node, MAX_RANKS_PER_NODE)
         if self.nics_per_node < 1 or self.ranks_per_node % self.nics_per_node:
@@ -52,20 +51,16 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def ranks_per_nic(self) -> int:
-        """Ranks that share one NIC."""
         return self.ranks_per_node // self.nics_per_node
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def local_rank(self, rank: int) -> int:
-        """The rank's number in its node."""
         return rank % self.ranks_per_node
 
     def address(self, rank: int) -> str:
@@ -89,16 +84,13 @@ class Topology:
         }
 
     def at_rates(self, nic_bits_per_s: int, intra_bits_per_s: int | None) -> Topology:
-        """This topology with other rates."""
         return dataclasses.replace(self, nic_bits_per_s=nic_bits_per_s, intra_bits_per_s=intra_bits_per_s)
 
     def text(self) -> str:
-        """One line that `Topology.parse` reads back."""
         return json.dumps(dataclasses.astuple(self), separators=(",", ":"))
 
     @staticmethod
     def parse(text: str) -> Topology:
-        """The topology that `text` was made from."""
         return Topology(*json.loads(text))
 
 

@@ -19,6 +19,8 @@ from tools.emulated_cluster.topology import NIC, Topology
 
 FABRIC = "fabric"
 MTU = 9000
+GOODPUT = (MTU - 20 - 32) / (MTU + 14)
+"""Of what a NIC carries, the share that is no header of IP, TCP or Ethernet."""
 FIRST_INDEX = 1000
 
 # A burst smaller than one segmentation-offload packet makes tbf cut packets itself, a large one
@@ -47,17 +49,14 @@ Commands = dict[str, list[str]]
 
 
 def node_name(node: int) -> str:
-    """The namespace with a node's bridges."""
     return f"n{node}"
 
 
 def rank_name(topology: Topology, rank: int) -> str:
-    """A rank's namespace."""
     return f"n{topology.node(rank)}r{topology.local_rank(rank)}"
 
 
 def namespaces(topology: Topology) -> list[str]:
-    """All namespaces of a cluster."""
     nodes = [node_name(node) for node in range(topology.num_nodes)]
     return [FABRIC, *nodes, *(rank_name(topology, rank) for rank in range(topology.world_size))]
 

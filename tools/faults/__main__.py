@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.faults import cases, digests, files, mutants, nccl, plans, slow, soak, training
+from tools.faults import cases, digests, files, mutants, plans, races, rendezvous, soak, training
 from tools.faults.cases import Suite, Tally
 
 SUITES = {
@@ -33,11 +33,10 @@ SUITES = {
         Suite("digests", "plans on an old CPU and under another hash seed", 10_000, 100, digests.digests),
         Suite("places", "a rank of a training run fails, by place and way", 220, 1, training.places),
         Suite("kills", "a random rank killed, the run resumed", 112, 1, training.kills),
-        Suite("slow", "a slow rank, a slow link or lost packets: who is named", 16, 1, slow.slow),
         Suite("soak", "a long run of four ranks, with saves and evaluation", 1, 1, soak.soak),
         Suite("files", "damaged files, of each loader in turn", 170_000, 1000, files.files),
-        Suite("rendezvous", "random programs under a model of NCCL's hosts", 10_000, 10, nccl.programs),
-        Suite("races", "what a rank gives to its streams, on a model of the GPU", 1_000, 5, nccl.races),
+        Suite("rendezvous", "random programs under a model of NCCL's hosts", 10_000, 10, rendezvous.programs),
+        Suite("races", "what a rank gives to its streams, on a model of the GPU", 1_000, 5, races.races),
     )
 }
 

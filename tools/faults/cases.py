@@ -102,7 +102,6 @@ def within(cpu_s: float) -> Iterator[None]:
 
 
 def record_of(suite: str, folder: Path) -> Path:
-    """The file that a suite's lines are in."""
     return folder / f"{suite}.jsonl"
 
 

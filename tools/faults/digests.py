@@ -31,7 +31,6 @@ OTHERS = ({"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "4242", **OLD_CPU})
 
 @contextmanager
 def digests() -> Iterator[Callable[[int], Outcome]]:
-    """Compare the digest of a case over two processes."""
     with ExitStack() as stack:
         both = [stack.enter_context(_answering(each)) for each in OTHERS]
 

@@ -33,7 +33,6 @@ PER_PLAN = 25
 
 @contextmanager
 def mutants() -> Iterator[Callable[[int], Outcome]]:
-    """Change program after program."""
     last: dict[int, tuple[MicrobatchPlan, Program] | None] = {}
 
     def one(number: int) -> Outcome:
@@ -222,7 +221,6 @@ def _computes_the_same(program: Program, mutant: Program) -> bool:
 
 
 def changed(program: Program, draw: random.Random) -> tuple[str, Program]:
-    """The change, and the program with it."""
     phase = draw.choice(("forward", "backward"))
     ops: list[Any] = list(getattr(program, phase))
     if not ops:

@@ -66,7 +66,6 @@ class Drawing:
 
     @staticmethod
     def of(number: int) -> Drawing:
-        """The drawing that a case is of."""
         return EARLIER if number < FIRST else LATER
 
 
@@ -161,7 +160,6 @@ def _lengths(draw: random.Random, ranks: int, by: Drawing) -> tuple[tuple[int, .
 
 @contextmanager
 def plans() -> Iterator[Callable[[int], Outcome]]:
-    """Plan case after case."""
     yield try_plan
 
 

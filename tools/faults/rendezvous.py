@@ -14,7 +14,8 @@ default, waves with a lead (in five of six), which needs a model and lengths of 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron_balance.compile import ping_pong
@@ -30,6 +31,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.workloads.lengths import draw
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, plan
+from tools.faults.cases import Outcome
 
 LARGE = ((16, 4), (16, 8), (24, 8), (32, 4), (32, 8), (64, 8))
 """(ranks, of a node)."""
@@ -37,6 +39,8 @@ SMALL = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2),
 TOKENS_PER_RANK = 256
 LED = 20_000
 LED_TOKENS_PER_RANK = 4096
+SAFE = 10
+"""One program of so many is also tried as `communication: safe` compiles it."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +131,22 @@ def tried(program: Drawn, *, passing: bool) -> str:
         said = said or "though there is one order"
         said = f"{len(hangs)} ranks hang, rank {min(hangs)} in {hangs[min(hangs)].name}; {said}"
     return said
+
+
+@contextmanager
+def programs() -> Iterator[Callable[[int], Outcome]]:
+    yield try_program
+
+
+def try_program(number: int) -> Outcome:
+    """One issue order, and no host that waits for ever: program `number`."""
+    program = drawn(number)
+    said = tried(program, passing=True)
+    if not said and number % SAFE == 0:
+        said = tried(program, passing=False)
+    size = "large" if program.large else "small"
+    layers = [
+        word for word, has in (("remapped", program.plans[0].moves), ("replay", program.policy == "replay")) if has
+    ]
+    kind = f"{size} with {' and '.join(layers)}" if layers else size
+    return Outcome(f"{program.planner}: {kind}", f"{program}: {said}" if said else "")

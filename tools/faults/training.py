@@ -100,7 +100,6 @@ class Runs:
         return self.trainer.run(Job(entry, ranks, tuple(argv), str(folder), spawns=True, **job))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        """The records of a run."""
         file = self.folder / name / "log" / "steps.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -157,7 +156,6 @@ def matrix() -> list[tuple[int, int, str, str]]:
 
 @contextmanager
 def places() -> Iterator[Callable[[int], Outcome]]:
-    """Fail in cell after cell of the matrix; then again, at other ranks and calls."""
     with _ahead(try_place) as one:
         yield one
 

@@ -20,9 +20,8 @@ from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Place, Space
-from tools.gpu.kernels import packed_rows
+from tools.gpu.kernels import gpu_s, packed_rows
 from tools.gpu.rows import Context, Figure, Row, Target
-from tools.gpu.timing import gpu_s
 
 BUDGET_S = 80.0
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -99,10 +98,7 @@ def mixed_lengths(count: int, least: int, total: int) -> list[int]:
 
 
 def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:
-    """Time fragments through our kernel, against one call of as many fragments of equal lengths.
-
-    Both attend to as many pairs.
-    """
+    """Fragments through our kernel, and as many of equal lengths and as many pairs in one call."""
     equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
     flops_per_s = {}
     for what, sizes in (("dense", [equal] * len(lengths)), ("fragments", lengths)):
@@ -154,10 +150,7 @@ def _inputs(
 
 
 def _errors(kernel: Kernel, shape: tuple[int, int, int], device: torch.device) -> Iterator[Row]:
-    """Root mean square errors of our ways to compute one causal sequence, over those of one call.
-
-    Two query heads share a key head.
-    """
+    """Errors (root mean square) of our ways to compute one causal sequence, over those of one call."""
     rows, heads, dim = shape
     x = _inputs((rows, heads, heads // 2, dim), torch.bfloat16, device)
     grad = torch.randn(rows, heads, dim, device=device, generator=torch.Generator(device).manual_seed(6)).to(
@@ -203,10 +196,7 @@ def _merged(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad: T
 
 
 def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
-    """Run launches as the executor does.
-
-    Partials are merged by LSE, gradients of the merged output summed in fp32.
-    """
+    """Run launches as the executor does: partials merged by LSE, gradients summed in fp32."""
     device, scale, heads = x[0].device, x[0].shape[2] ** -0.5, (x[0].shape[1], x[1].shape[1])
     mover = choose_mover("auto", device)
     sizes = {0: (len(x[0]), heads[0])}

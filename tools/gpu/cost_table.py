@@ -46,7 +46,6 @@ GRIDS = {
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
     model = load_model(MODELS[context.device])
     table = profile(model, context.device, GRIDS[context.device], _silent)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.shape import AttentionShape
 from tools.gpu.rows import Context, Figure, Row, Target
-from tools.gpu.timing import copy_bytes_per_s, gpu_s
 
 BUDGET_S = 90.0
 PARTIALS = (2, 4, 8)
+_AHEAD_CYCLES = 4_000_000
+"""About two milliseconds of work that goes first, so that all calls of a sample are queued."""
 LAST_PLACE = 2.0**-7
 """Of bf16, in parts of a value."""
 SHARE = Target("at least", 0.85)
@@ -83,7 +85,7 @@ def measure(context: Context) -> Iterator[Row]:
     fast, plain = choose_mover("triton", device), PlainMover()
     copied = 0.0
     if context.on_gpu:
-        copied = copy_bytes_per_s(1 << 29)
+        copied = _copy_bytes_per_s(1 << 29)
         yield COPY.measured(copied / 1e9)
     for case in cases(shape, device):
         expected = _after(case, plain)
@@ -193,3 +195,26 @@ def packed_rows(rows: np.ndarray[Any, np.dtype[np.int64]], num_heads: int, devic
         return Packed((RowRun(0, count, 0, 0, count, None, 0, num_heads, 0),), count, num_heads, (None,), direct=True)
     run = RowRun(0, count, 0, int(rows[0]), int(rows[0]) + count, rows, 0, num_heads, 0)
     return Packed((run,), count, num_heads, (torch.from_numpy(rows).to(device),), direct=False)
+
+
+def gpu_s(call: Callable[[], object], calls: int = 10, samples: int = 7) -> float:
+    """Median over samples of the mean of some calls, after one that warms up (and compiles)."""
+    call()
+    samples_s: list[float] = []
+    for _ in range(samples):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        samples_s.append(begin.elapsed_time(end) / 1e3 / calls)
+    return median(samples_s)
+
+
+def _copy_bytes_per_s(num_bytes: int) -> float:
+    """Bytes read and written a second by a plain copy of so many bytes."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / gpu_s(lambda: target.copy_(source))

@@ -40,7 +40,6 @@ class Machine:
 
 
 def describe() -> Machine:
-    """This machine."""
     gpu = torch.cuda.is_available()
     return Machine(
         device="cuda" if gpu else "cpu",

@@ -8,24 +8,20 @@ CPU the same code runs over gloo, with threads for streams.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.planners import PLANNERS
+from megatron_balance.ir.plan import MicrobatchPlan, Routing
 from tests.support import jobs
 from tools.gpu import ranks
 from tools.gpu.rows import Context, Device, Figure, Row, Target
@@ -68,13 +64,14 @@ class Found:
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
-    plans = {name: plan(name, context.ranks, LENGTHS[context.device]) for name in ranks.PLACING}
+    plans = {name: _plan(name, context.ranks, LENGTHS[context.device]) for name in ranks.PLACING}
     with tempfile.TemporaryDirectory() as folder:
-        found, hung = run_ranks(list(plans.values()), context, Path(folder))
+        given = (context.ranks, list(plans.values()), context.device)
+        seconds = min(PATIENCE_S, context.left_s())
+        found, hung = ranks.run_ranks(_rank, context.ranks, given, Path(folder), seconds)
     yield HANGS.measured(hung, f"{context.ranks} ranks, {LATE_S:g} s apart")
     if hung:
-        raise RuntimeError(f"{hung} of {context.ranks} ranks did not end within {PATIENCE_S:.0f} s")
+        raise RuntimeError(f"{hung} of {context.ranks} ranks did not end within {seconds:.0f} s")
     for at, (name, planned) in enumerate(plans.items()):
         errors = [ranks.worst(planned, [rank.ran[at][way] for rank in found]) for way in range(len(WAYS))]
         yield EXACT[name].measured(max(errors), f"{', '.join(WAYS)}; {'NCCL' if context.on_gpu else 'gloo'}")
@@ -94,47 +91,14 @@ def measure(context: Context) -> Iterator[Row]:
             )
 
 
-def plan(name: str, num_ranks: int, lengths: Sequence[int]) -> MicrobatchPlan:
+def _plan(name: str, num_ranks: int, lengths: Sequence[int]) -> MicrobatchPlan:
     """A planner's plan on two nodes, routed wherever it can be."""
-    cluster = Cluster(num_ranks, num_ranks // 2)
     model = Model(num_heads=8, num_kv_heads=8, head_dim=ranks.HEAD_DIM, hidden_size=512, ffn_size=1024)
     room = -(-sum(lengths) // num_ranks) + 24
-    place = PLANNERS[name].plan
-    assert place is not None, "a planner of whole steps"
-    options = PLANNERS[name].options(tokens_per_rank=room)
-    planned = place(Batch(tuple(lengths)), cluster, model, AnalyticCost(cluster, model), options)
-    return replace(planned, routing=Routing(1, (REMAP, *range(len(planned.zones)))))
+    return ranks.routed(ranks.planned(name, lengths, Cluster(num_ranks, num_ranks // 2), model, room))
 
 
-def run_ranks(plans: Sequence[MicrobatchPlan], context: Context, folder: Path) -> tuple[list[Found], int]:
-    """Results of every rank; and how many of them did not end.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    # Whose server imports torch once, and never touches a device.
-    processes_of = multiprocessing.get_context("forkserver")
-    processes_of.set_forkserver_preload(["torch", "torch.distributed", "tools.gpu.many"])
-    processes = [
-        processes_of.Process(target=_rank, args=(rank, context.ranks, plans, context.device, str(folder)), daemon=True)
-        for rank in range(context.ranks)
-    ]
-    until = time.monotonic() + min(PATIENCE_S, context.left_s())
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes} (None: not within {PATIENCE_S:.0f} s)")
-    if None in codes:
-        return [], codes.count(None)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(context.ranks)], 0
-
-
-def _rank(rank: int, size: int, plans: Sequence[MicrobatchPlan], device: Device, folder: str) -> None:
+def _rank(rank: int, size: int, plans: Sequence[MicrobatchPlan], device: Device, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
@@ -160,7 +124,7 @@ def _rank(rank: int, size: int, plans: Sequence[MicrobatchPlan], device: Device,
     seconds = {stream: _batch_s(world, stream, device) for stream in LINKS} | {
         way: _round_s(world, routed=way == "routed", device=device) for way in ROUND
     }
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(Found(ran, seconds)))
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(Found(ran, seconds)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,15 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import Dataset
 
 from tools.gpu.rows import Device
 from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
+from tools.megatron_pretrain import Documents, pretrain_balanced, provider
 
 FLAGS: dict[str, Any] = {
     **GPT,
@@ -102,11 +101,11 @@ def train(job: Job) -> None:
     sys.argv = ["pretrain", *command_line(flags)]
     meter = _Meter(job)
     meter.install()
-    batches = Batches(job.documents, job.vocabulary)
+    documents = Documents(job.documents, job.vocabulary)
     code = entry.run(
-        partial(_balanced, batches)
+        partial(pretrain_balanced, documents)
         if job.balance
-        else partial(_plain, batches, flash=job.flash and job.device == "cuda")
+        else partial(_plain, documents, flash=job.flash and job.device == "cuda")
     )
     local = "Megatron's local layers (Transformer Engine is not installed) and torch's FlashAttention on both sides"
     layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
@@ -123,59 +122,7 @@ def _sole_rank() -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
-class Batches(Dataset[dict[str, Tensor]]):
-    """Sample i is step i's: its documents one after the other, of random tokens."""
-
-    def __init__(self, documents: Sequence[Sequence[int]], vocabulary: int) -> None:
-        """`documents`: lengths by step."""
-        from megatron.core.datasets.utils import Split
-
-        self.split = Split.train  # Megatron's samplers read it
-        self._documents, self._vocabulary = documents, vocabulary
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no
-        label.
-        """
-        lengths = self._documents[index]
-        tokens = np.random.default_rng(index).integers(0, self._vocabulary, size=sum(lengths) + 1)
-        last = np.cumsum(lengths) - 1
-        loss_mask = np.ones(sum(lengths), dtype=np.float32)
-        loss_mask[last] = 0
-        position_ids = np.concatenate([np.arange(length) for length in lengths])
-        arrays = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
-        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-
-
-def _provider(batches: Batches) -> Callable[..., Any]:
-    def provide(*_: Any, **__: Any) -> tuple[Batches, None, None]:
-        return batches, None, None
-
-    provide.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
-    return provide
-
-
-def _balanced(batches: Batches) -> None:
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-
-    from megatron_balance.megatron import entry
-    from megatron_balance.megatron.arguments import add_balance_arguments
-    from megatron_balance.megatron.forward_step import forward_step
-
-    args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    with entry.training(config):
-        pretrain(config, _provider(batches), ModelType.encoder_or_decoder, forward_step)
-    torch.distributed.destroy_process_group()
-
-
-def _plain(batches: Batches, *, flash: bool) -> None:
+def _plain(documents: Documents, *, flash: bool) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -198,7 +145,7 @@ def _plain(batches: Batches, *, flash: bool) -> None:
             model.transformer_layer_spec = partial(_dense_spec, flash)
         pretrain(
             pretrain_cfg_container_from_args(args, model),
-            _provider(batches),
+            provider(documents),
             ModelType.encoder_or_decoder,
             dense_forward_step,
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,12 +51,14 @@ PATIENCE_S = 60.0
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
-    plans = [plan(name) for name in PLACING]
+    plans = [_plan(name) for name in PLACING]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(plans, context.device, Path(folder), min(PATIENCE_S, context.left_s()))
-    for figure, (at, planned) in zip(FIGURES, enumerate(plans), strict=True):
-        errors = [worst(planned, [found[at][way] for found in ranks]) for way in range(len(WAYS))]
+        seconds = min(PATIENCE_S, context.left_s())
+        ranks, hung = run_ranks(_rank, NUM_RANKS, (plans, context.device), Path(folder), seconds)
+    if hung:
+        raise RuntimeError(f"{hung} of {NUM_RANKS} ranks did not end within {seconds:.0f} s")
+    for figure, (at, plan) in zip(FIGURES, enumerate(plans), strict=True):
+        errors = [worst(plan, [found[at][way] for found in ranks]) for way in range(len(WAYS))]
         counted = ranks[0][at][0].counters
         exchanges = sum(counted[f"exchanges_{kind}"] for kind in ("p2p", "all_to_all", "all_gather"))
         yield figure.measured(
@@ -63,30 +66,33 @@ def measure(context: Context) -> Iterator[Row]:
         )
 
 
-def plan(name: str) -> MicrobatchPlan:
-    """A planner's plan of `LENGTHS` on two nodes of two, routed wherever it can be.
-
-    The last one's tokens are remapped too.
-    """
-    cluster = Cluster(NUM_RANKS, RANKS_PER_NODE)
-    model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
-    options = PLANNERS[name].options(tokens_per_rank=TOKENS_PER_RANK)
+def planned(name: str, lengths: Sequence[int], cluster: Cluster, model: Model, tokens_per_rank: int) -> MicrobatchPlan:
+    """A planner's plan of one microbatch."""
     place = PLANNERS[name].plan
     assert place is not None, "a planner of whole steps"
-    planned = place(Batch(LENGTHS), cluster, model, AnalyticCost(cluster, model), options)
-    if name != "zeppelin":
-        return planned
-    moves = Rows.of(3, [(0, 1, 5), (1, 2, 3)])
-    return replace(planned, moves=moves, routing=Routing(1, (REMAP, *range(len(planned.zones)))))
+    options = PLANNERS[name].options(tokens_per_rank=tokens_per_rank)
+    return place(Batch(tuple(lengths)), cluster, model, AnalyticCost(cluster, model), options)
 
 
-def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
+def routed(plan: MicrobatchPlan) -> MicrobatchPlan:
+    """The plan, routed wherever it can be."""
+    return replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
+
+
+def _plan(name: str) -> MicrobatchPlan:
+    """A planner's plan of `LENGTHS` on two nodes of two; zeppelin's is remapped and routed, too."""
+    model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
+    plan = planned(name, LENGTHS, Cluster(NUM_RANKS, RANKS_PER_NODE), model, TOKENS_PER_RANK)
+    return routed(replace(plan, moves=Rows.of(3, [(0, 1, 5), (1, 2, 3)]))) if name == "zeppelin" else plan
+
+
+def worst(plan: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
     """The largest difference of output and gradients from dense attention in fp64.
 
     Each relative to its largest value.
     """
-    truth = dense.attention(jobs.inputs(planned, HEAD_DIM))
-    owned = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
+    truth = dense.attention(jobs.inputs(plan, HEAD_DIM))
+    owned = [Rows.of(3, layout(plan, rank).tolist()) for rank in range(plan.num_ranks)]
     errors: list[float] = []
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         values = getattr(truth, name)
@@ -98,33 +104,35 @@ def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
 
 
 def run_ranks(
-    plans: Sequence[MicrobatchPlan], device: Device, folder: Path, seconds: float
-) -> list[list[list[jobs.Ran]]]:
-    """By rank, plan and way: what `tests.support.jobs.attend` returns.
+    target: Callable[..., None], num_ranks: int, given: tuple[Any, ...], folder: Path, seconds: float
+) -> tuple[list[Any], int]:
+    """By rank, what `target(rank, *given, folder)` pickled into its file; and how many did not end in
+    `seconds`.
 
-    Raises RuntimeError: a rank failed, or the ranks did not end in `seconds`.
+    Raises RuntimeError: a rank failed.
     """
     # Whose server imports torch once, and never touches the device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "tools.gpu.ranks"]
+        ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", target.__module__]
     )
-    processes = [
-        context.Process(target=_rank, args=(rank, plans, device, str(folder)), daemon=True) for rank in range(NUM_RANKS)
-    ]
+    processes = [context.Process(target=target, args=(rank, *given, folder), daemon=True) for rank in range(num_ranks)]
+    until = time.monotonic() + seconds
     for process in processes:
         process.start()
     for process in processes:
-        process.join(seconds)
+        process.join(max(0.0, until - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes} (None: not within {seconds:.0f} s)")
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(NUM_RANKS)]
+    if None in codes:
+        return [], codes.count(None)
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(num_ranks)], 0
 
 
-def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: str) -> None:
+def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
@@ -148,7 +156,7 @@ def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: st
     groups = with_staged_streams(make_groups([range(NUM_RANKS)], RANKS_PER_NODE), RANKS_PER_NODE)
     world = World(rank, NUM_RANKS, groups)
     runs: list[Any] = [jobs.Run(policy, "bfloat16", calls=2, device=device) for policy in ("keep", "replay")]
-    results = [jobs.attend(world, planned, HEAD_DIM, runs) for planned in plans]
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(results))
+    results = [jobs.attend(world, plan, HEAD_DIM, runs) for plan in plans]
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

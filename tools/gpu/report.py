@@ -36,7 +36,6 @@ def write(report: dict[str, Any], prefix: Path) -> None:
 
 
 def text(report: dict[str, Any]) -> str:
-    """For a terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -53,7 +52,6 @@ def text(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """For docs/measurements."""
     lines = [
         f"# {title(report)}",
         "",
@@ -75,7 +73,6 @@ def title(report: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row's cells, as text."""
     value = "not measured" if row["value"] is None else f"{row['value']:.4g}"
     verdict = {None: "", True: "met", False: "failed" if row["value"] is None else "missed"}[row["ok"]]
     return row["name"], value, row["unit"], row["target"], verdict, row["note"]

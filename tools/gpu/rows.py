@@ -23,7 +23,7 @@ class Target:
     limit: float
 
     def met(self, value: float) -> bool:
-        """Whether `value` is as it should be; a value that is no number is not."""
+        """A value that is no number is not."""
         match self.sense:
             case "at least":
                 return value >= self.limit
@@ -67,7 +67,6 @@ class Figure:
     speed: bool = False
 
     def measured(self, value: float, note: str = "") -> Row:
-        """The row of a value."""
         return Row(
             self.name,
             value,
@@ -79,11 +78,11 @@ class Figure:
         )
 
     def not_measured(self, why: str) -> Row:
-        """The row of a figure that was left out on purpose."""
+        """Left out on purpose."""
         return Row(self.name, None, self.unit, self._shown(), "not measured", None, why)
 
     def failed(self, why: str) -> Row:
-        """The row of a figure that should have been measured; counts as a failure of the suite."""
+        """It should have been measured: a failure of the suite."""
         return Row(self.name, None, self.unit, self._shown(), "not measured", False, why)
 
     def _shown(self) -> str:

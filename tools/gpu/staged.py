@@ -98,8 +98,6 @@ class StagedStream(CudaStream):
 
 
 class StagedStreams(CudaStreams):
-    """All streams of one rank."""
-
     def __init__(self, groups: dict[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         """`groups`: gloo's, one a stream."""
         super().__init__(groups, ranks)

@@ -36,7 +36,6 @@ WARM = 3
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
     bound = _bind(context.device)
     step = _step(bound, context.device)
     for _ in range(WARM):
@@ -73,10 +72,7 @@ def waits(step: Callable[[], object], device: Device) -> list[HostSync]:
 
 
 def _of_step(path: Path) -> list[HostSync]:
-    """Waits of the step itself and of the threads that autograd runs backward on.
-
-    Not of the synchronisation after it.
-    """
+    """Waits of the step and of the threads that autograd runs backward on, not of what comes after."""
     trace = read_trace(path)
     (begin, end) = next(
         (e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("name") == "step" and e.get("ph") == "X"

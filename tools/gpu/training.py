@@ -33,7 +33,6 @@ VOCABULARY = 512
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
     documents = DOCUMENTS[context.device]
     with tempfile.TemporaryDirectory() as folder:
 
@@ -52,7 +51,6 @@ def measure(context: Context) -> Iterator[Row]:
 
 
 def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -33,7 +33,6 @@ STEPS, WARM = 10, 3
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Rows of this part; see `tools.gpu.rows.Part`."""
     with tempfile.TemporaryDirectory() as folder:
 
         def job(name: str, *, balance: bool, flash: bool = True) -> Job:

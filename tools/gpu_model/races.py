@@ -55,17 +55,14 @@ class Recorded:
 
     @property
     def waits(self) -> list[int]:
-        """Indices of the waits."""
         return [index for index, op in enumerate(self.trace.ops) if op.what == "wait"]
 
     @property
     def launches(self) -> list[int]:
-        """Indices of the launches."""
         return [index for index, op in enumerate(self.trace.ops) if op.what == "launch"]
 
     @property
     def waited_for(self) -> list[int]:
-        """Numbers of the events that a stream waits for."""
         return sorted({self.trace.ops[index].event for index in self.waits})
 
     def clocks(self, *, without: int = -1, no_event: int = -1) -> Clocks:
@@ -90,10 +87,7 @@ class Recorded:
         return clocks
 
     def is_found_unchained(self, launch: int) -> bool:
-        """Whether the check finds a race where a launch runs beside what its stream had before it.
-
-        It then waits for nothing, so that whatever it must come behind is not ordered with it.
-        """
+        """Whether a launch races that does not wait for what its stream had before it."""
         return bool((self.pairs[:, 1] == launch).any())
 
     def races(self, clocks: Clocks | None = None) -> list[Race]:
@@ -103,7 +97,6 @@ class Recorded:
         return [Race(ops[a], ops[b], rank) for a, b in self.pairs[found].tolist()]
 
     def is_safe(self, clocks: Clocks) -> bool:
-        """Whether every pair is ordered."""
         return not self._unordered(clocks).any()
 
     def _unordered(self, clocks: Clocks) -> npt.NDArray[np.bool_]:
@@ -174,10 +167,7 @@ class _Memory:
 
 
 def _conflicts(ops: Sequence[Op]) -> Pairs:
-    """Every access against the last ones of the same bytes that it must come behind.
-
-    Ordered pairs of these order all others.
-    """
+    """Every access with the last ones of the same bytes; pairs of these in order order all others."""
     memory, pairs = _Memory(), set[tuple[int, int]]()
     for index, op in enumerate(ops):
         if op.what == "free":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 from megatron_balance.runtime.pool import BufferPool
 from tools.gpu_model.stand_ins import Communicator, RecordedStreams, Recorder, recording
@@ -53,30 +52,27 @@ class _Layer:
     received: Received
 
 
-def record(plans: Sequence[MicrobatchPlan], rank: int, way: Way, *, eager: bool = False) -> Trace:
+def record(plans: Sequence[MicrobatchPlan], rank: int, way: Way) -> Trace:
     """Everything that `rank` issues in a forward and a backward through some layers.
 
     Args:
         plans: one, or those of nano-batches that run interleaved.
         rank: in the pool.
         way: how.
-        eager: issue every batch with its exchange, not behind launches.
     """
-    return _Run(plans, rank, way, eager=eager).trace()
+    return _Run(plans, rank, way).trace()
 
 
 class _Run:
-    def __init__(self, plans: Sequence[MicrobatchPlan], rank: int, way: Way, *, eager: bool) -> None:
+    def __init__(self, plans: Sequence[MicrobatchPlan], rank: int, way: Way) -> None:
         self.recorder = Recorder(rank)
-        groups = model_groups(rank, plans[0].num_ranks, plans[0].ranks_per_node, self.recorder)
-        self.groups = replace(groups, issues=IssueQueue(eager=eager))
+        self.groups = model_groups(rank, plans[0].num_ranks, plans[0].ranks_per_node, self.recorder)
         self.plans, self.way = plans, way
         self.kept: dict[tuple[int, int], _Layer] = {}
         self.outs: dict[int, Tensor] = {}
         self.grads: dict[int, tuple[Tensor, ...]] = {}
 
     def trace(self) -> Trace:
-        """Run it."""
         with torch.no_grad(), recording(self.recorder):
             bounds = [self.bind(plan, number) for number, plan in enumerate(self.plans)]
             if len(bounds) == 1:

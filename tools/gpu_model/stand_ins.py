@@ -27,7 +27,7 @@ from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock,
 from megatron_balance.runtime.movers.triton.tables import UNIT
 from megatron_balance.runtime.pool import SLAB
 from megatron_balance.runtime.transport import comm
-from tools.gpu_model.trace import COMPUTE, Extent, Message, Trace, Work
+from tools.gpu_model.trace import COMPUTE, Extent, Kind, Trace
 
 _NOTHING = frozenset(("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::detach"))
 """Operators that touch no memory."""
@@ -45,15 +45,11 @@ class Recorder:
         self._slabs: dict[int, int] = {}  # of the pool: address and end
         self._on = True
 
-    def launch(self, label: str, reads: Sequence[Extent], writes: Sequence[Extent], work: Work) -> None:
-        """Note a launch on the current stream."""
-        self.trace.launch(self.stream, label, tuple(reads), tuple(writes), work)
+    def launch(self, label: str, reads: Sequence[Extent], writes: Sequence[Extent], kind: Kind = "rows") -> None:
+        self.trace.launch(self.stream, label, tuple(reads), tuple(writes), kind)
 
     def rows(self, label: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Note a launch that copies or adds rows."""
-        of, to = extents(reads), extents(writes)
-        num_bytes = sum(stop - start for start, stop in (*of, *to))
-        self.launch(label, of, to, Work("rows", num_bytes))
+        self.launch(label, extents(reads), extents(writes))
 
     def allocated(self, x: Tensor, stream: str | None = None) -> None:
         """Note memory that the device's allocator lends, until the last tensor on it is gone."""
@@ -183,13 +179,12 @@ class RecordedStream:
         label = "; ".join(
             f"{'to' if t.sends else 'from'} rank {t.peer} (of {t.src} -> {t.dst}, {t.index})" for t in transfers
         )
-        messages = tuple(Message(t.sends, t.peer, t.tensor.nbytes) for t in transfers)
         self.recorder.trace.launch(
             self.name,
             label,
             tuple(extents([t.tensor for t in transfers if t.sends])),
             tuple(extents([t.tensor for t in transfers if not t.sends])),
-            Work("batch", sum(m.num_bytes for m in messages), messages=messages),
+            "batch",
         )
 
     def call(self, issue: Callable[[], Sequence[Any]]) -> None:
@@ -225,7 +220,8 @@ class AttentionCalls:
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         del scale
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=_wide(q))
-        self._launch("forward", at, (q, k, v, at.cu_q, at.cu_k), (out, lse))
+        reads = extents((q, k, v, at.cu_q, at.cu_k))
+        self.recorder.launch("attention forward", reads, extents((out, lse)), "forward")
         return out, lse.T
 
     def backward(
@@ -233,15 +229,9 @@ class AttentionCalls:
     ) -> Grads:
         del scale
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self._launch("backward", at, (q, k, v, *dout, at.cu_q, at.cu_k), grads)
+        reads = extents((q, k, v, *dout, at.cu_q, at.cu_k))
+        self.recorder.launch("attention backward", reads, extents(grads), "backward")
         return grads
-
-    def _launch(self, phase: Any, at: CuSeqlens, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        of, to = extents(reads), extents(writes)
-        queries, keys = at.cu_q.diff().tolist(), at.cu_k.diff().tolist()
-        pairs = sum(n * (2 * m - n + 1) // 2 if at.causal else n * m for n, m in zip(queries, keys, strict=True))
-        work = Work(phase, sum(b - a for a, b in (*of, *to)), pairs * reads[0].shape[1])
-        self.recorder.launch(f"attention {phase}", of, to, work)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -284,9 +274,7 @@ class TritonLaunch:
             writes += _of_rows(
                 targets[pair], to, block[CopyBlock.TARGET_HEAD], heads, UNIT * block[CopyBlock.TARGET_BEGIN]
             )
-        reads, writes = joined(reads), joined(writes)
-        num_bytes = sum(b - a for a, b in (*reads, *writes))
-        self.recorder.launch(self.name, reads, writes, Work("rows", num_bytes))
+        self.recorder.launch(self.name, joined(reads), joined(writes))
 
     def merge(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], maps: Sequence[Tensor], *rest: Any, **_: Any
@@ -337,8 +325,8 @@ class Nccl:
 
     def _note(self, what: str, out: Tensor, given: Tensor, group: Any, async_op: bool) -> None:
         assert async_op, "a collective that makes the host wait"
-        work = Work("collective", out.nbytes + given.nbytes, group=group.ranks)
-        self.recorder.launch(f"{what} of ranks {list(group.ranks)}", extents([given]), extents([out]), work)
+        label = f"{what} of ranks {list(group.ranks)}"
+        self.recorder.launch(label, extents([given]), extents([out]), "collective")
 
 
 class Communicator(SimpleNamespace):

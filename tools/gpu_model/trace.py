@@ -1,13 +1,12 @@
 """Trace of what one rank gave to its device, in issue order: launches, events, waits, memory let go.
 
-`tools.gpu_model.stand_ins` records it, `races` checks what is ordered by what, `timeline` gives it
-times.
+`tools.gpu_model.stand_ins` records it, `races` checks what is ordered by what.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 COMPUTE = "compute"
 """The stream that the model's own kernels run on."""
@@ -17,31 +16,8 @@ Extent: TypeAlias = tuple[int, int]
 What: TypeAlias = Literal["launch", "record", "wait", "free"]
 
 
-class Message(NamedTuple):
-    """One send or receive of a batch: `num_bytes` between this rank and `peer`."""
-
-    sends: bool
-    peer: int
-    num_bytes: int
-
-
-class Work(NamedTuple):
-    """The work of a launch, for the timeline.
-
-    Attributes:
-        kind: attention forward or backward, a collective or a batch of messages, or anything else
-            (`rows`: copying, adding, merging).
-        num_bytes: read and written.
-        pairs: attention: (query, key) pairs times heads.
-        messages: of a batch.
-        group: ranks of a collective.
-    """
-
-    kind: Literal["forward", "backward", "linear", "rows", "batch", "collective"]
-    num_bytes: int = 0
-    pairs: int = 0
-    messages: tuple[Message, ...] = ()
-    group: tuple[int, ...] = ()
+Kind: TypeAlias = Literal["", "forward", "backward", "rows", "batch", "collective"]
+"""Of a launch: attention, a batch of messages, a collective, or anything else (`rows`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +34,7 @@ class Op:
         event: number of the event.
         spared: of memory let go, the streams whose use the allocator waits for by itself
             (`Tensor.record_stream`).
-        work: of a launch.
+        kind: of a launch.
     """
 
     stream: str
@@ -68,7 +44,7 @@ class Op:
     writes: tuple[Extent, ...] = ()
     event: int = -1
     spared: frozenset[str] = frozenset()
-    work: Work | None = None
+    kind: Kind = ""
 
 
 @dataclass(slots=True)
@@ -80,21 +56,17 @@ class Trace:
     num_events: int = 0
 
     def launch(
-        self, stream: str, label: str, reads: tuple[Extent, ...], writes: tuple[Extent, ...], work: Work
+        self, stream: str, label: str, reads: tuple[Extent, ...], writes: tuple[Extent, ...], kind: Kind = "rows"
     ) -> None:
-        """Note a launch."""
-        self.ops.append(Op(stream, "launch", label, reads, writes, work=work))
+        self.ops.append(Op(stream, "launch", label, reads, writes, kind=kind))
 
     def record(self, stream: str) -> int:
-        """Note an event; its number."""
         self.num_events += 1
         self.ops.append(Op(stream, "record", f"event {self.num_events}", event=self.num_events))
         return self.num_events
 
     def wait(self, stream: str, event: int) -> None:
-        """Note that a stream waits for an event."""
         self.ops.append(Op(stream, "wait", f"wait for event {event}", event=event))
 
     def free(self, stream: str, extent: Extent, spared: frozenset[str]) -> None:
-        """Note that memory was let go."""
         self.ops.append(Op(stream, "free", "memory let go", writes=(extent,), spared=spared))

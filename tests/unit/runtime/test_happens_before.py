@@ -1,7 +1,7 @@
 """Happens-before of all that the runtime gives to a GPU's streams, on stand-ins: nothing touches
 memory that another stream may still use, and every wait that matters is found when it is left out.
 
-`python -m tools.gpu_model races` does the same to a thousand random plans.
+`python -m tools.faults races` does the same to a thousand random plans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.gpu_model import races  # noqa: E402
 from tools.gpu_model.dropped import verdicts  # noqa: E402
 from tools.gpu_model.races import Recorded  # noqa: E402
 from tools.gpu_model.record import Way, record  # noqa: E402
-from tools.gpu_model.trace import Trace, Work  # noqa: E402
+from tools.gpu_model.trace import Trace  # noqa: E402
 
 CASE = Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(4, 2, 4, 32, 64), 50, seed=5, remapped=True, routing=(1, 1))
 LAYERS = {
@@ -35,7 +35,6 @@ LAYERS = {
     "routed": replace(CASE, remapped=False),
     "remapped and routed": CASE,
 }
-WORK = Work("rows")
 
 
 def _dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
@@ -88,7 +87,7 @@ def test_happens_before_orders_what_a_stage_without_tokens_does_in_a_tick() -> N
     for rank in range(4):
         run = Recorded(record([one.plan, one.plan], rank, Way("replay")))
         assert run.races() == []
-        assert any(op.work is not None and op.work.kind == "backward" for op in run.trace.ops)
+        assert any(op.kind == "backward" for op in run.trace.ops)
 
 
 @pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca", "ulysses", "random_task_table"])
@@ -158,11 +157,11 @@ def test_happens_before_finds_a_leg_that_does_not_wait_for_the_one_that_brings_i
 def test_happens_before_by_hand() -> None:
     """Stream b reads what stream a wrote: a race, unless an event joins them."""
     trace = Trace(0)
-    trace.launch("a", "write", (), ((0, 10),), WORK)
+    trace.launch("a", "write", (), ((0, 10),))
     event = trace.record("a")
     trace.wait("b", event)
     trace.wait("b", event)
-    trace.launch("b", "read", ((8, 12),), (), WORK)
+    trace.launch("b", "read", ((8, 12),), ())
     trace.free("a", (0, 16), frozenset())
     run = Recorded(trace)
     assert [str(race) for race in run.races()] == [
@@ -219,7 +218,7 @@ def test_values_that_only_come_back_are_received_behind_the_last_launch() -> Non
     """On every stream: one that is posted before holds multiprocessors until its sender is done."""
     planned = _dealt((64,), Rows.of(4, [(0, 0, 0, 64)]))
     ops = record([planned], 0, Way("keep", num_layers=1)).ops
-    kinds = ["" if op.work is None else op.work.kind for op in ops]
+    kinds = [op.kind for op in ops]
     forward, backward = kinds.index("forward"), kinds.index("backward")
     # one byte connects a pair
     receives = [
@@ -240,7 +239,7 @@ def test_legs_that_others_need_for_their_first_launch_do_not_wait_for_a_backward
     passed_on = 0
     for rank in range(CASE.cluster.num_ranks):
         ops = record([plan("distca", LAYERS["routed"])], rank, Way("keep", num_layers=1)).ops
-        kinds = ["" if op.work is None else op.work.kind for op in ops]
+        kinds = [op.kind for op in ops]
         forward, backward = kinds.index("forward"), kinds.index("backward")
         inputs = [at for at, op in enumerate(ops) if op.stream in ("inter_node", "combine") and kinds[at] == "batch"]
         assert all(at < backward for at in inputs)

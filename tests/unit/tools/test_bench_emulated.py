@@ -11,8 +11,8 @@ import pytest
 
 from tools.bench.emulated import __main__ as command
 from tools.bench.emulated import report
+from tools.bench.emulated.ablation import ABLATION, BASELINE, WARM_UP, Ablation
 from tools.bench.emulated.device import share_of_core
-from tools.bench.emulated.experiments import ABLATION, BASELINE, WARM_UP, Ablation
 from tools.bench.emulated.point import (
     DATASETS,
     SHAPE,
@@ -26,7 +26,6 @@ from tools.bench.emulated.point import (
 )
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
-COLUMNS = report.COLUMNS["ablation"]
 
 
 def experiment(**changes: Any) -> Ablation:
@@ -102,7 +101,6 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
     body: report.Record = {
         "nics": 4,
-        "stages": 1,
         "dataset": "arxiv",
         "batch": batch,
         "repeat": repeat,
@@ -132,7 +130,7 @@ def test_ratios_compare_the_same_batches_and_leave_the_warm_up_out() -> None:
         record(4, 0, 2, 1.0),
     ]
     records += [record(0, 1, 0, 6.0), record(4, 1, 0, 4.0)]
-    by_name = {(line["dataset"], line["variant"]): line for line in report.lines(records, COLUMNS)}
+    by_name = {(line["dataset"], line["variant"]): line for line in report.lines(records)}
     base, whole = by_name["arxiv", BASELINE], by_name["arxiv", ABLATION[4].name]
     assert (base["attention_ratio"], base["step_ratio"]) == (1.0, 1.0)
     assert whole["attention_s"] == pytest.approx(3.0)  # medians 2 and 4
@@ -157,9 +155,7 @@ def test_a_step_is_disturbed_where_a_rank_is_slow_or_others_take_cores() -> None
     assert report.disturbed(slow)
     assert report.disturbed(busy)
     assert not report.disturbed({**slow, "share": None})
-    (line, *_) = report.lines(
-        [calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}], COLUMNS
-    )
+    (line, *_) = report.lines([calm, {**slow, "repeat": 1}, {**busy, "repeat": 2}, {**busy, "repeat": WARM_UP}])
     assert line["disturbed"] == 2
     assert line["nic_over_mean"] == pytest.approx(2.0)
     sent = [2_000_000, 1_000_000]
@@ -204,6 +200,6 @@ def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(command, "check", lambda: "needs root or user namespaces")
-    assert command.main(["ablation", "--out", str(tmp_path / "out")]) == 77
+    assert command.main(["--out", str(tmp_path / "out")]) == 77
     assert capsys.readouterr().out == "SKIP: no emulated cluster on this machine: needs root or user namespaces\n"
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.cost_table import made
 from tools.bench.simulated import __main__ as command
 from tools.bench.simulated import piece, report
 from tools.bench.simulated.calibrate import OfPhase, Pace, at_pace, mean_of, of_phase, without_burst
-from tools.bench.simulated.cases import MODEL, Grid, cases_of, flops_per_s
+from tools.bench.simulated.cases import MODEL, Grid, Key, cases_of, flops_per_s
 from tools.bench.simulated.paced import PacedKernel
 from tools.bench.simulated.report import Line, Pair
 
@@ -102,10 +102,7 @@ def written(folder: Path) -> Path:
     entries = [
         {
             "costs": "costs.json",
-            **{
-                name: getattr(case, name)
-                for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")
-            },
+            **{field.name: getattr(case, field.name) for field in fields(Key)},
             "repeats": [[1.0, 2.0], [1.1, 2.1], [1.2, 2.2]],
             "late_share": 0.01,
             "plan": json.loads(to_json(case.plan)),

@@ -22,7 +22,7 @@ from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner
 from tools.faults import __main__ as command
-from tools.faults import cases, digests, files, mutants, nccl, plans, slow, soak
+from tools.faults import cases, digests, files, mutants, plans, races, rendezvous, soak
 from tools.faults.cases import Outcome, Suite, within
 from tools.gpu_model.races import Recorded
 
@@ -84,12 +84,12 @@ def test_counts_add_up_over_runs_and_a_fault_that_is_mended_is_none(tmp_path: Pa
 
 
 def test_programs_under_rendezvous_and_on_the_model_of_the_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = [nccl.try_program(10), nccl.try_races(1)]
+    ended = [rendezvous.try_program(10), races.try_races(1)]
     assert not [outcome for outcome in ended if outcome.fault]
-    monkeypatch.setattr(nccl.rendezvous, "tried", lambda _, *, passing: "" if passing else "rank 0 hangs")
-    assert nccl.try_program(10).fault.endswith(": rank 0 hangs")
+    monkeypatch.setattr(rendezvous, "tried", lambda _, *, passing: "" if passing else "rank 0 hangs")
+    assert rendezvous.try_program(10).fault.endswith(": rank 0 hangs")
     monkeypatch.setattr(Recorded, "races", lambda _: ["two touch the same memory"])
-    assert nccl.try_races(1).fault.endswith(": two touch the same memory")
+    assert races.try_races(1).fault.endswith(": two touch the same memory")
 
 
 @pytest.mark.parametrize("number", [*range(15), 110, 165, 666, *range(plans.FIRST, plans.FIRST + 5)])
@@ -226,36 +226,3 @@ def test_exchanges_of_ranks_that_share_nothing_may_share_an_id() -> None:
         with_second(id=1, group=(2, 3), transfers=Rows.of(8, [])),  # nobody sends what is read
     ):
         assert not mutants.same_but_for_ids(wrong)
-
-
-def recorded(named: dict[str, Any], first: int) -> list[dict[str, Any]]:
-    """Records of a run in which `named` is named from step `first` on."""
-    nobody: dict[str, Any] = {"ranks": [], "links": []}
-    return [
-        {"step": step, "slow": named if step >= first else nobody, "times": {"waited_s": [0.1]}}
-        for step in range(1, slow.STEPS + 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "named", "first", "dropped", "ended"),
-    [
-        ("nothing", {}, 1, 0, "nothing: nothing named"),
-        ("nothing", {"ranks": [1]}, slow.FROM + 2, 0, "nothing: not named, or another"),
-        ("rank", {"ranks": [2]}, slow.FROM + 2, 0, "rank: named, 3 steps after"),
-        ("rank", {"ranks": [2]}, slow.FROM - 1, 0, "named before it was slow"),
-        ("rank", {"ranks": [2, 3]}, slow.FROM + 2, 0, "rank: not named, or another"),
-        ("link", {"links": [[2, 0], [2, 1]]}, slow.FROM + 3, 0, "link: named, 4 steps after"),
-        ("link", {"links": [[0, 2]]}, slow.FROM + 3, 0, "link: not named, or another"),
-        ("loss", {"links": [[2, 0]]}, slow.FROM + 3, 7, "loss: named, 4 steps after"),
-        ("loss", {"links": [[2, 0]]}, slow.FROM + 3, 0, "another number of lost packets"),
-        ("loss", {}, 1, 7, "loss: not named, or another"),
-    ],
-)
-def test_a_slow_run_must_name_what_was_disturbed_and_nothing_else(
-    kind: str, named: dict[str, Any], first: int, dropped: int, ended: str
-) -> None:
-    case = slow.Case(kind, "te_ring", False, 2)
-    outcome = slow.judged(case, recorded({"ranks": [], "links": []} | named, first), dropped)
-    assert outcome.kind == ended
-    assert bool(outcome.fault) == (not ended.endswith(("after", "nothing named")))

@@ -1,1 +1,1 @@
-"""Experiments inside Megatron's own pretrain loop on an emulated cluster."""
+"""The ablation inside Megatron's own pretrain loop on an emulated cluster."""

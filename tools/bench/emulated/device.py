@@ -74,7 +74,6 @@ def reserve(share: float) -> bool:
 
 
 def release() -> None:
-    """Run this thread as an ordinary one again."""
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.emulated import device
-from tools.bench.emulated.experiments import EXPERIMENTS, Experiment
+from tools.bench.emulated.ablation import Ablation
 from tools.bench.emulated.point import Kernels, Shape
 from tools.emulated_cluster import Topology, run
 
@@ -26,12 +26,12 @@ DEADLINE_S = 7200.0
 
 
 def main() -> int:
-    """Run the experiment that the two arguments describe: its name, and its text."""
-    carry_out(EXPERIMENTS[sys.argv[1]].parse(sys.argv[2]))
+    """Do the run that the argument describes."""
+    carry_out(Ablation.parse(sys.argv[1]))
     return 0
 
 
-def carry_out(experiment: Experiment) -> None:
+def carry_out(ablation: Ablation) -> None:
     """Import Megatron, measure the kernels, fix the point, train."""
     from megatron_balance.megatron import cpu
 
@@ -46,9 +46,9 @@ def carry_out(experiment: Experiment) -> None:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     from tools.bench.emulated import training
 
-    folder, shape = experiment.folder, experiment.cluster_shape
-    share = device.share_of_core(experiment.core_share, shape.num_ranks) if experiment.core_share else None
-    point = experiment.point(calibrated(share, experiment.calibration_s, folder / "kernels", shape))
+    folder, shape = ablation.folder, ablation.cluster_shape
+    share = device.share_of_core(ablation.core_share, shape.num_ranks) if ablation.core_share else None
+    point = ablation.point(calibrated(share, ablation.calibration_s, folder / "kernels", shape))
     # Written before anything is compared: the point must not depend on how planners fare there.
     (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
     with (folder / STEPS_FILE).open("w") as records:
@@ -57,12 +57,12 @@ def carry_out(experiment: Experiment) -> None:
             records.write(json.dumps(step) + "\n")
             records.flush()
 
-        for each in experiment.trainings():
-            job = training.Run(experiment, each, point, record)
+        for each in ablation.trainings():
+            job = training.Run(ablation, each, point, record)
             run(
                 point.topology(each.nics),
                 lambda rank, controller, job=job: training.train(rank, controller, job),
-                folder / f"{each.nics}-nics-pp{each.stages}",
+                folder / f"{each.nics}-nics",
                 deadline_s=DEADLINE_S,
                 may_schedule=True,
             )

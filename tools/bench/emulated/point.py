@@ -11,10 +11,7 @@ from typing import Any
 
 from megatron_balance.workloads.lengths import Lengths, draw
 from tools.emulated_cluster import Topology
-from tools.emulated_cluster.wiring import MTU
-
-GOODPUT = (MTU - 20 - 32) / (MTU + 14)
-"""Of what a NIC carries, the share that is no header of IP, TCP or Ethernet."""
+from tools.emulated_cluster.wiring import GOODPUT
 
 NUM_NODES, RANKS_PER_NODE = 2, 4
 NUM_RANKS = NUM_NODES * RANKS_PER_NODE
@@ -45,17 +42,14 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """Of all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
     def hidden_size(self) -> int:
-        """Of the model."""
         return self.heads * self.head_dim
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of a batch of `TOKENS`."""
         return TOKENS // self.num_ranks
 
     @property
@@ -70,7 +64,7 @@ class Shape:
 
     @property
     def round_flops(self) -> int:
-        """Of a round's attention, forward."""
+        """Of attention, forward."""
         return 4 * self.hidden_size * self.round_pairs
 
 
@@ -118,15 +112,12 @@ class Point:
 
     @staticmethod
     def of(kernels: Kernels, shape: Shape = SHAPE) -> Point:
-        """The point at which a transfer takes `TRANSFER_TO_ROUND` times as long as the attention of
-        its round.
-        """
+        """A transfer takes `TRANSFER_TO_ROUND` times as long as the attention of its round."""
         payload_bytes_per_s = shape.hop_bytes / (TRANSFER_TO_ROUND * kernels.forward_s)
         return Point(kernels, round(8 * payload_bytes_per_s / GOODPUT), shape)
 
     @property
     def intra_bits_per_s(self) -> int:
-        """Rate of a rank's link in its node."""
         return round(INTRA_TO_NIC * self.nic_bits_per_s)
 
     @property
@@ -135,7 +126,6 @@ class Point:
         return self.shape.hop_bytes / self._payload(self.nic_bits_per_s) / self.kernels.forward_s
 
     def topology(self, nics_per_node: int) -> Topology:
-        """The emulated cluster."""
         shape = self.shape
         return Topology(shape.nodes, shape.ranks_per_node, nics_per_node, self.nic_bits_per_s, self.intra_bits_per_s)
 
@@ -156,7 +146,6 @@ class Point:
         }
 
     def text(self) -> str:
-        """A paragraph for people."""
         k, shape = self.kernels, self.shape
         speed = "the ranks share the cores; imbalance between them costs less than on a cluster"
         if k.share is not None:
@@ -193,8 +182,6 @@ def draw_batches(name: str, count: int, seed: int, scale: int = SCALE) -> list[L
 
 
 def scaled(lengths: Sequence[int], scale: int = SCALE) -> Lengths:
-    """A batch of `PAPER_TOKENS` tokens as one of fewer: every boundary between documents divided by
-    `scale`, rounded down.
-    """
+    """Fewer tokens: every boundary between documents divided by `scale`, rounded down."""
     bounds = (bound // scale for bound in accumulate(lengths, initial=0))
     return tuple(stop - start for start, stop in pairwise(bounds) if start < stop)

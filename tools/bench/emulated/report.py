@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_balance.ir.tick import Tick
-from tools.bench.emulated.exchanges import Exchanged
-from tools.bench.emulated.exchanges import exposed_s as exposed
-from tools.bench.emulated.experiments import APART, BASELINE, ONE_BY_ONE, PING_PONG, REPLICAS, TOGETHER, WARM_UP
+from tools.bench.emulated.ablation import BASELINE, WARM_UP
 from tools.bench.emulated.point import DATASETS, GOODPUT
 
 Record = dict[str, Any]
@@ -28,12 +25,10 @@ LEAST_SPEED, MOST_OTHERS = 0.95, 0.05
 
 
 def slowest(name: str) -> Figure:
-    """The largest figure of a rank."""
     return lambda record: max(rank[name] for rank in record["ranks"])
 
 
 def mean_over_ranks(name: str) -> Figure:
-    """The mean of a figure of the ranks."""
     return lambda record: statistics.fmean(rank[name] for rank in record["ranks"])
 
 
@@ -58,11 +53,6 @@ def net_step_s(record: Record) -> float:
     return slowest("step_s")(record) - slowest("all_reduce_s")(record)
 
 
-def exposed_s(record: Record) -> float:
-    """Seconds that ranks waited for what was on its way, mean over ranks."""
-    return exposed([[Exchanged(*one) for one in rank["exchanges"]] for rank in record["ranks"]])
-
-
 def busiest_nic_mb(record: Record) -> float:
     """Most bytes that a NIC sent or received, as the kernel counted them, in MB."""
     return max(*record["nic_sent"], *record["nic_received"]) / 1e6
@@ -77,9 +67,7 @@ def nic_over_mean(record: Record) -> float:
 
 
 def speed(record: Record) -> float:
-    """Of the core's share that each rank was promised, what the slowest one's thread had while it was
-    busy.
-    """
+    """Of the share of a core that it was promised, what the slowest rank had while it was busy."""
     if record["share"] is None:
         return 1.0
     return min(rank["cpu_s"] / (rank["model_s"] - rank["waited_s"]) for rank in record["ranks"]) / record["share"]
@@ -99,18 +87,16 @@ def disturbed(record: Record) -> bool:
 
 
 def brief(record: Record) -> Record:
-    """A step without what each rank counted, but for its idle ticks."""
-    times = {"step_s": net_step_s(record), "all_reduce_s": slowest("all_reduce_s")(record)}
-    if record["stages"] == 1:
-        times["attention_s"], times["speed"] = attention_s(record), speed(record)
-        times["others_share"] = others_share(record)
-    found = {name: value for name, value in record.items() if name != "ranks"}
-    idle = [rank["idle"] for rank in record["ranks"]]
-    return {
-        **found,
-        **{name: round(value, 4) for name, value in times.items()},
-        **({"idle": idle} if any(idle) else {}),
+    """A step without what each rank counted."""
+    figures = {
+        "step_s": net_step_s,
+        "all_reduce_s": slowest("all_reduce_s"),
+        "attention_s": attention_s,
+        "speed": speed,
+        "others_share": others_share,
     }
+    found = {name: value for name, value in record.items() if name != "ranks"}
+    return {**found, **{name: round(figure(record), 4) for name, figure in figures.items()}}
 
 
 # Figures of a variant
@@ -126,7 +112,6 @@ class Group:
     variant: str
 
     def batches(self, of: str = "") -> list[Sequence[Record]]:
-        """The repeats of each batch."""
         return [same for (name, _), same in sorted(self.steps.items()) if name == (of or self.variant)]
 
     def medians(self, figure: Figure, of: str = "") -> list[float]:
@@ -136,14 +121,9 @@ class Group:
         """The mean over batches of the medians over repeats."""
         return statistics.fmean(self.medians(figure, of))
 
-    def ratios(self, figure: Figure, base: str) -> list[float]:
-        """Of each batch, the base's figure over this one's."""
-        return [b / a for a, b in zip(self.medians(figure), self.medians(figure, base), strict=True)]
-
-    def turns(self, figure: Figure, base: str) -> list[float]:
-        """Of each turn, in which one step follows the other, the base's figure over this one's."""
-        pairs = zip(self.batches(), self.batches(base), strict=True)
-        return [figure(b) / figure(a) for own, others in pairs for a, b in zip(own, others, strict=True)]
+    def ratios(self, figure: Figure) -> list[float]:
+        """Of each batch, the baseline's figure over this one's."""
+        return [b / a for a, b in zip(self.medians(figure), self.medians(figure, BASELINE), strict=True)]
 
     def spread(self, figure: Figure) -> float:
         """The largest (max - min) / median over the repeats of a batch."""
@@ -162,84 +142,39 @@ class Column(NamedTuple):
 
 
 def plain(key: str, heading: str, figure: Figure, show: str = "{:.2f}") -> Column:
-    """The mean of a figure."""
     return Column(key, heading, lambda group: group.mean(figure), show)
 
 
-def to(base: str, heading: str, figure: Figure = net_step_s, key: str = "ratio") -> Column:
-    """The base's figure over the variant's."""
-    return Column(key, heading, lambda group: group.mean(figure, base) / group.mean(figure))
-
-
-def spread(figure: Figure) -> Column:
-    return Column("spread", "spread", lambda group: group.spread(figure), "{:.0%}", max)
-
-
-def _hidden(group: Group) -> float:
-    """Of the time that exchanges were under way, the share in which the rank did not wait."""
-    under_way, waited = (group.mean(mean_over_ranks(name)) for name in ("under_way_s", "waited_s"))
-    return 1 - waited / under_way if under_way else 1.0
-
-
-def _of_one_by_one(group: Group) -> float:
-    """Of what is exposed one by one, the share that ping-pong does not expose."""
-    single = group.mean(exposed_s, ONE_BY_ONE)
-    return 1 - group.mean(exposed_s) / single if single and group.variant == PING_PONG else 0.0
+def ratio(key: str, figure: Figure) -> Column:
+    return Column(key, "ratio", lambda group: group.mean(figure, BASELINE) / group.mean(figure))
 
 
 def _disturbed(group: Group) -> int:
     return sum(disturbed(record) for same in group.batches() for record in same)
 
 
-COLUMNS: dict[str, tuple[Column, ...]] = {
-    "ablation": (
-        plain("attention_s", "attention s", attention_s, "{:.3f}"),
-        to(BASELINE, "ratio", attention_s, "attention_ratio"),
-        Column("low", "least", lambda group: min(group.ratios(attention_s, BASELINE)), over=min),
-        Column("high", "most", lambda group: max(group.ratios(attention_s, BASELINE)), over=max),
-        spread(attention_s),
-        plain("step_s", "step s", net_step_s, "{:.3f}"),
-        to(BASELINE, "ratio", net_step_s, "step_ratio"),
-        plain("all_reduce_s", "all-reduce s", slowest("all_reduce_s"), "{:.3f}"),
-        plain("nic_mb", "busiest NIC MB", busiest_nic_mb),
-        plain("nic_over_mean", "over mean", nic_over_mean),
-        plain("hidden_share", "hidden", mean_over_ranks("hidden_share"), "{:.0%}"),
-        Column("disturbed", "disturbed", _disturbed, "{:.0f}", sum),
-    ),
-    "distca": (
-        plain("step_s", "step s", net_step_s),
-        to(BASELINE, "to te_ring"),
-        to(ONE_BY_ONE, "to one by one", key="single_ratio"),
-        plain("model_s", "model s", slowest("model_s")),
-        plain("kernel_s", "attention s", mean_over_ranks("kernel_s")),
-        plain("waited_s", "waited s", mean_over_ranks("waited_s")),
-        Column("hidden_share", "hidden", _hidden, "{:.0%}"),
-        plain("exposed_s", "exposed s", exposed_s),
-        Column("of_single", "hidden of one by one's", _of_one_by_one, "{:.0%}"),
-        spread(net_step_s),
-        plain("nic_mb", "busiest NIC MB", busiest_nic_mb),
-    ),
-    "pipeline": (
-        plain("step_s", "step s", net_step_s),
-        to(APART, "to stages"),
-        Column("low", "least of a turn", lambda group: min(group.turns(net_step_s, APART)), over=min),
-        Column("high", "most of a turn", lambda group: max(group.turns(net_step_s, APART)), over=max),
-        spread(net_step_s),
-        plain("model_s", "model s", slowest("model_s")),
-        plain("kernel_s", "attention s", mean_over_ranks("kernel_s")),
-        plain("waited_s", "waited s", mean_over_ranks("waited_s")),
-        plain("nic_mb", "busiest NIC MB", busiest_nic_mb),
-    ),
-}
-"""By experiment; `microbatches` has a table of its own."""
+COLUMNS = (
+    plain("attention_s", "attention s", attention_s, "{:.3f}"),
+    ratio("attention_ratio", attention_s),
+    Column("low", "least", lambda group: min(group.ratios(attention_s)), over=min),
+    Column("high", "most", lambda group: max(group.ratios(attention_s)), over=max),
+    Column("spread", "spread", lambda group: group.spread(attention_s), "{:.0%}", max),
+    plain("step_s", "step s", net_step_s, "{:.3f}"),
+    ratio("step_ratio", net_step_s),
+    plain("all_reduce_s", "all-reduce s", slowest("all_reduce_s"), "{:.3f}"),
+    plain("nic_mb", "busiest NIC MB", busiest_nic_mb),
+    plain("nic_over_mean", "over mean", nic_over_mean),
+    plain("hidden_share", "hidden", mean_over_ranks("hidden_share"), "{:.0%}"),
+    Column("disturbed", "disturbed", _disturbed, "{:.0f}", sum),
+)
+HEADINGS = ("data set", "variant", *(column.heading for column in COLUMNS))
 
 
 def measured(records: Iterable[Record]) -> list[Record]:
-    """Steps without the warm-up."""
     return [record for record in records if record["repeat"] != WARM_UP]
 
 
-def lines(records: Sequence[Record], columns: Sequence[Column]) -> list[dict[str, Any]]:
+def lines(records: Sequence[Record]) -> list[dict[str, Any]]:
     """By topology and data set, the variants in the order of their list; then all data sets."""
     found: list[dict[str, Any]] = []
     for nics in dict.fromkeys(record["nics"] for record in records):
@@ -251,35 +186,29 @@ def lines(records: Sequence[Record], columns: Sequence[Column]) -> list[dict[str
             for record in (record for record in kept if record["dataset"] == dataset):
                 steps.setdefault((record["variant"], record["batch"]), []).append(record)
             for name in variants:
-                values = {column.key: column.value(Group(steps, name)) for column in columns}
+                values = {column.key: column.value(Group(steps, name)) for column in COLUMNS}
                 of_sets[name].append({"nics": nics, "dataset": dataset, "variant": name, **values})
                 found.append(of_sets[name][-1])
         for name, own in of_sets.items():
-            values = {column.key: column.over([line[column.key] for line in own]) for column in columns}
+            values = {column.key: column.over([line[column.key] for line in own]) for column in COLUMNS}
             found.append({"nics": nics, "dataset": "mean", "variant": name, **values})
     return found
 
 
-def rows(found: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
-    """Cells of a table, by line."""
+def rows(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [
         [
             line["dataset"],
             line["variant"],
-            *(column.show.format(line[column.key]).replace("%", " %") for column in columns),
+            *(column.show.format(line[column.key]).replace("%", " %") for column in COLUMNS),
         ]
         for line in found
     ]
 
 
-def headings(columns: Sequence[Column]) -> list[str]:
-    """Of a table."""
-    return ["data set", "variant", *(column.heading for column in columns)]
-
-
-def markdown(heads: Sequence[str], cells: Sequence[Sequence[str]], named: int = 2) -> str:
-    """A table whose first `named` columns are words."""
-    lined = [list(heads), [*["---"] * named, *["---:"] * (len(heads) - named)], *cells]
+def markdown(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table whose first two columns are words."""
+    lined = [heads, ["---", "---", *["---:"] * (len(heads) - 2)], *cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in lined)
 
 
@@ -338,55 +267,3 @@ def health(records: Sequence[Record]) -> str:
         f"{100 * counted_against_plan(records):.1f} % of the busiest NIC's apart at most, where that one carries a "
         "megabyte or more."
     )
-
-
-# Idle stages
-
-
-class Idle(NamedTuple):
-    """A rank's work in a tick in which its stage had no microbatch. `first`: as `warms_up` says,
-    else the stage drains. `kernel_s`: seconds of attention.
-    """
-
-    backward: bool
-    first: bool
-    tasks: int
-    kernel_s: float
-
-
-def warms_up(ticks: Sequence[Tick], number: int, stage: int) -> bool:
-    """Whether a stage that is idle in tick `number` still has all its passes of that tick's
-    direction before it; else they are over.
-    """
-    return any(tick.backward == ticks[number].backward and tick.cells[stage] is not None for tick in ticks[number:])
-
-
-IDLE_HEADINGS = (
-    *("stage", "rank", "tasks in warm-up, forward", "backward", "tasks in drain, forward", "backward"),
-    *("in all", "least in a step", "attention s", "of all its attention"),
-)
-
-
-def idle_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Cells of the table of idle stages, by rank: means over the steps in which stages attend
-    together.
-    """
-    steps = [record for record in measured(records) if record["variant"] == TOGETHER]
-    return [_idle_row(rank, [step["ranks"][rank] for step in steps]) for rank in range(len(steps[0]["ranks"]))]
-
-
-def _idle_row(rank: int, steps: Sequence[Record]) -> list[str]:
-    each = [[Idle(*tick) for tick in step["idle"]] for step in steps]
-
-    def tasks(*, first: bool, backward: bool) -> str:
-        ticks = [[tick.tasks for tick in step if (tick.first, tick.backward) == (first, backward)] for step in each]
-        return f"{statistics.fmean(map(sum, ticks)):.1f}" if any(ticks) else "-"
-
-    kinds = [tasks(first=first, backward=backward) for first in (True, False) for backward in (False, True)]
-    in_all = [sum(tick.tasks for tick in step) for step in each]
-    idle_s = statistics.fmean(sum(tick.kernel_s for tick in step) for step in each)
-    share = idle_s / statistics.fmean(step["kernel_s"] for step in steps)
-    return [
-        *(str(rank // REPLICAS), str(rank), *kinds, f"{statistics.fmean(in_all):.1f}", str(min(in_all))),
-        *(f"{idle_s:.2f}", f"{100 * share:.0f} %"),
-    ]

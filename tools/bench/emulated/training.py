@@ -2,8 +2,7 @@
 its variant, timed from outside.
 
 What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its
-reduction of gradients, the session's choice of a planner, planning and `bind`, attention, the two
-nano-batches of the attention call, the ticks of joint pipelines, and transfers between stages.
+reduction of gradients, the session's choice of a planner, `bind`, and attention.
 """
 
 from __future__ import annotations
@@ -11,42 +10,31 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter, thread_time
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import yaml
-from megatron.core.datasets.utils import Split
 from megatron.training import training as megatron_training
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload
-from megatron_balance.compile import ping_pong as ping_pong_order
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.ir.step import StepPlan
-from megatron_balance.megatron import entry, ping_pong, session
-from megatron_balance.megatron.data import PADDING
-from megatron_balance.megatron.pipeline_ticks import TickRun
+from megatron_balance.megatron import entry, session
 from megatron_balance.megatron.planning import step_plans
-from megatron_balance.megatron.stage_transfers import PlannedTransfers
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound, Prepared
 from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
 from megatron_balance.training.plans import StepPlans
-from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
-from tools.bench.emulated.exchanges import exchanges_of
-from tools.bench.emulated.experiments import Dealt, Experiment, Planned, Training, Variant, dealt
+from tools.bench.emulated.ablation import ABLATION, BASELINE, Ablation, Planned, Training, Variant
 from tools.bench.emulated.point import TOKENS, Point, Shape
-from tools.bench.emulated.report import Idle, warms_up
 from tools.emulated_cluster import Controller, NicBytes
 from tools.megatron_flags import GPT, LOOP, command_line
+from tools.megatron_pretrain import Documents, pretrain_balanced
 
 VOCABULARY = 256
 
@@ -69,7 +57,6 @@ FLAGS: dict[str, Any] = {
 
 
 def model_flags(shape: Shape) -> dict[str, Any]:
-    """Megatron's flags of the model."""
     return {
         "hidden-size": shape.hidden_size,
         "kv-channels": shape.head_dim,
@@ -80,9 +67,7 @@ def model_flags(shape: Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One job of the benchmark."""
-
-    experiment: Experiment
+    ablation: Ablation
     training: Training
     point: Point
     record: Callable[[dict[str, Any]], None]
@@ -92,75 +77,28 @@ class Run:
 def train(rank: int, controller: Controller, run: Run) -> None:
     """Train all steps of `run` by Megatron's `pretrain`; this is what the ranks of the cluster do."""
     Meter(rank, controller, run).install()
-    experiment, training = run.experiment, run.training
-    file = experiment.folder / f"balance-rank{rank}.yaml"
-    cluster = run.point.cluster(training.nics)
-    keys = {**experiment.config(), "cluster": cluster, "backward": experiment.backward, "plan_ahead": False}
+    ablation, training = run.ablation, run.training
+    file = ablation.folder / f"balance-rank{rank}.yaml"
+    keys = {
+        "planner": {"name": BASELINE},
+        "cluster": run.point.cluster(training.nics),
+        "backward": ablation.backward,
+        "plan_ahead": False,
+    }
     file.write_text(yaml.safe_dump(keys))
     flags = {
         **FLAGS,
-        **model_flags(experiment.cluster_shape),
-        "context-parallel-size": experiment.cluster_shape.num_ranks,
-        **experiment.flags(training.stages),
-        "num-layers": experiment.layers,
+        **model_flags(ablation.cluster_shape),
+        "context-parallel-size": ablation.cluster_shape.num_ranks,
+        "num-layers": ablation.layers,
         "train-iters": len(training.steps),
         "balance-config": file,
     }
     sys.argv = ["bench", *command_line(flags)]
-    samples = [sample for step in training.steps for sample in experiment.samples(step)]
-    code = entry.run(lambda: _pretrain(Batches(samples, flags["seq-length"])))
+    documents = Documents([step.lengths for step in training.steps], VOCABULARY)
+    code = entry.run(lambda: pretrain_balanced(documents))
     if code:
         sys.exit(code)
-
-
-def _pretrain(batches: Batches) -> None:
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-
-    from megatron_balance.megatron.arguments import add_balance_arguments
-    from megatron_balance.megatron.forward_step import forward_step
-
-    def provider(*_: Any, **__: Any) -> tuple[Batches, None, None]:
-        return batches, None, None
-
-    provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
-    args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    with entry.training(config):
-        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Batches(Dataset[dict[str, Tensor]]):
-    """Each sample's documents, each filled with random tokens that depend on its length alone."""
-
-    split = Split.train
-    """Megatron's samplers read it."""
-
-    def __init__(self, lengths: Sequence[Lengths], tokens: int = TOKENS) -> None:
-        """`lengths`: of the documents of each sample, which has so many `tokens`."""
-        self._lengths, self._tokens = lengths, tokens
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids of sample `index`, each [tokens]."""
-        lengths = self._lengths[index]
-        tokens = np.zeros(self._tokens + 1, dtype=np.int64)
-        loss_mask = np.zeros(self._tokens, dtype=np.float32)
-        position_ids = np.full(self._tokens, PADDING, dtype=np.int64)
-        at = 0
-        for length in lengths:
-            loss_mask[at : at + length - 1] = 1  # a document's last token has no label
-            position_ids[at : at + length] = np.arange(length)
-            tokens[at : at + length] = np.random.default_rng(length).integers(0, VOCABULARY, size=length)
-            at += length
-        arrays = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
-        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
 @dataclass(slots=True)
@@ -175,8 +113,6 @@ class MeasuredStep:
     """Of the step, what the measuring itself took; not in `step_s`."""
     cpu_s: float = 0.0
     """Of the thread that computes, over `model_s`."""
-    between_s: float = 0.0
-    """In transfers between stages, waiting for the neighbour included."""
     used: list[device.Used] = field(default_factory=list)
     """Before the model and behind it."""
     before: tuple[NicBytes, ...] = ()
@@ -184,19 +120,8 @@ class MeasuredStep:
     forward_calls: list[tuple[float, float]] = field(default_factory=list)
     backward_calls: list[tuple[float, float]] = field(default_factory=list)
     """When each attention call began and ended; all ranks have one clock."""
-    bounds: list[Bound] = field(default_factory=list)
-    dealt: Dealt = ()
-    idle: list[Idle] = field(default_factory=list)
-    """By tick in which its stage had no microbatch."""
-
-    @property
-    def traces(self) -> list[Trace]:
-        """Of all that was bound."""
-        return [bound.trace or [] for bound in self.bounds]
-
-    def kernel_s(self) -> float:
-        """Seconds of attention's kernels so far."""
-        return sum(event.stop_s - event.start_s for trace in self.traces for event in trace if event.leg == "run")
+    bound: Bound = field(init=False)
+    trace: Trace = field(default_factory=list)
 
 
 class Meter:
@@ -219,18 +144,15 @@ class Meter:
 
     @property
     def _variant(self) -> Variant:
-        return self.run.experiment.variants[self._planned_step.variant]
+        return ABLATION[self._planned_step.variant]
 
     def install(self) -> None:
         """Wrap what is measured."""
         planner = self._planner
         session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
-        StepPlans.plan = self._planned(StepPlans.plan)
         Prepared.ship = self._shipped(Prepared.ship)
         attention.run_forward = self._timed("forward_calls", attention.run_forward)
         attention.run_backward = self._timed("backward_calls", attention.run_backward)
-        TickRun._serve = self._served(TickRun._serve)
-        PlannedTransfers._communicate = self._between(PlannedTransfers._communicate)
         megatron_training.train_step = self._measured(megatron_training.train_step)
         megatron_training.finalize_model_grads = self._reduced(megatron_training.finalize_model_grads)
 
@@ -240,39 +162,20 @@ class Meter:
         if at not in self._planners:
             job = copy.copy(job)
             job.config = job.config.model_copy(update={"planner": variant.choice()})
-            job.ping_pong = variant.ping_pong
-            self._planners[at] = step_plans(job, ahead=False, joint=variant.joint)
+            self._planners[at] = step_plans(job, ahead=False)
         return self._planners[at]
 
-    def _begin(self) -> None:
-        """The model begins."""
-        self.step.before = self._counted()
-        if self._share is not None:
-            device.reserve(self._share)
-        self._model_start_s, self._cpu_start_s = perf_counter(), thread_time()
-
-    def _planned(self, plan: Callable[..., Any]) -> Callable[..., Any]:
-        """In pipelines the model begins when its microbatches are planned; each is bound within."""
-
-        def planned(*args: Any, **kwargs: Any) -> Any:
-            found = plan(*args, **kwargs)
-            self.step.dealt = dealt(found.step)
-            if self.run.experiment.PIPELINED:
-                self._begin()
-            return found
-
-        return planned
-
     def _shipped(self, ship: Callable[..., tuple[Bound, ...]]) -> Callable[..., tuple[Bound, ...]]:
-        """Plans of the one microbatch, with which the model begins, or of one of several."""
+        """The plan of the one microbatch, with which the model begins."""
 
         def shipped(prepared: Prepared) -> tuple[Bound, ...]:
-            traces: list[Trace] = [[] for _ in prepared.bounds]
-            bounds = tuple(replace(bound, trace=trace) for bound, trace in zip(ship(prepared), traces, strict=True))
-            self.step.bounds += bounds
-            if not self.run.experiment.PIPELINED:
-                self._begin()
-            return bounds
+            (bound,) = ship(prepared)
+            self.step.bound = replace(bound, trace=self.step.trace)
+            self.step.before = self._counted()
+            if self._share is not None:
+                device.reserve(self._share)
+            self._model_start_s, self._cpu_start_s = perf_counter(), thread_time()
+            return (self.step.bound,)
 
         return shipped
 
@@ -284,25 +187,6 @@ class Meter:
             return result
 
         return timed
-
-    def _served(self, serve: Callable[..., None]) -> Callable[..., None]:
-        def served(run: TickRun, tick: Any, bounds: Any) -> None:
-            kernels, tasks = self.step.kernel_s(), sum(bound.counters.idle_tasks for bound in bounds)
-            serve(run, tick, bounds)
-            tasks = sum(bound.counters.idle_tasks for bound in bounds) - tasks
-            first = warms_up(run.ticks, run.ticks.index(tick), run.stage)
-            self.step.idle.append(Idle(tick.backward, first, tasks, self.step.kernel_s() - kernels))
-
-        return served
-
-    def _between(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        def between(*args: Any, **kwargs: Any) -> Any:
-            start = perf_counter()
-            result = communicate(*args, **kwargs)
-            self.step.between_s += perf_counter() - start
-            return result
-
-        return between
 
     def _reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         """`reduce`, the reduction of gradients, with which the model ends."""
@@ -334,8 +218,6 @@ class Meter:
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._at += 1
             self.step = MeasuredStep()
-            order = ping_pong_order.forward if self._variant.interleaved else ping_pong_order.one_by_one
-            ping_pong.interleaved = order
             device.prefer_transfers()
             dist.barrier()
             start = perf_counter()
@@ -349,24 +231,14 @@ class Meter:
     def _report(self, loss: Any, grad_norm: float) -> None:
         """Gather what the ranks measured, and record it on rank 0."""
         step, run = self.step, self.run
-        waits = [exchange_s(trace) for trace in step.traces]
-        under_way, waited = (sum(seconds) for seconds in zip(*waits, strict=True)) if waits else (0.0, 0.0)
-        counted = [asdict(bound.counters) for bound in step.bounds]
-        names = ("model_s", "all_reduce_s", "step_s", "cpu_s", "between_s", "forward_calls", "backward_calls", "idle")
+        names = ("model_s", "all_reduce_s", "step_s", "cpu_s", "forward_calls", "backward_calls")
         mine = {
             **{name: getattr(step, name) for name in names},
             "loss": None if loss is None else float(loss),
             "used": [step.used[0], step.used[-1]],
-            "kernel_s": step.kernel_s(),
-            "under_way_s": under_way,
-            "waited_s": waited,
-            "hidden_share": hidden_share(*step.traces),
-            "tokens": sum(bound.num_tokens for bound in step.bounds),
-            "counters": {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else {},
+            "waited_s": exchange_s(step.trace)[1],
+            "hidden_share": hidden_share(step.trace),
         }
-        if not run.experiment.PIPELINED:
-            bounds = enumerate(step.bounds)
-            mine["exchanges"] = [each for nano_batch, bound in bounds for each in exchanges_of(bound, nano_batch)]
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         if self.rank:
@@ -374,55 +246,43 @@ class Meter:
         run.record(
             {
                 "nics": run.training.nics,
-                "stages": run.training.stages,
                 **asdict(self._planned_step),
                 "variant_id": self._planned_step.variant,
                 "variant": self._variant.name,
                 "share": self._share,
                 "cores": len(os.sched_getaffinity(0)),
-                "dealt": step.dealt,
-                "loss": ranks[-1]["loss"],  # the last stage knows it
+                "loss": ranks[-1]["loss"],
                 "grad_norm": grad_norm,
                 "ranks": ranks,
                 "nic_sent": _differences(step.before, step.after, "sent"),
                 "nic_received": _differences(step.before, step.after, "received"),
-                **({} if run.experiment.PIPELINED else _plan_figures(step.bounds, run)),
+                **_plan_figures(step.bound, run),
             }
         )
 
 
 def _differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str) -> list[int]:
-    """Bytes that each NIC `sent` or `received` in between."""
     return [getattr(b, side) - getattr(a, side) for a, b in zip(before, after, strict=True)]
 
 
-def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
-    """The plans of a microbatch, and the bytes that they put on each NIC, all layers, forward and
-    backward.
-    """
-    plans, payload = [bound.plan for bound in bounds], Payload.of(session.current().model())
-    topology, layers = run.point.topology(run.training.nics), run.experiment.layers
-    moved = [
-        traffic(
-            expand(bound.plan, bound.policy),
-            payload,
-            ranks_per_node=topology.ranks_per_node,
-            ranks_per_nic=topology.ranks_per_nic,
-        )
-        for bound in bounds
-    ]
-    zones: dict[str, int] = {}
-    for zone in (zone for plan in plans for zone in plan.zones):
-        zones[zone.name] = zones.get(zone.name, 0) + len(zone.seqs)
-    sides = {"sent": [each.nic_sent for each in moved], "received": [each.nic_received for each in moved]}
+def _plan_figures(bound: Bound, run: Run) -> dict[str, Any]:
+    """The plan, and the bytes that it puts on each NIC, all layers, forward and backward."""
+    plan, topology = bound.plan, run.point.topology(run.training.nics)
+    moved = traffic(
+        expand(plan, bound.policy),
+        Payload.of(session.current().model()),
+        ranks_per_node=topology.ranks_per_node,
+        ranks_per_nic=topology.ranks_per_nic,
+    )
+    zones = Counter[str]()
+    for zone in plan.zones:
+        zones[zone.name] += len(zone.seqs)
+    sides = {"sent": moved.nic_sent, "received": moved.nic_received}
     return {
-        "fingerprint": StepPlan.whole(tuple(plans)).fingerprint() if len(plans) > 1 else plans[0].fingerprint(),
+        "fingerprint": plan.fingerprint(),
         "zones": zones,
-        "picked": [plan.note.split(":")[0] or plan.planner for plan in plans],
-        "moved_tokens": sum(row[2] for plan in plans for row in plan.moves),
-        "routed_zones": [zone for plan in plans if plan.routing is not None for zone in plan.routing.zones],
-        **{
-            f"plan_nic_{side}": [layers * n for n in np.sum(of, axis=0).flatten().tolist()]
-            for side, of in sides.items()
-        },
+        "picked": plan.note.split(":")[0] or plan.planner,
+        "moved_tokens": sum(row[2] for row in plan.moves),
+        "routed_zones": [] if plan.routing is None else list(plan.routing.zones),
+        **{f"plan_nic_{side}": (run.ablation.layers * of).flatten().tolist() for side, of in sides.items()},
     }

@@ -156,9 +156,7 @@ class Pacer:
     def _mean_s(
         self, seconds: float, which: slice = slice(None), begin: Callable[[], list[dist.Work]] = list[dist.Work]
     ) -> list[float]:
-        """Of the short launch forward and backward, then of the long one, beside what `begin`
-        begins.
-        """
+        """Mean wall-clock seconds of calls in turn, two or more, while all ranks do the same."""
         return mean_of(
             gathered([_mean_s(calls, seconds, begin) for launch in self._launches[which] for calls in launch.calls])
         )
@@ -217,14 +215,12 @@ def _around(kernel: PacedKernel, call: Callable[[], Value]) -> tuple[Value, floa
 
 
 def gathered(mine: Value) -> list[Value]:
-    """Every rank's."""
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
 def paced(share: float) -> PacedKernel:
-    """The kernel that calls run on, at `share` of a core."""
     return PacedKernel(choose_kernel("auto", torch.device("cpu"), torch.float32, MODEL.head_dim), share)
 
 
@@ -273,7 +269,6 @@ def mean_of(tables: Sequence[Any]) -> Any:
 
 
 def scaled(times: Any, factor: float) -> Any:
-    """Times, or tuples of them, times a factor."""
     return tuple(scaled(each, factor) for each in times) if isinstance(times, tuple) else times * factor
 
 
@@ -333,9 +328,7 @@ def _transfers(step: int, num_bytes: float) -> list[dist.Work]:
 
 
 def _mean_s(calls: Sequence[Callable[[], object]], seconds: float, begin: Callable[[], list[dist.Work]]) -> float:
-    """Mean wall-clock seconds of calls in turn, two or more, for so long, while all ranks do the
-    same, beside what `begin` begins.
-    """
+    """Mean wall-clock seconds of calls in turn, two or more, while all ranks do the same."""
     dist.barrier()
     # behind the barrier, whose messages would wait for them on the same connections
     works = begin()

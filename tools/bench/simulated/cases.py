@@ -20,7 +20,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
-from tools.bench.emulated.experiments import RINGS, Variant
+from tools.bench.emulated.ablation import RINGS, Variant
 from tools.bench.emulated.point import (
     GOODPUT,
     INTRA_TO_NIC,
@@ -67,10 +67,8 @@ VARIANTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One plan on links of one speed. `others`: planners that made the very same plan; their cases
-    would be this one again.
-    """
+class Key:
+    """Names of a case. `others`: planners that made the very same plan."""
 
     nics: int
     mbit: float
@@ -79,12 +77,18 @@ class Case:
     batch: int
     planner: str
     others: tuple[str, ...]
-    plan: MicrobatchPlan
 
     @property
     def group(self) -> tuple[int, float, str, str, int]:
-        """Key of cases that differ only by the planner."""
+        """Equal in cases that differ only by the planner."""
         return self.nics, self.mbit, self.policy, self.dataset, self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Key):
+    """One plan on links of one speed."""
+
+    plan: MicrobatchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,6 @@ class Rates(NamedTuple):
 
 
 def rates_of(nics: int, mbit: float) -> Rates:
-    """Of the emulated cluster."""
     nic_bytes_per_s = mbit * 1e6 / 8 * GOODPUT
     return Rates(INTRA_TO_NIC * nic_bytes_per_s, nic_bytes_per_s * nics / RANKS_PER_NODE)
 
@@ -148,7 +151,6 @@ def flops_per_s(table: CostTable, share: float) -> float:
 
 
 def topology_of(nics: int, mbit: float) -> Topology:
-    """The emulated cluster itself."""
     nic_bits_per_s = round(1e6 * mbit)
     return Topology(NUM_NODES, RANKS_PER_NODE, nics, nic_bits_per_s, round(INTRA_TO_NIC * nic_bits_per_s))
 

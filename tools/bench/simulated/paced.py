@@ -43,21 +43,17 @@ class PacedKernel:
         return self.late_s * self._share / self.computed_s if self.computed_s else 0.0
 
     def launches(self, entries: Entries) -> int:
-        """Kernel calls that the entries take."""
         return self._kernel.launches(entries)
 
     def prepare(self, entries: Entries, device: torch.device) -> Any:
-        """Arguments of `forward` and `backward` among the entries."""
         return self._kernel.prepare(entries, device)
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """As the kernel's own."""
         return self._paced(lambda: self._kernel.forward(entries, q, k, v, scale))
 
     def backward(
         self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As the kernel's own."""
         return self._paced(lambda: self._kernel.backward(entries, dout, q, k, v, scale))
 
     def _paced(self, call: Callable[[], Value]) -> Value:

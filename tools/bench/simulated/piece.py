@@ -11,17 +11,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron_balance.analysis.memory import Policy
 from megatron_balance.cost.table import CostTable, load_table, save_table
-from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
+from megatron_balance.ir.plan import from_json, to_json
 from tools.bench.emulated.point import NUM_RANKS
-from tools.bench.simulated.cases import Grid, cases_of, flops_per_s, topology_of
+from tools.bench.simulated.cases import Case, Grid, Key, cases_of, flops_per_s, topology_of
 from tools.emulated_cluster import Topology, run
 
 CASES = "cases.json"
@@ -29,27 +28,14 @@ DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A case with what it took: seconds of each repetition, forward and backward, until the last
-    rank was done.
+class Row(Case):
+    """A case with what it took: seconds of each repetition, forward and backward, until the last rank
+    was done.
     """
 
-    nics: int
-    mbit: float
-    policy: Policy
-    dataset: str
-    batch: int
-    planner: str
-    others: tuple[str, ...]
-    plan: MicrobatchPlan
     repeats: tuple[tuple[float, float], ...]
     late_share: float
     table: CostTable
-
-    @property
-    def group(self) -> tuple[int, float, str, str, int]:
-        """Key of rows that differ only by the planner."""
-        return self.nics, self.mbit, self.policy, self.dataset, self.batch
 
 
 def measure(grid: Grid, nics: int, repeats: int, share: float, folder: Path) -> None:
@@ -73,10 +59,7 @@ def measure(grid: Grid, nics: int, repeats: int, share: float, folder: Path) -> 
         entries.append(
             {
                 "costs": file,
-                **{
-                    name: getattr(case, name)
-                    for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")
-                },
+                **{field.name: getattr(case, field.name) for field in fields(Key)},
                 "repeats": first.repeats,
                 "late_share": max(each.late_share for each in of_ranks),
                 "plan": json.loads(to_json(case.plan)),
@@ -86,7 +69,6 @@ def measure(grid: Grid, nics: int, repeats: int, share: float, folder: Path) -> 
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    """A run as it was left in `folder`."""
     tables: dict[str, CostTable] = {}
     for entry in json.loads((folder / CASES).read_text()):
         file = entry.pop("costs")
@@ -115,5 +97,4 @@ def _bar(total: int) -> Callable[[str], None]:
 
 
 def all_rows(folders: Sequence[Path]) -> list[Row]:
-    """Of several runs."""
     return [row for folder in folders for row in rows(folder)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.machine import Machine
-from tools.bench.simulated.cases import MODEL, cluster_of
+from tools.bench.simulated.cases import MODEL, Key, cluster_of
 from tools.bench.simulated.piece import Row
 
 CLOSE = 0.15
@@ -55,18 +55,11 @@ _NO_FLOPS = 1.0  # the cluster's rate, which a measured table does not ask for
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(Key):
     """One case. Seconds of forward and backward together, measured: median, shortest and longest;
     errors: simulated over measured - 1.
     """
 
-    nics: int
-    mbit: float
-    policy: str
-    dataset: str
-    batch: int
-    planner: str
-    others: tuple[str, ...]
     measured_s: float
     shortest_s: float
     longest_s: float
@@ -83,11 +76,6 @@ class Line:
     @property
     def spread(self) -> float:
         return (self.longest_s - self.shortest_s) / self.measured_s
-
-    @property
-    def group(self) -> tuple[int, float, str, str, int]:
-        """Key of lines that differ only by the planner."""
-        return self.nics, self.mbit, self.policy, self.dataset, self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +142,7 @@ def line_of(row: Row) -> Line:
     both = [sum(each) for each in row.repeats]
     measured = [statistics.median(each) for each in zip(*row.repeats, strict=True)]
     return Line(
-        *(*row.group, row.planner, row.others),
+        *(getattr(row, field.name) for field in fields(Key)),
         measured_s=statistics.median(both),
         shortest_s=min(both),
         longest_s=max(both),
@@ -167,12 +155,10 @@ def line_of(row: Row) -> Line:
 
 
 def close_pairs(lines: Sequence[Line]) -> list[Pair]:
-    """All pairs of close planners."""
     return [pair for pair in _pairs(lines) if pair.apart <= CLOSE]
 
 
 def summary(lines: Sequence[Line]) -> Summary:
-    """Summary of all lines."""
     errors = [abs(line.error) for line in lines]
     pairs = close_pairs(lines)
     decided, clear = [pair for pair in pairs if pair.decided], [pair for pair in pairs if pair.clear]
@@ -191,7 +177,6 @@ def summary(lines: Sequence[Line]) -> Summary:
 
 
 def body(lines: Sequence[Line]) -> dict[str, Any]:
-    """As JSON."""
     return {
         "summary": asdict(summary(lines)),
         "cases": [{**asdict(line), "error": line.error, "spread": line.spread} for line in lines],
@@ -241,7 +226,6 @@ def in_words(lines: Sequence[Line]) -> list[str]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The table of all cases."""
     rows = [HEADINGS, ("---:", "---:", "---", "---", *("---:",) * 6), *map(cells, lines)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

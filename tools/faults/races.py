@@ -1,10 +1,15 @@
-"""Random plans for the model of the GPU, by number: every planner, remapped, routed, both policies of
-the backward, both movers, alone or as two nano-batches.
+"""Random plans on a model of the GPU, checked for races: every planner, remapped, routed, both
+policies of the backward, both movers, alone or as two nano-batches.
+
+Of every `CHECKED`th plan each wait, event and order within a stream is also left out in turn, and the
+check has to find those that are needed (`tools.gpu_model.dropped`).
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron_balance.compile.transpose import POLICIES
@@ -12,11 +17,14 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from tests.support.strategies import ALL_PLANNERS, Case, plan
+from tools.faults.cases import Outcome
+from tools.gpu_model.dropped import verdicts
 from tools.gpu_model.races import Recorded
 from tools.gpu_model.record import MOVERS, Way, record
 
 CLUSTERS = ((2, 1), (4, 2), (8, 4), (8, 2), (6, 3))
 HEADS = ((1, 1), (2, 1), (4, 1), (2, 2))
+CHECKED = 10
 
 
 @dataclass(frozen=True)
@@ -52,3 +60,19 @@ def drawn(number: int) -> Drawn:
     case = Case(Batch(tuple(lengths)), cluster, model, None, rng.randrange(1 << 16), remapped, routing)
     way = Way(rng.choice(POLICIES), rng.choice(MOVERS))
     return Drawn(rng.choice(ALL_PLANNERS), case, way, rng.random() < 0.4, rng.randrange(cluster.num_ranks))
+
+
+@contextmanager
+def races() -> Iterator[Callable[[int], Outcome]]:
+    yield try_races
+
+
+def try_races(number: int) -> Outcome:
+    """No two accesses of the same bytes that nothing orders: plan `number`."""
+    program = drawn(number)
+    recorded = program.recorded()
+    found = next(iter(recorded.races()), None)
+    if found:
+        return Outcome(f"{program.planner}: a race", f"{program}: {found}")
+    wrong = verdicts(recorded).wrong if number % CHECKED == 0 else []
+    return Outcome(f"{program.planner}: no race, {program.way.policy}", f"misjudged: {wrong}" if wrong else "")

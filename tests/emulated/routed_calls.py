@@ -1,0 +1,189 @@
+"""One transfer and one ring between two emulated nodes, routed and direct in turns, beside Eq. 1.
+
+In the transfer, the first rank of one node has the keys and values that the first rank of the other
+attends to; in the ring, all ranks do. Heads are many and tokens few, so that attention takes next to
+no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.ir.plan import MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.rows import Rows
+from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.groups import Groups, make_groups
+from tools.bench.together import from_common_start
+from tools.emulated_cluster import Controller
+from tools.emulated_cluster.wiring import GOODPUT
+
+# a process's first backward imports it: once here, not in every rank
+importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+NODES, RANKS_PER_NODE = 2, 4
+NUM_RANKS = NODES * RANKS_PER_NODE
+MEGABYTE = 1 << 20
+HEAD_DIM, ELEMENT_BYTES = 256, 4
+TRANSFER_TOKENS, RING_TOKENS_PER_RANK = 32, 2
+
+CLOSE = 1.1
+"""Repetitions may end when the shortest take no more than this times what Eq. 1 says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Attributes: what: "transfer": one, from the first rank of node 0 to the first of node 1
+        (backward: its gradient, back); "ring": all ranks. num_bytes: Payload of the transfer, or of
+        what a rank of the ring passes on in one round. nics: NICs of a node. pieces: What a
+        transfer between nodes is cut into when it is routed. nic_bits_per_s: Rate of a NIC, in
+        either direction. intra_bits_per_s: Rate of a rank's link inside its node; None: unshaped.
+    """
+
+    what: Literal["transfer", "ring"]
+    num_bytes: int
+    nics: int
+    pieces: int
+    nic_bits_per_s: int
+    intra_bits_per_s: int | None
+
+
+class Seconds(NamedTuple):
+    """Of one call."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All repetitions; `equal`: on this rank, the last direct and the last routed call computed the
+    same outputs and gradients.
+    """
+
+    case: Case
+    direct: tuple[Seconds, ...]
+    routed: tuple[Seconds, ...]
+    equal: bool
+
+
+class Repeats(NamedTuple):
+    """Number of repetitions: `most`, or fewer, but `least`, as soon as the shortest calls are as
+    fast as the links (`CLOSE`).
+    """
+
+    least: int
+    most: int
+
+
+class Expected(NamedTuple):
+    """Seconds by Eq. 1."""
+
+    direct_s: float
+    routed_s: float
+
+
+def eq1(case: Case) -> Expected:
+    """Zeppelin's Eq. 1 for a case, a ring taken as so many transfers. More pieces than NICs cross
+    no faster.
+    """
+    hops = 1 if case.what == "transfer" else NUM_RANKS - 1
+    bits = hops * case.num_bytes * 8 / GOODPUT
+    inter_s = bits / case.nic_bits_per_s
+    intra_s = 0.0 if case.intra_bits_per_s is None else bits / case.intra_bits_per_s
+    return Expected(inter_s, inter_s / min(case.pieces, case.nics) + 2 * intra_s * (case.pieces - 1) / case.pieces)
+
+
+def plan_of(case: Case, *, routed: bool) -> MicrobatchPlan:
+    """The transfer: a sequence on rank 0 but for its last token, which lies on the next node. The
+    ring: one sequence, zigzag.
+    """
+    ring = case.what == "ring"
+    tokens = RING_TOKENS_PER_RANK if ring else TRANSFER_TOKENS
+    heads = case.num_bytes // (tokens * 2 * HEAD_DIM * ELEMENT_BYTES)
+    return MicrobatchPlan(
+        planner=case.what,
+        lengths=(tokens * NUM_RANKS if ring else tokens + 1,),
+        num_ranks=NUM_RANKS,
+        ranks_per_node=RANKS_PER_NODE,
+        num_heads=heads,
+        num_kv_heads=heads,
+        zones=(Zone("inter_node", "ring", tuple(range(NUM_RANKS)), (0,)) if ring else _one_transfer(tokens),),
+        routing=Routing(RANKS_PER_NODE // case.pieces, (0,)) if routed else None,
+    )
+
+
+def _one_transfer(tokens: int) -> TaskTable:
+    far = RANKS_PER_NODE
+    fragments = Rows.of(4, [(0, 0, 0, tokens), (far, 0, tokens, tokens + 1)])
+    tasks = Rows.of(6, [(0, 0, 0, tokens, 0, tokens), (far, 0, tokens, tokens + 1, 0, tokens + 1)])
+    return TaskTable("inter_node", fragments, tasks)
+
+
+def measure(rank: int, controller: Controller, cases: Sequence[Case], repeats: Repeats) -> list[Measured]:
+    """On a rank: all cases, one after the other."""
+    with contextlib.suppress(PermissionError):
+        os.nice(-20)  # a hop takes a thread's waking, which waits for whatever else is on the cores
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = make_groups([list(range(NUM_RANKS))], RANKS_PER_NODE)
+    found: list[Measured] = []
+    for case in cases:
+        dist.barrier()
+        if rank == 0:
+            controller.reshape(case.nic_bits_per_s, case.intra_bits_per_s)
+        found.append(_measure(case, groups, repeats))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _measure(case: Case, groups: Groups, repeats: Repeats) -> Measured:
+    direct, routed = (_Call(plan_of(case, routed=routed), groups) for routed in (False, True))
+    expected = eq1(case)
+    while len(direct.seconds) < repeats.most:
+        direct.run()
+        routed.run()
+        close = direct.is_close_to(expected.direct_s) and routed.is_close_to(expected.routed_s)
+        if close and len(direct.seconds) >= repeats.least:
+            break
+    equal = all(torch.equal(a, b) for a, b in zip(direct.values, routed.values, strict=True))
+    return Measured(case, tuple(direct.seconds), tuple(routed.seconds), equal)
+
+
+class _Call:
+    """A plan, its inputs, how long its calls took, and what the last one computed: the output and
+    the gradients of the inputs.
+    """
+
+    def __init__(self, plan: MicrobatchPlan, groups: Groups) -> None:
+        self.bound = bind(plan, groups.rank, AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM), groups=groups)
+        generator = torch.Generator().manual_seed(groups.rank)
+        shape = (self.bound.num_tokens, plan.num_heads, HEAD_DIM)
+        self.inputs = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+        self.dout = torch.randn(shape, generator=generator)
+        self.seconds: list[Seconds] = []
+        self.values: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        q, k, v = self.inputs
+        out, forward_s = from_common_start(lambda: balanced_attention(q, k, v, self.bound))
+        grads, backward_s = from_common_start(lambda: torch.autograd.grad(out, self.inputs, self.dout))
+        self.values = [out.detach(), *grads]
+        self.seconds.append(Seconds(forward_s, backward_s))
+
+    def is_close_to(self, expected_s: float) -> bool:
+        """Whether the shortest forward and the shortest backward are; what else runs on the cores
+        only lengthens them.
+        """
+        return all(min(times) <= CLOSE * expected_s for times in zip(*self.seconds, strict=True))
