@@ -14,7 +14,6 @@ from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Attend, Exchange
-from megatron_balance.ir.span import Span, tiles
 from megatron_balance.patterns import even_chunks
 from megatron_balance.patterns.even_chunks import INDEX, START, STOP
 from tests.support.by_hand import plan, pool
@@ -38,8 +37,8 @@ def by_rank(lengths: list[int], size: int, cut=even_chunks.of_documents) -> list
 def test_every_token_lies_once_and_ranks_differ_by_one_token_at_most(cut, lengths: list[int], size: int) -> None:
     table = cut(np.array(lengths, dtype=np.int64), size)
     for place, length in enumerate(lengths):
-        spans = [Span(a, b) for _, p, a, b in table.tolist() if p == place]
-        assert tiles(spans, Span(0, length))
+        tokens = [token for _, p, a, b in table.tolist() if p == place for token in range(a, b)]
+        assert sorted(tokens) == list(range(length))
     held = sums(table[:, INDEX], table[:, STOP] - table[:, START], size)
     more = sum(lengths) % size
     assert held.tolist() == [sum(lengths) // size + (rank < more) for rank in range(size)]
