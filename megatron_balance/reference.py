@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.columns import Pair, Rows
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -33,7 +33,6 @@ from megatron_balance.ir.program import (
     Program,
     is_remap_move,
 )
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import KIND_NAMES, op_lines
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -18,12 +18,14 @@ part in this.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import pattern_of
 
 Key: TypeAlias = tuple[int, int]
 
@@ -33,7 +35,8 @@ class IssueOrder:
     """Keys that sort the exchanges of one phase.
 
     `passing`: whether a copied exchange passes the moved one just before it. `first`: exchanges
-    that come before all others.
+    that come before all others: every rank that takes part in them can start them when it enters
+    the phase, on all ranks alike.
     """
 
     passing: bool = True
@@ -64,5 +67,29 @@ def issue_orders(plan: MicrobatchPlan, policy: Policy, *, passing: bool = True) 
     """The issue orders of a plan's phases. Ids as in `compile.transpose`."""
     if not passing:
         return IssueOrders(BY_ID, BY_ID)
-    ahead = prefetchable(plan, policy)
-    return IssueOrders(IssueOrder(first=ahead.forward), IssueOrder(first=ahead.backward))
+    return IssueOrders(*(IssueOrder(first=frozenset(ids)) for ids in _startable(plan, policy)))
+
+
+def _startable(plan: MicrobatchPlan, policy: Policy) -> tuple[Iterable[int], Iterable[int]]:
+    """Exchanges of the forward and of the backward that can start at once.
+
+    What they send lies at the owner: they need no launch and no other exchange, and no exchange of
+    their traffic class comes before them on any rank.
+    """
+    replays = policy == "replay"
+    if plan.moves:  # those of the remap
+        return (0,), (0, 2) if replays else (2,)
+    patterns = [pattern_of(zone) for zone in plan.zones]
+    counts = [pattern.num_exchanges(zone) for pattern, zone in zip(patterns, plan.zones, strict=True)]
+    bases = list(accumulate(counts, initial=0))
+    at = [index for index, count in enumerate(counts) if count]
+    # Those of the first zone (forward) and of the last zone (backward), or of all zones where these
+    # start beside one another.
+    beside = all(patterns[index].starts_beside for index in at)
+    found = {index: patterns[index].startable(plan.zones[index]) for index in (at if beside else {*at[:1], *at[-1:]})}
+    last_id = sum(counts) - 1
+    backward: list[int] = []
+    for index in at if beside else at[-1:]:
+        backward += [2 * (last_id - bases[index] - own) + 1 for own in found[index].gradients]
+        backward += [2 * (last_id - bases[index] - own) for own in found[index].replays] if replays else []
+    return [bases[index] + own for index in (at if beside else at[:1]) for own in found[index].forward], backward

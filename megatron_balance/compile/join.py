@@ -9,10 +9,9 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, concat
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import MOVED, NO_ROUTES, Attend, AttendGrad, Exchange, Merge, Op, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
 def join(

@@ -64,16 +64,21 @@ def layouts(plan: MicrobatchPlan) -> Ints:
     tokens outside attention.
     """
     table = fragments(plan)
-    rows = table[:, Held.PLACED]
-    if plan.moves:
-        given = remote(plan, table)
-        sizes = table[:, Held.STOP] - table[:, Held.START]
-        kept = np.clip(_kept_until(plan, table)[table[:, Held.RANK]] - (np.cumsum(sizes) - sizes), 0, sizes)
-        rows[:, Placed.STOP] = rows[:, Placed.START] + kept
-        received = np.column_stack([given[:, RemoteHeld.OWNER], given[:, RemoteHeld.SPAN]])
-        rows = np.concatenate([rows[kept > 0], received])
-        rows = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
-    return rows
+    return linear(plan, table, remote(plan, table)) if plan.moves else table[:, Held.PLACED]
+
+
+def linear(plan: MicrobatchPlan, table: Ints, given: Ints) -> Ints:
+    """As `layouts`, of a remapped plan, by its `fragments` and `remote`: right for a rank where the
+    table has it and all that hold something of its own.
+    """
+    rows = table[:, Held.PLACED].copy()
+    sizes = table[:, Held.STOP] - table[:, Held.START]
+    # A rank keeps its first tokens; then come those that others attend to for it, by holder.
+    kept = np.clip(_kept_until(plan, table)[table[:, Held.RANK]] - (np.cumsum(sizes) - sizes), 0, sizes)
+    rows[:, Placed.STOP] = rows[:, Placed.START] + kept
+    received = np.column_stack([given[:, RemoteHeld.OWNER], given[:, RemoteHeld.SPAN]])
+    rows = np.concatenate([rows[kept > 0], received])
+    return rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
 
 
 def _moves(plan: MicrobatchPlan, table: Ints) -> Ints:

@@ -28,10 +28,9 @@ import numpy as np
 from megatron_balance.compile.issue_order import PASSING, IssueOrder, Key
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region, Transfer
-from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
-from megatron_balance.ir.visible import trim_pairs
 
 _MOVED = np.array([kind in MOVED for kind in Kind])
 

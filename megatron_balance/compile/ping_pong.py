@@ -16,7 +16,8 @@ simulator follow this order of segments; nothing else decides it.
 
 Ranks must issue what they exchange in one order (`compile.issue_order`). The start of one
 nano-batch is issued before the attend of the other on every rank, so only exchanges that every rank
-can start at once may be part of it: those of `compile.prefetchable`.
+can start at once may be part of it: those that
+come first in `compile.issue_order`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ NIC take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
@@ -25,9 +25,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, run_bounds
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import Exchange, Op, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,6 @@ class Nics:
         proxies[np.arange(len(ranks)), own] = ranks
         return proxies
 
-
-Pair: TypeAlias = tuple[int, int]
-"""(src, dst)."""
 
 Listed: TypeAlias = Sequence[tuple[int, Ints]]
 """Transfers of exchanges, by their numbers; those of one number may be listed in parts."""
@@ -115,25 +111,6 @@ class _Pairs:
         """The pairs for which `rank` is a proxy and neither source nor target."""
         serves = (nics.proxies(self.ends.ravel()) == rank).any(axis=1).reshape(self.ends.shape)
         return self.only(serves.any(axis=1) & (self.ends != rank).all(axis=1))
-
-
-def pairs_between_nodes(exchanges: Iterable[tuple[int, Exchange]], nics: Nics) -> dict[int, dict[Pair, Ints]]:
-    """By the number given with each exchange: the pairs of ranks on different nodes that move
-    enough to be routed, and their rows.
-
-    None at all where a node has one NIC.
-    """
-    pairs = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in exchanges], nics)
-    by_number: dict[int, dict[Pair, Ints]] = {}
-    bounds = zip(pairs.begin[:-1].tolist(), pairs.begin[1:].tolist(), strict=True)
-    for at, (src, dst), (start, stop) in zip(pairs.number.tolist(), pairs.ends.tolist(), bounds, strict=True):
-        by_number.setdefault(at, {})[src, dst] = pairs.rows[start:stop]
-    return by_number
-
-
-def routes(pairs: Iterable[Pair], nics: Nics) -> Rows:
-    """`Route` rows of these pairs."""
-    return as_rows(_routes(np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2), nics))
 
 
 def _routes(pairs: Ints, nics: Nics) -> Ints:
@@ -220,10 +197,9 @@ def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op,
 
 def with_routes(program: Program, nics: Nics) -> Program:
     """A whole forward program, as parsed from text, with every transfer between nodes routed."""
-    ops = [
-        Exchange(op.id, op.transfers, routes=routes(pairs_between_nodes([(0, op)], nics).get(0, {}), nics))
-        if isinstance(op, Exchange)
-        else op
-        for op in program.forward
-    ]
-    return replace(program, forward=tuple(ops))
+
+    def routed(op: Exchange) -> Exchange:
+        ends = _Pairs.between_nodes([(0, as_array(op.transfers))], nics).ends
+        return replace(op, routes=as_rows(_routes(ends, nics)))
+
+    return replace(program, forward=tuple(routed(op) if isinstance(op, Exchange) else op for op in program.forward))

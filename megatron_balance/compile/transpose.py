@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_balance.compile.join import join, routes_of, split
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
-from megatron_balance.ir.columns import Pair, Route, Transfer, Value
-from megatron_balance.ir.intervals import Atoms
+from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
+from megatron_balance.ir.intervals import Atoms, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import (
     Attend,
@@ -38,8 +38,6 @@ from megatron_balance.ir.program import (
     Program,
     RankProgram,
 )
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 
@@ -235,3 +233,29 @@ def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]
     """All rows of numbered tables below one another, and the number of each."""
     numbers = np.array([at for at, _ in tables], dtype=np.int64)
     return concat([rows for _, rows in tables], width), np.repeat(numbers, [len(rows) for _, rows in tables])
+
+
+class OpZones(NamedTuple):
+    """By op: its queue, and the name of its zone."""
+
+    queues: list[int]
+    zones: list[str]
+
+
+def places(program: RankProgram, *, backward: bool) -> OpZones:
+    """Queues and zones of a phase's ops."""
+    queues = [(at, name) for at, (name, count) in enumerate(program.queues) for _ in range(count)]
+    forward = list(zip(program.forward, queues or [(0, "")] * len(program.forward), strict=True))
+    if not backward:
+        return OpZones([queue for _, (queue, _) in forward], [name for _, (_, name) in forward])
+    # Launches are the forward ones in reverse; an exchange belongs to the forward one it comes from.
+    launches = [place for op, place in forward if isinstance(op, Attend)][::-1]
+    exchanges = {op.id: place for op, place in forward if isinstance(op, Exchange)}
+    found: list[tuple[int, str]] = []
+    remaining = iter(launches)
+    place = launches[0] if launches else (0, "")
+    for op in program.backward:
+        if isinstance(op, AttendGrad):
+            place = next(remaining)
+        found.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
+    return OpZones([queue for queue, _ in found], [name for _, name in found])

@@ -6,6 +6,11 @@ One class per table. Names in capitals are columns, or slices and tuples of neig
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
 
 class Transfer:
     """One transfer of an Exchange: a region of one kind from one rank to another."""
@@ -101,14 +106,6 @@ class Route:
     PROXIES = slice(3, 5)
 
 
-class Remote:
-    """Tokens that one rank (`HOLDER`) attends to and another (`OWNER`) owns outside attention."""
-
-    WIDTH = 5
-    SEQ, START, STOP, OWNER, HOLDER = range(5)
-    FRAGMENT = slice(0, 3)
-
-
 class Message:
     """Tokens that one exchange moves of one kind and head span from rank to rank (`analysis.wire`)."""
 
@@ -136,13 +133,47 @@ class Held:
 
 
 class RemoteHeld:
-    """A part of a `Held` fragment that another rank owns outside attention
-    (`compile.layouts.remote`).
-
-    The first columns are those of `Remote`; `FRAGMENT`: the row of the table of fragments.
+    """A part of a `Held` fragment of one rank (`HOLDER`) that another (`OWNER`) owns outside
+    attention; `FRAGMENT`: the row of the table of fragments.
     """
 
     WIDTH = 8
     SEQ, START, STOP, OWNER, HOLDER, ZONE, SENT_ON, FRAGMENT = range(8)
     SPAN = slice(0, 3)
-    REMOTE = slice(0, 5)
+
+
+assert sys.byteorder == "little", "plans are exchanged as little-endian int64"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`len(self)` rows of `width` int64 each."""
+
+    width: int
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> Rows:
+        """Rows from Python sequences, each of length `width`."""
+        flat = array("q")
+        for row in rows:
+            if len(row) != width:
+                raise ValueError(f"row {tuple(row)} has {len(row)} columns, expected {width}")
+            flat.extend(row)
+        return cls(width, flat.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.data) // (8 * self.width)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __repr__(self) -> str:
+        shown = [row for row, _ in zip(self, range(8), strict=False)]
+        more = f", ... {len(self) - 8} more" if len(self) > 8 else ""
+        return f"Rows({self.width}, [{', '.join(map(str, shown))}{more}])"
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        flat = memoryview(self.data).cast("q")
+        for i in range(0, len(flat), self.width):
+            yield tuple(flat[i : i + self.width])

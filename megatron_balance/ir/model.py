@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.mask import KNOWN, Mask, mask_named
-from megatron_balance.ir.whole import at_least
 
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
 """The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),

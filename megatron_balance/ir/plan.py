@@ -13,9 +13,8 @@ from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
-from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.columns import Move, Placed, Rows, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
-from megatron_balance.ir.rows import Rows
 
 FORMAT = "megatron-balance plan 3"
 

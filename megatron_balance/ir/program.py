@@ -40,9 +40,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
-from megatron_balance.ir.columns import Route
+from megatron_balance.ir.columns import Route, Rows
 from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.rows import Rows
 
 Policy: TypeAlias = Literal["keep", "replay"]
 """Whether received keys and values are held for the backward, or communicated again."""

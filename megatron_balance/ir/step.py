@@ -18,15 +18,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.ir.tick import Cell, Tick, TickPlan
-from megatron_balance.ir.tick import fingerprint as fingerprint_of_ticks
 
 FORMAT = "megatron-balance step 2"
 
@@ -234,7 +232,7 @@ class StepPlan:
         lengths.
         """
         parts = [_digest(each.fingerprint() for each in self.plans)]
-        parts += [fingerprint_of_ticks(each) for each in self.ticks]
+        parts += [_fingerprint_of_ticks(each) for each in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
@@ -366,3 +364,44 @@ def _ticks_from_body(body: dict[str, Any]) -> tuple[TickPlan, ...]:
 
 def _digest(parts: Iterator[str] | Sequence[str]) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+class Cell(NamedTuple):
+    """The work of a stage in a tick: a microbatch through one of the stage's model chunks."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One phase of all stages. `cells[s]`: what stage s runs, None: nothing of its own, it only
+    attends for others.
+    """
+
+    backward: bool
+    cells: tuple[Cell | None, ...]
+
+    @property
+    def microbatches(self) -> tuple[int | None, ...]:
+        """By stage. Ticks with the same have the same attention."""
+        return tuple(None if cell is None else cell.microbatch for cell in self.cells)
+
+    def first_sequence(self, stage: int, num_sequences: Sequence[int]) -> int:
+        """The id, in the tick's plan, of sequence 0 of the microbatch on `stage`; the others
+        follow. `num_sequences`: by microbatch.
+        """
+        return sum(num_sequences[m] for m in self.microbatches[:stage] if m is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TickPlan:
+    """A tick and the plan of its attention, whose ranks are stage * (ranks of a stage) + rank."""
+
+    tick: Tick
+    plan: MicrobatchPlan
+
+
+def _fingerprint_of_ticks(ticks: Sequence[TickPlan]) -> str:
+    """Sixteen hex digits that differ when any tick or plan does."""
+    return hashlib.sha256("".join(f"{t.tick} {t.plan.fingerprint()}" for t in ticks).encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import assert_never
 
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.columns import Fragment, Pair, Route, Transfer, Value
+from megatron_balance.ir.columns import Fragment, Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.program import (
     COLLECTIVES,
@@ -39,7 +39,6 @@ from megatron_balance.ir.program import (
     Op,
     Program,
 )
-from megatron_balance.ir.rows import Rows
 
 KIND_NAMES = {
     Kind.Q: "q",

@@ -19,10 +19,10 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held
+from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.visible import Rectangles, num_pairs
-from megatron_balance.patterns import even_chunks, zigzag
+from megatron_balance.patterns import zigzag
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -34,8 +34,8 @@ from megatron_balance.patterns.base import (
     ZoneWork,
     prefix_pairs,
 )
-from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
+from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP
 
 Cut: TypeAlias = Callable[[Ints, int], Ints]
 """From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
@@ -184,6 +184,4 @@ def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunk
     return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
-ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(
-    AllGather, (zigzag.chunks, even_chunks.of_documents, even_chunks.of_sequence)
-)
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(AllGather, (zigzag.chunks, zigzag.of_documents, zigzag.of_sequence))

@@ -21,14 +21,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
-from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Rows, Transfer, Value
+from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import Rectangles, num_pairs
-from megatron_balance.patterns.rows import intersections, messages_of
-from megatron_balance.patterns.sends import Sends
+from megatron_balance.patterns.sends import Sends, intersections, messages_of
 
 Floats: TypeAlias = NDArray[np.float64]
 

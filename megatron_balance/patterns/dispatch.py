@@ -13,13 +13,11 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Held, Message, Pair, Placed, Task, Transfer, Value
-from megatron_balance.ir.intervals import held_twice, union
+from megatron_balance.ir.columns import Held, Message, Pair, Placed, Rows, Task, Transfer, Value
+from megatron_balance.ir.intervals import Rectangles, held_twice, num_pairs, trim, union
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import Rectangles, num_pairs, trim
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -30,8 +28,7 @@ from megatron_balance.patterns.base import (
     ZoneRounds,
     ZoneWork,
 )
-from megatron_balance.patterns.rows import intersections, transfers_of
-from megatron_balance.patterns.sends import Blocks, Sends, table_of
+from megatron_balance.patterns.sends import Blocks, Sends, intersections, table_of, transfers_of
 
 
 class Dispatch(CommPattern[TaskTable]):

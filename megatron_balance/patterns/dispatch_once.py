@@ -19,11 +19,10 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.columns import Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import Context, Startable
 from megatron_balance.patterns.dispatch import Dispatch, sends_of, transfers
 from megatron_balance.patterns.sends import Sends

@@ -34,12 +34,11 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, sums
-from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Rows, Transfer, Value
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -69,8 +68,7 @@ from megatron_balance.patterns.head_exchange import (
     traded,
 )
 from megatron_balance.patterns.ring import arriving, attention, forward_hops, hops_of, ring_launches, walks
-from megatron_balance.patterns.rows import transfers_of
-from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
 
 _BLOCK = 1 << 20

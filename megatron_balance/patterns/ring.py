@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, sums
-from megatron_balance.ir.columns import Pair, Value
+from megatron_balance.ir.columns import Pair, Rows, Value
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import Floats, Launches
 from megatron_balance.patterns.head_exchange import HeadSlice
-from megatron_balance.patterns.rows import split_rows
-from megatron_balance.patterns.sends import Blocks
+from megatron_balance.patterns.sends import Blocks, split_rows
 from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 
 EXACT = 1 << 18

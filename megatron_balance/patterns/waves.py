@@ -37,12 +37,11 @@ import numpy as np
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
+from megatron_balance.ir.intervals import Rectangles, num_pairs, ranges, union
 from megatron_balance.ir.intervals import key as key_of
-from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.pipeline import compile_ranks, expand, layout
+from megatron_balance.compile.pipeline import compile_ranks, layout
 from megatron_balance.compile.proof.issued import verify_issue_order
-from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.arrays import as_array

@@ -30,19 +30,16 @@ import numpy as np
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
-from megatron_balance.compile.proof.meaning import State, kinds_in
-from megatron_balance.compile.proof.places import ProgramTables
+from megatron_balance.compile.proof.meaning import ProgramTables, State, kinds_in
 from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
-from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Transfer
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Rows, Transfer
+from megatron_balance.ir.intervals import ranges, trim_pairs
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
 PATTERNS = frozenset({"ring", "waves"})
 """In which no partial output travels."""

@@ -16,18 +16,16 @@ from typing import cast
 import numpy as np
 
 from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import compile_ranks, expand
-from megatron_balance.compile.projector import Projector
+from megatron_balance.compile.pipeline import Projector, compile_ranks, expand
 from megatron_balance.compile.proof.issued import verify_order_of
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, as_rows
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
 def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:

@@ -17,12 +17,10 @@ import numpy as np
 from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, concat
-from megatron_balance.ir.columns import Pair, Region, Transfer
-from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.columns import Pair, Region, Rows, Transfer
+from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
 Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
 """Ops of one phase of a rank, and the order of its steps."""

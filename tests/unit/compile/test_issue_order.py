@@ -20,9 +20,9 @@ from megatron_balance.compile.proof.issued import (
 )
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.rendezvous import calls_of, hanging
 

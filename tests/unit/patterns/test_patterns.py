@@ -12,9 +12,9 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import text
 from megatron_balance.patterns import dispatch
 from megatron_balance.patterns import zigzag as zigzag_module

@@ -30,7 +30,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import dispatch
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.sends import messages_of
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner

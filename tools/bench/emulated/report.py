@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_balance.ir.tick import Tick
+from megatron_balance.ir.step import Tick
 from tools.bench.emulated.exchanges import Exchanged
 from tools.bench.emulated.exchanges import exposed_s as exposed
 from tools.bench.emulated.experiments import APART, BASELINE, ONE_BY_ONE, PING_PONG, REPLICAS, TOGETHER, WARM_UP
