@@ -44,6 +44,8 @@ class Pair:
     K_SPAN = slice(5, 7)
     Q_HEADS = slice(3, 5)
     KV_HEADS = slice(7, 9)
+    SPANS = (1, 2, 5, 6)
+    """Queries and keys: the columns of `ir.intervals.Rectangles`."""
 
 
 class Value:
@@ -88,6 +90,8 @@ class Task:
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
     QUERY = slice(1, 4)
     KEYS = slice(4, 6)
+    SPANS = slice(2, 6)
+    """Queries and keys: the columns of `ir.intervals.Rectangles`."""
 
 
 class Move:

@@ -262,10 +262,9 @@ def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
 
 def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
     """`Pair` rows, each trimmed to what the mask shows of it."""
-    columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
     trimmed = pairs.copy()
-    shown = trim(pairs[:, Pair.SEQ], Rectangles(*(pairs[:, column] for column in columns)), mask)
-    for column, values in zip(columns, shown, strict=True):
+    shown = trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask)
+    for column, values in zip(Pair.SPANS, shown, strict=True):
         trimmed[:, column] = values
     return trimmed
 

@@ -32,6 +32,7 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
     prefix_pairs,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
@@ -97,10 +98,7 @@ class AllGather(CommPattern[Zone]):
             chunks = self.chunks(zone, lengths)
             rank = np.array(zone.ranks)[chunks.index]
             there = wanted[rank]
-            rows: Ints = np.zeros((int(there.sum()), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.RANK], rows[:, Held.FRAGMENT] = rank[there], chunks.fragments[there]
-            rows[:, Held.ZONE] = index
-            tables.append(rows)
+            tables.append(held_rows(index, rank[there], chunks.fragments[there]))
         return np.concatenate(tables)
 
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:

@@ -84,6 +84,11 @@ class Context:
         lengths = np.array(plan.lengths, dtype=np.int64)
         return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node, mask=plan.mask)
 
+    @property
+    def all_heads(self) -> tuple[int, int, int, int]:
+        """Query heads and key-value heads: start and stop each."""
+        return 0, self.num_heads, 0, self.num_kv_heads
+
     def crosses(self, src: Ints, dst: Ints | int) -> Bools:
         """Whether transfers go from node to node."""
         return src // self.ranks_per_node != dst // self.ranks_per_node
@@ -374,13 +379,14 @@ class CommPattern(ABC, Generic[Z]):
         """
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
-            for rank in self.ranks(zone, len(wanted)):
-                if wanted[rank]:
-                    rows = self.place(zone, lengths, rank)
-                    table = np.zeros((len(rows), Held.WIDTH), dtype=np.int64)
-                    table[:, Held.RANK], table[:, Held.FRAGMENT], table[:, Held.ZONE] = rank, rows, index
-                    tables.append(table)
+            tables += [held_rows(index, rank, rows) for rank, rows in self.place_each(zone, lengths, wanted)]
         return np.concatenate(tables)
+
+    def place_each(self, zone: Z, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        """The zone's ranks that are `wanted`, each with its rows (seq, start, stop)."""
+        for rank in self.ranks(zone, len(wanted)):
+            if wanted[rank]:
+                yield rank, self.place(zone, lengths, rank)
 
     def tokens(self, zones: Sequence[Z], context: Context) -> Ints:
         """Tokens that the zones place on each rank: int64 [num_ranks]."""
@@ -516,11 +522,13 @@ class CommPattern(ABC, Generic[Z]):
             own = [as_array(part.pairs) for part in self.work(zone, context, rank)]
             pairs += own
             launch += [np.full(len(rows), place) for rows in own]
-        rows = self.sends(zone, context).messages()
+        return self.one_round(zone, context, np.concatenate(pairs), np.concatenate(launch))
+
+    def one_round(self, zone: Z, context: Context, pairs: Ints, launch: Ints) -> ZoneRounds:
+        """One launch of each rank, with all inputs before it and all outputs behind it."""
+        ranks, rows = np.array(self.ranks(zone, context.num_ranks)), self.sends(zone, context).messages()
         is_output = rows[:, Message.KIND] == Kind.OUT
-        launches = Launches(
-            np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None]
-        )
+        launches = Launches(pairs, launch, np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
 
@@ -532,9 +540,7 @@ def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
     total = 0
     for part in work:
         rows = as_array(part.pairs)
-        columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-        q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
-        each = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
+        each = num_pairs(Rectangles(*rows[:, Pair.SPANS].T), context.mask)
         total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
 
@@ -551,13 +557,29 @@ def spared_messages(hops: FirstHops) -> Ints:
 
 def prefix_pairs(fragments: Ints, context: Context) -> Ints:
     """Pairs of fragments, each over all keys that the mask shows of the sequence, all heads."""
-    pairs = np.zeros((len(fragments), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.QUERY_SPAN] = fragments
-    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    seq, start, stop = (fragments[:, column] for column in (Fragment.SEQ, Fragment.START, Fragment.STOP))
-    pairs[:, Pair.K_START] = context.mask.keys(seq, start)[0]
-    pairs[:, Pair.K_STOP] = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
-    return pairs
+    seq, start, stop = fragments.T
+    first = context.mask.keys(seq, start)[0]
+    last = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
+    return pairs_of(fragments, np.column_stack([first, last]), [context.all_heads])
+
+
+def pairs_of(queries: Ints, keys: Ints, slices: Sequence[Sequence[int]]) -> Ints:
+    """`Pair` rows of queries (seq, start, stop) [n, 3] over keys (start, stop) [n, 2], for each slice
+    of the heads (query heads, key-value heads: start and stop each) in turn.
+    """
+    # [slices, n, columns]: slices go along the first axis, pairs along the second
+    pairs = np.empty((len(slices), len(queries), Pair.WIDTH), dtype=np.int64)
+    pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = queries, keys
+    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
+    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
+    return pairs.reshape(-1, Pair.WIDTH)
+
+
+def held_rows(zone: int, ranks: Ints | int, fragments: Ints) -> Ints:
+    """Rows of `ir.columns.Held`: `fragments` (seq, start, stop) of the zone with this index."""
+    rows = np.zeros((len(fragments), Held.WIDTH), dtype=np.int64)
+    rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = ranks, fragments, zone
+    return rows
 
 
 def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:

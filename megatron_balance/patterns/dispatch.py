@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Held, Message, Pair, Placed, Rows, Task, Transfer, Value
+from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer, Value
 from megatron_balance.ir.intervals import Rectangles, held_twice, num_pairs, trim, union
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
@@ -21,12 +21,12 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
-    Launches,
-    PointToPoint,
     Startable,
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
+    pairs_of,
 )
 from megatron_balance.patterns.sends import Blocks, Sends, intersections, table_of, transfers_of
 
@@ -66,7 +66,8 @@ class Dispatch(CommPattern[TaskTable]):
     def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[ZoneWork]:
         """The rank's tasks, then the merges of its own queries, of which outputs came back."""
         tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
-        yield ZoneWork(last - 1, as_rows(_pairs(tasks, context)))
+        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        yield ZoneWork(last - 1, as_rows(pairs))
         _, back = _transfers_with(zone, _heads(context), context.mask, rank)
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
@@ -96,8 +97,7 @@ class Dispatch(CommPattern[TaskTable]):
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
-            columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
-            pairs = num_pairs(Rectangles(*(tasks[:, column] for column in columns)), context.mask)
+            pairs = num_pairs(Rectangles(*tasks[:, Task.SPANS].T), context.mask)
             attended += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
         return attended
 
@@ -121,17 +121,9 @@ class Dispatch(CommPattern[TaskTable]):
 
     def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
         """Inputs, one launch of every rank, outputs."""
-        ranks = np.arange(context.num_ranks)
         tasks = _visible(zone, context.mask)
-        launches = Launches(
-            _pairs(tasks, context),
-            tasks[:, Task.RANK],
-            np.zeros(len(ranks)),
-            ranks[:, None],
-        )
-        rows = self.sends(zone, context).messages()
-        is_output = rows[:, Message.KIND] == Kind.OUT
-        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
+        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        return self.one_round(zone, context, pairs, tasks[:, Task.RANK])
 
 
 def sends_of(*exchanges: Ints) -> Sends:
@@ -157,9 +149,7 @@ def listed(zones: Sequence[ZoneAt[TaskTable]] | Sequence[ZoneAt[SharedZone]], wa
     for index, zone in zones:
         placed = as_array(zone.fragments)
         placed = placed[wanted[placed[:, Placed.RANK]]]
-        rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
-        rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
-        tables.append(rows)
+        tables.append(held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
     return np.concatenate(tables)
 
 
@@ -173,19 +163,9 @@ def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
     tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
     if mask == FULL:
         return tasks
-    columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
-    shown = trim(tasks[:, Task.SEQ], Rectangles(*(tasks[:, column] for column in columns)), mask)
-    for column, values in zip(columns, shown, strict=True):
-        tasks[:, column] = values
+    shown = trim(tasks[:, Task.SEQ], Rectangles(*tasks[:, Task.SPANS].T), mask)
+    tasks[:, Task.SPANS] = np.stack(shown, axis=1)
     return tasks[(shown.q_start < shown.q_stop) & (shown.k_start < shown.k_stop)]
-
-
-def _pairs(tasks: Ints, context: Context) -> Ints:
-    """Pairs of tasks, all heads."""
-    pairs = np.zeros((len(tasks), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_SPAN] = tasks[:, Task.QUERY], tasks[:, Task.KEYS]
-    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    return pairs
 
 
 @lru_cache(maxsize=64)

@@ -10,14 +10,14 @@ owner. With fewer query heads than ranks some ranks attend nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_rows
-from megatron_balance.ir.columns import Fragment, Held, Pair
+from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
@@ -31,6 +31,8 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
+    pairs_of,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
@@ -209,9 +211,10 @@ class HeadExchange(CommPattern[Zone]):
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         """Whole sequences with the rank's heads."""
-        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)[zone.ranks.index(rank)]
+        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
-            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
+            pairs = pairs_of(whole, whole[:, 1:], slices)
+            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
 
     # Placement
 
@@ -226,11 +229,9 @@ class HeadExchange(CommPattern[Zone]):
             begin, end = edges[:-1], edges[1:]
             seq = np.searchsorted(ends, begin, side="right")
             first = (ends - lengths[seqs])[seq]
-            rows = np.zeros((len(begin), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.RANK] = ranks[np.searchsorted(bounds, begin, side="right") - 1]
-            rows[:, Held.SEQ], rows[:, Held.START], rows[:, Held.STOP] = seqs[seq], begin - first, end - first
-            rows[:, Held.ZONE] = index
-            tables.append(rows[wanted[rows[:, Held.RANK]]])
+            rank = ranks[np.searchsorted(bounds, begin, side="right") - 1]
+            rows = held_rows(index, rank, np.stack([seqs[seq], begin - first, end - first], 1))
+            tables.append(rows[wanted[rank]])
         return np.concatenate(tables)
 
     def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
@@ -275,10 +276,10 @@ class HeadExchange(CommPattern[Zone]):
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
         """An all-to-all, a launch and an all-to-all; on one rank the launch alone."""
         size = len(zone.ranks)
-        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
+        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
-        pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
-        launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
+        pairs = pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
+        launches = Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
         (traffic,) = traded(self.run_tokens(zone, context.lengths)[None], slices)
         return ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
 
@@ -304,15 +305,12 @@ class ChunkExchange(HeadExchange):
         return whole + (np.arange(size) < over)
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
-        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-        for index, zone in zones:
-            for rank, own in zip(zone.ranks, self.runs(zone, lengths), strict=True):
-                if wanted[rank]:
-                    rows = np.zeros((len(own), Held.WIDTH), dtype=np.int64)
-                    rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, own, index
-                    tables.append(rows)
-        return np.concatenate(tables)
+        return super(HeadExchange, self).place_all(zones, lengths, wanted)  # rank by rank
+
+    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        """All runs at once: they are cut from one another."""
+        each = zip(zone.ranks, self.runs(zone, lengths), strict=True)
+        return ((rank, own) for rank, own in each if wanted[rank])
 
 
 def chunk_edges(lengths: Ints, size: int) -> Ints:
@@ -389,13 +387,3 @@ def _sequences(zone: Zone, lengths: Ints) -> Ints:
     """Whole sequences as rows (seq, start, stop)."""
     seqs = np.array(zone.seqs, dtype=np.int64)
     return np.stack([seqs, np.zeros_like(seqs), lengths[seqs]], 1)
-
-
-def _whole_pairs(seqs: Ints, lengths: Ints, slices: Sequence[HeadSlice]) -> Ints:
-    """Pairs of whole sequences with each slice of the heads in turn."""
-    pairs = np.zeros((len(slices), len(seqs), Pair.WIDTH), dtype=np.int64)
-    pairs[:, :, Pair.SEQ] = seqs
-    pairs[:, :, Pair.Q_STOP] = pairs[:, :, Pair.K_STOP] = lengths[seqs]
-    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
-    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
-    return pairs.reshape(-1, Pair.WIDTH)

@@ -271,20 +271,18 @@ class HeadRing(CommPattern[Zone]):
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         rings = [(number, zone) for number, zone in zones if self.size(zone) == 1]
-        tables = [self._place_rings(rings, lengths, wanted)]
-        for number, zone in zones:
-            size = self.size(zone)
-            placed = _placed(zone, size, lengths)
-            for group in range(len(zone.ranks) // size) if size > 1 else ():
-                ranks = zone.ranks[group * size : (group + 1) * size]
-                if not wanted[list(ranks)].any():
-                    continue
-                for rank, run in zip(ranks, runs_of(fragments(placed, group), size), strict=True):
-                    if wanted[rank]:
-                        rows = np.zeros((len(run), Held.WIDTH), dtype=np.int64)
-                        rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, run, number
-                        tables.append(rows)
-        return np.concatenate(tables)
+        others = [(number, zone) for number, zone in zones if self.size(zone) > 1]
+        return np.concatenate([self._place_rings(rings, lengths, wanted), super().place_all(others, lengths, wanted)])
+
+    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        """Group by group: the runs of a group are cut from what it holds."""
+        size = self.size(zone)
+        placed = _placed(zone, size, lengths)
+        for group in range(len(zone.ranks) // size):
+            ranks = zone.ranks[group * size : (group + 1) * size]
+            if wanted[list(ranks)].any():
+                each = zip(ranks, runs_of(fragments(placed, group), size), strict=True)
+                yield from ((rank, run) for rank, run in each if wanted[rank])
 
     def _place_rings(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         """As `place_all`, of zones with groups of one rank: a plan may have one for each rank."""

@@ -141,11 +141,6 @@ def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
     return row, other, both
 
 
-def causal_pairs(num_queries: Ints) -> Ints:
-    """Pairs of the first `num_queries` queries of a sequence with the keys that they see."""
-    return num_queries * (num_queries + 1) // 2
-
-
 def messages_of(step: int, transfers: Ints) -> Ints:
     """Messages of transfer rows (`ir.program.Exchange`) of one exchange."""
     rows = np.empty((len(transfers), Message.WIDTH), dtype=np.int64)

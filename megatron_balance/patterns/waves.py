@@ -53,6 +53,7 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    pairs_of,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
@@ -416,15 +417,15 @@ class WavesPattern(CommPattern[SharedZone]):
         index, place = made.place_of(rank)
         own, num_parts = _slices(made, context)[place], len(made.parts)
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
-            wave = launch - num_parts
+            wave, pairs = launch - num_parts, as_rows(pairs_of(tasks[:, :3], tasks[:, 3:], own))
             if wave < 0:
-                yield ZoneWork((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
+                yield ZoneWork((launch + 1) * made.trades // num_parts, pairs)
                 continue
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-            yield ZoneWork(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
+            yield ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
 
     # Placement
 
@@ -503,15 +504,6 @@ def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
     return head_slices(context.num_heads, context.num_kv_heads, made.size)
 
 
-def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:
-    """Pairs of tasks (seq, q_start, q_stop, k_start, k_stop), for each slice of the heads in turn."""
-    pairs = np.zeros((len(slices), len(tasks), Pair.WIDTH), dtype=np.int64)
-    pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = tasks[:, :3], tasks[:, 3:]
-    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
-    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
-    return pairs.reshape(-1, Pair.WIDTH)
-
-
 def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
     """Launches of all groups, own and by wave; those of places with as many heads are alike."""
     alike, place = np.unique(np.stack(head_counts(slices), axis=1), axis=0, return_inverse=True)
@@ -522,7 +514,7 @@ def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches
     for index, tasks in enumerate(made.tasks):
         for kind, (queries, keys) in enumerate(alike.tolist()):
             for at, rows in enumerate(tasks if queries else ()):
-                pairs.append(_pairs(rows, [HeadSlice(0, queries, 0, keys)]))
+                pairs.append(pairs_of(rows[:, :3], rows[:, 3:], [(0, queries, 0, keys)]))
                 number = int(np.ravel_multi_index((index, kind, at), shape))
                 launch.append(np.full(len(rows), number, dtype=np.int64))
     numbers = np.arange(np.prod(shape)).reshape(shape)

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
-from megatron_balance.patterns.sends import causal_pairs
 
 _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
@@ -153,7 +152,7 @@ def pairs_per_rank(placed: Zigzag) -> Ints:
     for begin in range(0, len(whole), step):
         block = whole[begin : begin + step]
         lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
-        pairs += np.diff((causal_pairs(lo) - causal_pairs(hi)).sum(axis=0))
+        pairs += np.diff((CAUSAL.num_pairs(lo) - CAUSAL.num_pairs(hi)).sum(axis=0))
     # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last
     # query of an odd number of tokens is on the first holder, too; a lone token is all of its
     # sequence.

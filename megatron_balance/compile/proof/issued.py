@@ -145,7 +145,7 @@ def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool
     """Group calls of every rank in one phase of a plan."""
     return [
         list(batches(ops, phase.steps, rank, ranks_per_node))
-        for rank, (ops, phase) in enumerate(_phases(ranks, backward=backward))
+        for rank, (ops, phase) in enumerate(phases_of(ranks, backward=backward))
     ]
 
 
@@ -164,7 +164,7 @@ def interleaved(
     for rank in range(len(nano_batches[0])):
         segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
         for nano_batch, ranks in enumerate(nano_batches):
-            ops, (steps, (attend, end), _) = _phases(ranks[rank : rank + 1], backward=backward)[0]
+            ops, (steps, (attend, end), _) = phases_of(ranks[rank : rank + 1], backward=backward)[0]
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
             for part, own in of.items():
                 segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
@@ -178,7 +178,8 @@ def interleaved(
     return made
 
 
-def _phases(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+def phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+    """Ops of each rank in one phase, with the order of its steps."""
     return [
         (each.program.backward, each.backward) if backward else (each.program.forward, each.forward) for each in ranks
     ]
@@ -242,14 +243,3 @@ def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: d
         for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)
-
-
-def verify_order_of(ranks: Sequence[CompiledRank], ranks_per_node: int, policy: str | None) -> None:
-    """Prove that all ranks of a plan issue their exchanges in one order, forward and, with a policy,
-    backward.
-
-    Raises:
-        InvalidProgramError: as `verify_issue_order`.
-    """
-    for backward in (False, True) if policy else (False,):
-        verify_issue_order(issued(ranks, ranks_per_node, backward=backward))

@@ -52,14 +52,7 @@ def verify(program: Program) -> None:
     Raises InvalidProgramError: naming the op, its text and what is wrong.
     """
     _check_shape(program)
-    state = State(program)
-    state.place_owned()
-    state.run("forward", program.forward)
-    state.finish("forward", (Kind.OUT,))
-    if program.policy is not None:
-        state.start_backward()
-        state.run("backward", program.backward)
-        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+    State(program).prove()
 
 
 def _check_shape(program: Program) -> None:
@@ -116,6 +109,20 @@ class State:
         self.owned_regions = np.concatenate(
             [tables.owned, np.tile([0, program.num_heads], (len(tables.owned), 1))], axis=1
         )
+
+    def prove(self) -> None:
+        """Run all ops.
+
+        Raises InvalidProgramError: naming the op, its text and what is wrong.
+        """
+        program = self.program
+        self.place_owned()
+        self.run("forward", program.forward)
+        self.finish("forward", (Kind.OUT,))
+        if program.policy is not None:
+            self.start_backward()
+            self.run("backward", program.backward)
+            self.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
 
     def _visible_keys(self) -> tuple[Ints, Ints]:
         """First and one past the last key atom of which each query atom sees any key:

@@ -121,14 +121,7 @@ def verify_rank(
         program.remap_in,
         program.mask,
     )
-    state = _OwnState(alone, program.rank)
-    state.place_owned()
-    state.run("forward", program.forward)
-    state.finish("forward", (Kind.OUT,))
-    if policy is not None:
-        state.start_backward()
-        state.run("backward", program.backward)
-        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+    _OwnState(alone, program.rank).prove()
 
 
 class _OwnState(State):

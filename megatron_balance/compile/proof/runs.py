@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import Projector, compile_ranks, expand
-from megatron_balance.compile.proof.issued import verify_order_of
+from megatron_balance.compile.proof.issued import issued, phases_of, verify_issue_order
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
@@ -57,14 +57,11 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
         check_same(rank, "forward", proved.forward, compiled.program.forward)
         check_same(rank, "backward", proved.backward, compiled.program.backward)
     for backward in (False, True) if program.policy else (False,):
-        lowered = [
-            (each.program.backward, each.backward.steps) if backward else (each.program.forward, each.forward.steps)
-            for each in ranks
-        ]
+        lowered = [(ops, phase.steps) for ops, phase in phases_of(ranks, backward=backward)]
         for rank, (ops, steps) in enumerate(lowered):
             verify_steps(ops, steps, rank, plan.mask)
         verify_meeting(lowered)
-    verify_order_of(ranks, plan.ranks_per_node, program.policy)
+        verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))
 
 
 def check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op]) -> None:
