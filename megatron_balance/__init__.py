@@ -31,9 +31,7 @@ simulate: Callable[..., dict[str, Any]]
 
 
 def __getattr__(name: str) -> Any:
-    """A name that needs a configuration library or the simulator, imported when first asked for
-    (PEP 562).
-    """
+    # PEP 562: what needs a configuration library or the simulator is imported when first asked for.
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -8,21 +8,15 @@ from collections.abc import Iterable
 
 
 class BalanceError(Exception):
-    """Base of all our errors. The command line prints them without a traceback and exits with code
-    2.
-    """
+    """Base of all our errors. The command line prints them without a traceback, with exit code 2."""
 
 
 class ConfigError(BalanceError):
-    """An option, key, file or combination of flags that cannot work; the message names it and what
-    would be right.
-    """
+    """An option, key, file or flags that cannot work; the message names it and what would be right."""
 
 
 class InfeasibleError(BalanceError):
-    """The batch does not fit: the message states the binding limit, what is needed and what there
-    is.
-    """
+    """The batch does not fit; the message states the binding limit, what is needed and there."""
 
 
 class InvalidProgramError(BalanceError):

@@ -1,8 +1,5 @@
 """Read text and JSON that somebody gave, compressed or not: bounded, and with one sentence where it
 is not what it should be. Write JSON that any reader takes.
-
-A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs no
-more than the file that was expected.
 """
 
 from __future__ import annotations
@@ -20,6 +17,9 @@ from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+# A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs
+# no more than the file that was expected.
+
 MOST_BYTES = 256 * 2**20
 """Of a file that is read as a whole: plans of a thousand ranks take a tenth of it."""
 PART_BYTES = 2**20
@@ -33,9 +33,7 @@ ZSTD = ("compression.zstd", "zstandard")
 
 
 class UnreadableError(ValueError):
-    """A file that is not text, or too long, or not JSON, or compressed by what is not here; says
-    which.
-    """
+    """A file that is not text, not JSON, too long, or compressed by what is not here; says which."""
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -118,7 +116,7 @@ def open_lines(path: Path) -> Generator[TextIO]:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether an error is of compressed bytes that are none: each module has its own."""
+    # Whether an error is of compressed bytes that are none: each module has its own.
     return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) or type(error).__name__ == "ZstdError"
 
 

@@ -105,12 +105,8 @@ def proved() -> Mapping[str, Any]:
 def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them out.
 
-    Every way into the product that takes a model's configuration comes by here, so that none is
-    without `check`.
-
     Args:
-        config: an object with attributes, or a mapping; of a model of several modalities its text's
-            counts.
+        config: an object with attributes, or a mapping; of several modalities its text's counts.
         accept: as for `check`.
 
     Raises:
@@ -171,12 +167,10 @@ def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _further(config: object) -> int:
-    """Layers that predict further tokens."""
     return _first(config, ("num_nextn_predict_layers", "mtp_num_layers")) or 0
 
 
 def _windows(config: object, num_layers: int) -> dict[str, Any]:
-    """Fields of windows that some layers have, and others not."""
     if window_of(config) is not None or not _uses_window(config):
         return {}
     windowed = _windowed_layers(config, num_layers)
@@ -186,11 +180,7 @@ def _windows(config: object, num_layers: int) -> dict[str, Any]:
 
 
 def _windowed_layers(config: object, num_layers: int) -> int:
-    """Layers with a window.
-
-    Raises:
-        ConfigError: the configuration does not say which.
-    """
+    """Layers with a window; ConfigError where the configuration does not say which."""
     kinds = value(config, "layer_types")
     if kinds is not None:
         return sum(kind == "sliding_attention" for kind in kinds)
@@ -208,7 +198,7 @@ def _windowed_layers(config: object, num_layers: int) -> int:
 
 
 def _experts(config: object, dense: int, num_layers: int) -> dict[str, int]:
-    """Widths of experts and of the MLP beside them; layers that have no experts."""
+    # Widths of experts and of the MLP beside them; layers that have no experts.
     each = _first(config, EXPERT_SIZES) or dense
     shared = _first(config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"))
     if shared is None:
@@ -222,11 +212,7 @@ def _experts(config: object, dense: int, num_layers: int) -> dict[str, int]:
 
 
 def _latents(config: object, num_heads: int) -> dict[str, int]:
-    """Fields of multi-latent attention, if a configuration has it.
-
-    Raises:
-        ConfigError: one of its widths is not said.
-    """
+    """Fields of multi-latent attention, if there is any; ConfigError where a width is not said."""
     if not _first(config, ("kv_lora_rank",)):
         return {}
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -286,9 +272,7 @@ def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: 
 
 
 def unproved(config: object) -> dict[str, str]:
-    """The model types and keys of a configuration that are not known to attend as plans have it, and
-    why; those of the model around the text's, too.
-    """
+    """Model types and keys, at all levels, that are not known to attend as plans have it, and why."""
     found: dict[str, str] = {}
     for keys in levels(config):
         found |= _unproved(keys)
@@ -326,9 +310,8 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The type of a configuration; of an unknown one, as a fork has it, the known one of the same
-    names for its sizes that has most of its keys.
-    """
+    # The type of a configuration; of an unknown one, as a fork has it, the known one of the same
+    # names for its sizes that has most of its keys.
     types, family, named = proved()["types"], keys.get("model_type"), sizes(keys)
     if family in types:
         return types[family]
@@ -337,7 +320,6 @@ def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that are set to what a type was not proved with."""
     found: dict[str, str] = {}
     for key, got in keys.items():
         tried = of_type["keys"].get(key, ())
@@ -369,7 +351,6 @@ def sizes(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _ropes(keys: Mapping[str, Any]) -> set[str]:
-    """Types of the rotary positions of all kinds of layers."""
     found: set[str] = set()
     for name in ("rope_parameters", "rope_scaling"):
         given = keys.get(name)
@@ -392,7 +373,7 @@ def window_of(config: object) -> int | None:
 
 
 def _uses_window(config: object) -> bool:
-    """Whether any layer has a sliding window, which may be there and not be used (Qwen2)."""
+    # Whether any layer has a sliding window, which may be there and not be used (Qwen2).
     kinds = value(config, "layer_types")
     if kinds is not None and "sliding_attention" not in kinds:
         return False

@@ -1,20 +1,4 @@
-"""The one order in which all ranks issue the exchanges of a phase.
-
-A rank issues its exchanges in this order, on whatever stream or communicator each of their legs is.
-So any two ranks that share two exchanges issue them in one order, and no set of ranks can wait for
-one another in a circle: of all exchanges that have not met, the first in this order has every rank
-that it needs (`compile.proof.issued` proves it of compiled programs). NCCL needs that
-twice. It connects two ranks of a communicator at their first send or receive, and their hosts stand
-in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators share a
-GPU's hardware queues.
-
-It is the order of ids, which follows the dependencies, but for two things. Exchanges that every
-rank can start when it enters the phase come first. And a copied exchange passes the moved one just
-before it: the keys of a replayed ring's next round go out ahead of the gradients of the current
-one, which wait for its attention. Every rank lets it pass, since id and traffic class of an
-exchange are the same everywhere; what a rank sends or receives in it, and when it could, has no
-part in this.
-"""
+"""The one order in which all ranks issue the exchanges of a phase."""
 
 from __future__ import annotations
 
@@ -30,6 +14,20 @@ from megatron_balance.patterns import pattern_of
 Key: TypeAlias = tuple[int, int]
 
 
+# A rank issues its exchanges in this order, on whatever stream or communicator each of their legs
+# is. So any two ranks that share two exchanges issue them in one order, and no set of ranks can
+# wait for one another in a circle: of all exchanges that have not met, the first in this order has
+# every rank that it needs (`compile.proof.issued` proves it of compiled programs). NCCL needs that
+# twice. It connects two ranks of a communicator at their first send or receive, and their hosts
+# stand in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators
+# share a GPU's hardware queues.
+#
+# It is the order of ids, which follows the dependencies, but for two things. Exchanges that every
+# rank can start when it enters the phase come first. And a copied exchange passes the moved one
+# just before it: the keys of a replayed ring's next round go out ahead of the gradients of the
+# current one, which wait for its attention. Every rank lets it pass, since id and traffic class of
+# an exchange are the same everywhere; what a rank sends or receives in it, and when it could, has
+# no part in this.
 @dataclass(frozen=True, slots=True)
 class IssueOrder:
     """Keys that sort the exchanges of one phase.
@@ -71,11 +69,9 @@ def issue_orders(plan: MicrobatchPlan, policy: Policy, *, passing: bool = True) 
 
 
 def _startable(plan: MicrobatchPlan, policy: Policy) -> tuple[Iterable[int], Iterable[int]]:
-    """Exchanges of the forward and of the backward that can start at once.
-
-    What they send lies at the owner: they need no launch and no other exchange, and no exchange of
-    their traffic class comes before them on any rank.
-    """
+    # Exchanges of the forward and of the backward that can start at once.
+    # What they send lies at the owner: they need no launch and no other exchange, and no exchange
+    # of their traffic class comes before them on any rank.
     replays = policy == "replay"
     if plan.moves:  # those of the remap
         return (0,), (0, 2) if replays else (2,)

@@ -88,9 +88,8 @@ class Projector:
 
     @cached_property
     def _members(self) -> tuple[Ints, Ints]:
-        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a
-        zone for each rank.
-        """
+        # Zones by member rank, and where those of each rank begin. Looked up: a plan may have a
+        # zone for each rank.
         ranks = [pattern_of(zone).ranks(zone, self.plan.num_ranks) for zone in self.plan.zones]
         sizes = np.array([len(members) for members in ranks], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
@@ -100,29 +99,27 @@ class Projector:
         )
 
     def zones(self, rank: int) -> list[int]:
-        """Indices of the zones that `rank` takes part in."""
+        # Indices of the zones that `rank` takes part in.
         zones, begin = self._members
         return zones[begin[rank] : begin[rank + 1]].tolist()
 
     def attention_layout(self, rank: int) -> Ints:
-        """Rows (seq, start, stop): the fragments that the zones place on `rank`, in order."""
+        # Rows (seq, start, stop): the fragments that the zones place on `rank`, in order.
         zones = [self.plan.zones[index] for index in self.zones(rank)]
         placed = (pattern_of(zone).place(zone, self.context.lengths, rank) for zone in zones)
         return np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *placed])
 
     def layout(self, rank: int) -> Ints:
-        """Rows (seq, start, stop): the fragments of `rank` outside attention, in order."""
+        # Rows (seq, start, stop): the fragments of `rank` outside attention, in order.
         return self.remap_merge([rank]).linear(rank) if self.plan.moves else self.attention_layout(rank)
 
     def node(self, rank: int) -> range:
-        """The ranks of its node."""
         first = rank - rank % self.plan.ranks_per_node
         return range(first, min(first + self.plan.ranks_per_node, self.plan.num_ranks))
 
     def remap_merge(self, ranks: Sequence[int]) -> RemapMerge:
-        """The remap as `ranks` know it; kept until others are asked about, since a node's ranks ask in
-        turn.
-        """
+        # The remap as `ranks` know it; kept until others are asked about, since a node's ranks ask
+        # in turn.
         asked = tuple(ranks)
         if self._merge is None or self._merge[0] != asked:
             self._merge = asked, RemapMerge(self.plan, ranks, [self.zones(rank) for rank in ranks])
@@ -136,7 +133,6 @@ class Projector:
         return pattern_of(zone).project(zone, context, rank)
 
     def attention(self, rank: int) -> RankProgram:
-        """The program of the zones alone, in the attention layout."""
         ops: list[Op] = []
         replays: list[tuple[int, Exchange]] = []
         queues: list[tuple[str, int]] = []
@@ -149,12 +145,12 @@ class Projector:
         return RankProgram(rank, owned, tuple(ops), self.total, replays=tuple(replays), queues=tuple(queues))
 
     def _opens(self, index: int, number: int) -> bool:
-        """Whether `number` is of the first exchange of zone `index`, of which a remap makes a part."""
+        # Whether `number` is of the first exchange of zone `index`, of which a remap makes a part.
         first = self.ends[index] - self.counts[index]
         return number == first and pattern_of(self.plan.zones[index]).merges_remap
 
     def without_hops(self, program: RankProgram, remap_merge: RemapMerge) -> RankProgram:
-        """`program` without the first hops that the owner of what is remote makes instead."""
+        # `program` without the first hops that the owner of what is remote makes instead.
         forward: list[Op] = []
         queues: list[tuple[str, int]] = []
         ops = iter(program.forward)
@@ -172,7 +168,6 @@ class Projector:
     # The routing
 
     def routed_ids(self) -> frozenset[int]:
-        """The forward exchanges that are routed."""
         assert self.plan.routing is not None
         remap_in = 1 if self.plan.moves else 0
         ids: set[int] = set()
@@ -184,7 +179,7 @@ class Projector:
         return frozenset(ids)
 
     def passing(self, rank: int, remap_merge: RemapMerge | None) -> Passing:
-        """Transfers of the other ranks of its node with other nodes, where these are routed."""
+        # Transfers of the other ranks of its node with other nodes, where these are routed.
         assert self.plan.routing is not None
         forward: list[tuple[int, Ints]] = []
         replays: list[tuple[int, Ints]] = []
@@ -204,13 +199,12 @@ class Projector:
         return Passing(forward, replays if self.replays else ())
 
     def _left(self, index: int, at: int, rows: Ints, remap_merge: RemapMerge | None) -> Ints:
-        """`rows` of exchange `at` in zone `index` without those that the remap makes instead."""
+        # `rows` of exchange `at` in zone `index` without those that the remap makes instead.
         return remap_merge.stays(rows) if remap_merge is not None and self._opens(index, at) else rows
 
     def _between_nodes(self, index: int, rank: int) -> Passing:
-        """Transfers of `rank` with other nodes in zone `index`, by the exchanges' ids in the zones
-        alone. Kept for one node, whose ranks ask for one another's.
-        """
+        # Transfers of `rank` with other nodes in zone `index`, by the exchanges' ids in the zones
+        # alone. Kept for one node, whose ranks ask for one another's.
         node, kept = self._sent
         if rank not in node:
             node, kept = self._sent = self.node(rank), {}
@@ -260,9 +254,7 @@ class Job:
 
 @dataclass(frozen=True)
 class CompiledRank:
-    """A rank's program, and the orders of its phases (without steps before the pass `order`, or
-    where the target has none).
-    """
+    """A rank's program, and its phases' orders: no steps before the pass `order`, or in proofs."""
 
     program: RankProgram
     forward: PhaseOrder = _NO_ORDER
@@ -272,9 +264,7 @@ class CompiledRank:
 
 
 class Pass(NamedTuple):
-    """One pass. `complete`: whether the programs of all ranks after it are one that `verify`
-    accepts.
-    """
+    """One pass. `complete`: whether `verify` accepts the program of all ranks after it."""
 
     name: str
     run: Callable[[Job, CompiledRank], CompiledRank]
@@ -326,9 +316,7 @@ def in_order(
     issue: IssueOrders = _OF_NO_PLAN,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> CompiledRank:
-    """`program` with its steps in order: the pass `order`, also for programs that are no plan's
-    (from text, say).
-    """
+    """`program` with its steps in order: the pass `order`, also for programs that are no plan's."""
 
     def ordered(phase: PhaseName, ops: tuple[Op, ...], issue: IssueOrder) -> PhaseOrder:
         steps = order(ops, program.rank, program.mask, issue) if phase in phases else ()
@@ -361,8 +349,7 @@ def compile_policies(
     phases: Collection[PhaseName] = BOTH_PHASES,
     passing: bool = True,
 ) -> list[CompiledRank]:
-    """One rank's program for execution, without building those of the others, by each policy of the
-    backward; what these have in common is compiled once. `phases`: those that will run.
+    """One rank's program for execution by each policy of the backward; `phases`: those that will run.
 
     Raises InvalidProgramError: an unknown comm pattern.
     """
@@ -427,10 +414,7 @@ def expand(
 
 
 def project(plan: MicrobatchPlan, rank: int, *, replays: bool = True) -> RankProgram:
-    """The forward ops of one rank. `replays`: with what policy replay needs of it.
-
-    Raises InvalidProgramError: an unknown comm pattern.
-    """
+    """The forward ops of one rank. `replays`: with what policy replay needs of it."""
     return _compile(Job(plan, None, "proof", BOTH_PHASES, replays), rank).program
 
 

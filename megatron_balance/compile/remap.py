@@ -27,9 +27,7 @@ from megatron_balance.patterns.sends import transfers_of
 
 
 class RemapEnds(NamedTuple):
-    """Transfers of the remap's exchanges: `inputs` begin the forward, `again` a replayed backward,
-    `outputs` end the forward.
-    """
+    """Transfers of the remap: at the forward's begin, a replayed backward's, the forward's end."""
 
     inputs: Ints
     again: Ints
@@ -60,9 +58,8 @@ class RemapMerge:
         self._once, self._again = np.concatenate(once), np.concatenate(again)
 
     def _known(self, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> Ints:
-        """Ranks whose layouts are needed: `ranks`, the holders of what is theirs, and the holders in
-        whose place an owner may send to them in the first exchange of a zone.
-        """
+        # Ranks whose layouts are needed: `ranks`, the holders of what is theirs, and the holders in
+        # whose place an owner may send to them in the first exchange of a zone.
         moves = as_array(self.plan.moves)
         holders, owners = moves[:, Move.SRC], moves[:, Move.DST]
         known, gives = np.zeros((2, self.plan.num_ranks), dtype=bool)
@@ -77,12 +74,12 @@ class RemapMerge:
         return np.flatnonzero(known)
 
     def linear(self, rank: int) -> Ints:
-        """The layout of one of the ranks outside attention: rows (seq, start, stop)."""
+        # The layout of one of the ranks outside attention: rows (seq, start, stop).
         begin, end = np.searchsorted(self._linear[:, Placed.RANK], (rank, rank + 1))
         return self._linear[begin:end, Placed.FRAGMENT]
 
     def ends(self, rank: int | None = None) -> RemapEnds:
-        """The remap's transfers that `rank` sends or is sent; None: all that are known here."""
+        # The remap's transfers that `rank` sends or is sent; None: all that are known here.
         regions, once, again = self.regions, self._once, self._again
         if rank is not None:
             # what it attends to for others, then what others attend to for it
@@ -98,7 +95,7 @@ class RemapMerge:
         return RemapEnds(inputs, again, _transfers(Kind.OUT, regions, num_heads, RemoteHeld.HOLDER, RemoteHeld.OWNER))
 
     def stays(self, rows: Ints) -> Ints:
-        """Transfers of a zone's first exchange that are left once owners have sent what is theirs."""
+        # Transfers of a zone's first exchange that are left once owners have sent what is theirs.
         stay = [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
         for src in np.unique(rows[:, Transfer.SRC]).tolist():
             own, theirs = rows[rows[:, Transfer.SRC] == src], self.regions[self.regions[:, RemoteHeld.HOLDER] == src]
@@ -119,9 +116,7 @@ class RemapMerge:
 
 
 def remap(program: RankProgram, merge: RemapMerge) -> RankProgram:
-    """Add the remap's exchanges to `program`, made for the attention layout. All other exchange ids
-    rise by one.
-    """
+    """Add the remap's exchanges to a program of the attention layout; other ids rise by one."""
     ends = merge.ends(program.rank)
     # The remap in moves its inputs: the owner gives them up, so that a ring may bring them by later
     # like any other rank's.
@@ -144,7 +139,7 @@ def _later(op: Exchange) -> Exchange:
 
 
 def _part(row: Ints, start: int, stop: int) -> Ints:
-    """The transfer `row` of tokens [start, stop) only: one row, or none if there are no tokens."""
+    # The transfer `row` of tokens [start, stop) only: one row, or none if there are no tokens.
     part = np.repeat(row[None], int(start < stop), axis=0)
     part[:, Transfer.START], part[:, Transfer.STOP] = start, stop
     return part
@@ -155,5 +150,5 @@ def _sorted(rows: Ints) -> Ints:
 
 
 def _transfers(kind: Kind, regions: Ints, num_heads: int, src: int, dst: int) -> Ints:
-    """Transfers of all heads of `RemoteHeld` rows; `src`, `dst`: the columns that name the ranks."""
+    # Transfers of all heads of `RemoteHeld` rows; `src`, `dst`: the columns that name the ranks.
     return transfers_of(kind, regions, (0, num_heads), regions[:, src], regions[:, dst])

@@ -11,11 +11,7 @@ from megatron_balance.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Lengths in tokens of the sequences of one microbatch (of the whole pool); the index is the
-    sequence's id.
-
-    Integers of any library, such as NumPy's and torch's, become Python's.
-    """
+    """Lengths in tokens of a microbatch's sequences (of the whole pool); the index is their id."""
 
     lengths: tuple[int, ...]
 
@@ -36,7 +32,6 @@ class Batch:
 
 
 def _whole(seq: int, length: object) -> int:
-    """A length as Python's own integer."""
     number = whole(length)
     if number is None:
         raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
@@ -44,7 +39,7 @@ def _whole(seq: int, length: object) -> int:
 
 
 def whole(value: Any) -> int | None:
-    """`value` as Python's own integer; None if it is no whole number, as `True` and 2.0."""
+    """`value` (NumPy's, torch's) as Python's integer; None for what is none, as `True` and 2.0."""
     if isinstance(value, bool):
         return None
     try:
@@ -54,11 +49,7 @@ def whole(value: Any) -> int | None:
 
 
 def at_least(least: int, what: str, value: Any) -> int:
-    """`value` as Python's own integer.
-
-    Raises:
-        ConfigError: it is none, or below `least`; `what` is its name.
-    """
+    """`value` as Python's integer; ConfigError: it is none, or below `least`; `what`: its name."""
     number = whole(value)
     if number is None or number < least:
         raise ConfigError(f"{what}: expected a whole number of at least {least}, got {value!r}")

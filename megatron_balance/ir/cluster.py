@@ -114,9 +114,7 @@ class Cluster:
         return self.attention_efficiency if kernel is None else self.attention_rates[kernel]
 
     def with_kernel(self, name: str) -> Cluster:
-        """This machine with the attention kernel `name` of the runtime; unchanged where that has no
-        rate here.
-        """
+        """This machine with the runtime's kernel `name`; unchanged where that has no rate here."""
         priced = SAME_KERNEL.get(name, name)
         known = next((kernel for kernel in self.attention_rates if kernel == priced), None)
         return self if known is None else replace(self, attention_kernel=known)

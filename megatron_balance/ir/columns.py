@@ -1,7 +1,7 @@
-"""Column names of the IR's tables: `rows[:, Transfer.SRC]` instead of `rows[:, 6]`.
+"""Tables of integers: `Rows`, and the names of their columns (`rows[:, Transfer.SRC]`, not `rows[:, 6]`).
 
 One class per table. Names in capitals are columns, or slices and tuples of neighbouring columns;
-`WIDTH` is the number of columns. All tables are int64 (`ir.rows`).
+`WIDTH` is the number of columns. All tables are int64.
 """
 
 from __future__ import annotations
@@ -10,6 +10,47 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+
+# A plan for 1,024 ranks has a million regions; a frozen dataclass for each would take seconds. `Rows`
+# is one `bytes` object of row-major int64, hashable and comparable, that NumPy reads without a copy
+# (`numpy.frombuffer(rows.data, "<i8")`) and the standard library through `memoryview.cast`.
+
+assert sys.byteorder == "little", "plans are exchanged as little-endian int64"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`len(self)` rows of `width` int64 each."""
+
+    width: int
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> Rows:
+        """Rows from Python sequences, each of length `width`."""
+        flat = array("q")
+        for row in rows:
+            if len(row) != width:
+                raise ValueError(f"row {tuple(row)} has {len(row)} columns, expected {width}")
+            flat.extend(row)
+        return cls(width, flat.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.data) // (8 * self.width)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __repr__(self) -> str:
+        shown = [row for row, _ in zip(self, range(8), strict=False)]
+        more = f", ... {len(self) - 8} more" if len(self) > 8 else ""
+        return f"Rows({self.width}, [{', '.join(map(str, shown))}{more}])"
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        flat = memoryview(self.data).cast("q")
+        for i in range(0, len(flat), self.width):
+            yield tuple(flat[i : i + self.width])
 
 
 class Transfer:
@@ -82,9 +123,7 @@ class Placed:
 
 
 class Task:
-    """One task of a task table: queries of a sequence, the keys before them, and the rank that
-    attends.
-    """
+    """One task of a task table: queries of a sequence, the keys before them, the rank that attends."""
 
     WIDTH = 6
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
@@ -137,47 +176,8 @@ class Held:
 
 
 class RemoteHeld:
-    """A part of a `Held` fragment of one rank (`HOLDER`) that another (`OWNER`) owns outside
-    attention; `FRAGMENT`: the row of the table of fragments.
-    """
+    """A part of a `Held` fragment (row `FRAGMENT`) that another rank owns outside attention."""
 
     WIDTH = 8
     SEQ, START, STOP, OWNER, HOLDER, ZONE, SENT_ON, FRAGMENT = range(8)
     SPAN = slice(0, 3)
-
-
-assert sys.byteorder == "little", "plans are exchanged as little-endian int64"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`len(self)` rows of `width` int64 each."""
-
-    width: int
-    data: bytes = b""
-
-    @classmethod
-    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> Rows:
-        """Rows from Python sequences, each of length `width`."""
-        flat = array("q")
-        for row in rows:
-            if len(row) != width:
-                raise ValueError(f"row {tuple(row)} has {len(row)} columns, expected {width}")
-            flat.extend(row)
-        return cls(width, flat.tobytes())
-
-    def __len__(self) -> int:
-        return len(self.data) // (8 * self.width)
-
-    def __bool__(self) -> bool:
-        return bool(self.data)
-
-    def __repr__(self) -> str:
-        shown = [row for row, _ in zip(self, range(8), strict=False)]
-        more = f", ... {len(self) - 8} more" if len(self) > 8 else ""
-        return f"Rows({self.width}, [{', '.join(map(str, shown))}{more}])"
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        flat = memoryview(self.data).cast("q")
-        for i in range(0, len(flat), self.width):
-            yield tuple(flat[i : i + self.width])

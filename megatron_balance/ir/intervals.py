@@ -32,12 +32,10 @@ def key(seq: Ints | int, position: Ints | int) -> Ints | int:
 
 
 def key_seq(keys: Ints) -> Ints:
-    """The sequences of keys."""
     return keys >> POSITION_BITS
 
 
 def key_position(keys: Ints) -> Ints:
-    """The positions of keys, each in its sequence."""
     return keys & _POSITION
 
 
@@ -58,15 +56,15 @@ def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """First and one past the last row of `held` that shares a token with each row of `wanted`.
 
-    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of
-    `held` overlap one another, some rows between the bounds may share nothing; empty rows of
-    `wanted` share nothing.
+    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start).
     """
+    # If rows of `held` overlap one another, some rows between the bounds may share nothing; empty
+    # rows of `wanted` share nothing.
     return _overlap_bounds(*key_bounds(wanted), *key_bounds(held))
 
 
 def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """`overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held."""
+    # `overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held.
     # No later row meets a row that ends before it begins: the furthest end so far bounds the search
     # from below.
     first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
@@ -77,8 +75,7 @@ def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[In
 def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
 
-    Both have rows (seq, start, stop, ...), in any order. Rows of `held` are not empty, and may
-    overlap one another.
+    Both: (seq, start, stop, ...), in any order; rows of `held` are not empty, and may overlap.
     """
     begin, end = key_bounds(wanted)
     start, stop = key_bounds(held)
@@ -90,12 +87,9 @@ def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
 
 
 def union(intervals: Ints) -> Ints:
-    """Disjoint intervals over the same tokens, ascending; touching ones are joined, empty ones left
-    out.
-
-    Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank and
-    a sequence) within which intervals are joined.
-    """
+    """Disjoint intervals over the same tokens, ascending; touching ones are joined, no empty ones."""
+    # Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank
+    # and a sequence) within which intervals are joined.
     rows = intervals[intervals[:, -2] < intervals[:, -1]]
     rows = rows[np.lexsort(rows[:, -2::-1].T)]
     fresh = run_starts((rows[1:, :-2] != rows[:-1, :-2]).any(axis=1), len(rows))
@@ -108,9 +102,7 @@ def union(intervals: Ints) -> Ints:
 
 
 def held_twice(fragments: Ints) -> Ints:
-    """Rows (seq, start, stop), ascending and disjoint: the tokens that two or more of `fragments`
-    hold.
-    """
+    """Tokens that two or more of `fragments` hold: rows (seq, start, stop), ascending and disjoint."""
     boundary = np.concatenate(key_bounds(fragments))
     order = np.argsort(boundary, kind="stable")
     boundary, depth = boundary[order], np.cumsum(np.repeat([1, -1], len(fragments))[order])
@@ -120,9 +112,8 @@ def held_twice(fragments: Ints) -> Ints:
 
 
 def _ascending(values: Ints) -> Ints:
-    """The distinct values, ascending (sorting is several times faster here than NumPy's hashing
-    `unique`).
-    """
+    # The distinct values, ascending (sorting is several times faster here than NumPy's hashing
+    # `unique`).
     values = np.sort(values)
     return values[run_starts(values[1:] != values[:-1], len(values))]
 
@@ -187,9 +178,7 @@ class Atoms:
         return key_position(self.cuts[token_atom + 1])
 
     def expand(self, seq: Ints, start: Ints, stop: Ints, head_start: Ints, head_stop: Ints) -> tuple[Ints, Ints]:
-        """(row, atom) of every atom of every region; an atom is token atom * num_head_atoms + head
-        atom.
-        """
+        """(row, atom) of every region's atoms; an atom is token atom * num_head_atoms + head atom."""
         row, token = ranges(*self.tokens(seq, start, stop))
         if self.num_head_atoms == 1:
             return row, token
@@ -202,9 +191,7 @@ class Atoms:
         return np.searchsorted(self.cuts, key(seq, position), side="right") - 1
 
     def regions(self, group: Ints, atom: Ints) -> tuple[Ints, Ints]:
-        """Join atoms, unique within each group, into as few regions as possible: (group [n],
-        `Region` rows).
-        """
+        """Join atoms, unique in each group, into the fewest regions: (group [n], `Region` rows)."""
         token, head = np.divmod(atom, self.num_head_atoms)
         # Along tokens first, per head atom; then along heads where the token runs are the same.
         order = np.argsort((group * self.num_head_atoms + head) * (self.num_token_atoms + 1) + token, kind="stable")
@@ -236,9 +223,7 @@ class Atoms:
 
 
 class Rectangles(NamedTuple):
-    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for every row: int64 [n]
-    each.
-    """
+    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for a row: int64 [n] each."""
 
     q_start: Ints
     q_stop: Ints
@@ -277,11 +262,7 @@ def sees(pairs: Ints, mask: Mask) -> Bools:
 
 
 def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
-    """Visible (query, key) pairs of each rectangle, under a causal, a full or a sliding-window mask.
-
-    A causal one is a trapezium once the queries start, cut off where the keys end; a window hides
-    what a query that many tokens before would see.
-    """
+    """Visible (query, key) pairs of each rectangle, under a causal, full or sliding-window mask."""
     q_start, q_stop, k_start, k_stop = rectangles
     if isinstance(mask, SlidingWindow):
         hidden = Rectangles(q_start - mask.size, q_stop - mask.size, k_start, k_stop)
@@ -290,7 +271,7 @@ def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
         return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
 
     def seen(edge: Ints) -> Ints:
-        """Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`."""
+        # Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`.
         return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
 
     return seen(k_start) - seen(k_stop)

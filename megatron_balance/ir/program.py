@@ -174,7 +174,5 @@ class Program:
 
 
 def is_remap_move(exchange_id: int, remap_in: int, *, forward: bool) -> bool:
-    """Whether the exchange moves inputs or output gradients, as those of the remap into the
-    attention layout do.
-    """
+    """Whether the exchange moves inputs or output gradients, as those of the remap do."""
     return exchange_id < remap_in or (not forward and 0 < remap_in == exchange_id - 1)

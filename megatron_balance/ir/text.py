@@ -105,10 +105,7 @@ _BEYOND = re.compile(r"\d{19}")
 
 
 def parse(source: str) -> Program:
-    """The program that `text` wrote.
-
-    Raises InvalidProgramError: a line that is not of this form, with its number.
-    """
+    """The program that `text` wrote; InvalidProgramError names the line that is not of this form."""
     return _TextParser(source).program()
 
 
@@ -236,7 +233,7 @@ class _TextParser:
 
 
 def _mask(name: str | None) -> Mask | None:
-    """The mask of this name; causal where there is none, None where none is called so."""
+    # The mask of this name; causal where there is none, None where none is called so.
     try:
         return mask_named(name or CAUSAL.name)
     except ConfigError:
@@ -244,7 +241,7 @@ def _mask(name: str | None) -> Mask | None:
 
 
 def _routes(line: str) -> Iterator[tuple[int, ...]]:
-    """The `Route` rows of a line 'rD <- rS via rP>rQ ...'; none if it is another line."""
+    # The `Route` rows of a line 'rD <- rS via rP>rQ ...'; none if it is another line.
     match = _ROUTE.fullmatch(line)
     if match is None:
         return

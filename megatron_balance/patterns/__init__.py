@@ -44,11 +44,7 @@ once to a node.
 
 
 def pattern_of(zone: AnyZone) -> CommPattern[Any]:
-    """The comm pattern of a zone.
-
-    Raises:
-        InvalidProgramError: no such comm pattern.
-    """
+    """The comm pattern of a zone; InvalidProgramError where there is none of the name."""
     if zone.pattern not in PATTERNS:
         raise InvalidProgramError(
             f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}"
@@ -57,12 +53,8 @@ def pattern_of(zone: AnyZone) -> CommPattern[Any]:
 
 
 def by_pattern(zones: Iterable[AnyZone]) -> list[tuple[CommPattern[Any], list[ZoneAt[Any]]]]:
-    """The zones of a plan by pattern, each with its index, for questions that a pattern answers for
-    all of them at once.
-
-    Raises:
-        InvalidProgramError: no such comm pattern.
-    """
+    """The zones of a plan by pattern, each with its index."""
+    # For questions that a pattern answers for all of its zones at once.
     groups: dict[str, list[ZoneAt[Any]]] = {}
     for index, zone in enumerate(zones):
         pattern_of(zone)

@@ -1,12 +1,5 @@
 """All-gather: every rank receives all keys and values that it lacks and attends once (LLaMA 3's
 context parallelism; WLB-LLM, section 5).
-
-The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
-(`patterns.zigzag`), the other two so that every rank has as many tokens as any other
-(`patterns.even_chunks`), `gather_documents` every sequence on its own, `gather_sequence` the
-sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do not
-travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even, so the
-next zone of a plan that is to be even begins with the ranks after those.
 """
 
 from __future__ import annotations
@@ -39,9 +32,15 @@ from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
 from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP
 
 Cut: TypeAlias = Callable[[Ints, int], Ints]
-"""From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
+"""From lengths and the number of ranks to a table of chunks (`patterns.zigzag`)."""
 
 
+# The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
+# (`patterns.zigzag`), the other two so that every rank has as many tokens as any other
+# (`patterns.zigzag`), `gather_documents` every sequence on its own, `gather_sequence` the
+# sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do
+# not travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even,
+# so the next zone of a plan that is to be even begins with the ranks after those.
 class AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
@@ -53,24 +52,23 @@ class AllGather(CommPattern[Zone]):
         self._cut = cut
 
     def chunks(self, zone: Zone, lengths: Ints) -> Chunks:
-        """The zone's chunks; `lengths`: of all sequences of the microbatch."""
+        # The zone's chunks; `lengths`: of all sequences of the microbatch.
         return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
-        """The zone's."""
         del num_ranks
         return zone.ranks
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first."""
+        # Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first.
         return self.chunks(zone, lengths).held(zone.ranks.index(rank))
 
     def num_exchanges(self, zone: Zone) -> int:
-        """One, where there are other ranks."""
+        # One, where there are other ranks.
         return 1 if len(zone.ranks) > 1 else 0
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Of every rank one block, to all the others."""
+        # Of every rank one block, to all the others.
         del across
         chunks, ranks = self.chunks(zone, context.lengths), np.array(zone.ranks)
         if rank is None:
@@ -85,14 +83,13 @@ class AllGather(CommPattern[Zone]):
         return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """Each chunk over its prefix."""
+        # Each chunk over its prefix.
         held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
         yield ZoneWork(1, as_rows(prefix_pairs(held, context)))
 
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             chunks = self.chunks(zone, lengths)
@@ -102,7 +99,6 @@ class AllGather(CommPattern[Zone]):
         return np.concatenate(tables)
 
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        """Each sequence with the ranks that hold some of it, ascending."""
         chunks = self.chunks(zone, context.lengths)
         holders = np.column_stack([chunks.fragments[:, Fragment.SEQ], np.array(zone.ranks)[chunks.index]])
         ranks: dict[int, list[int]] = {}
@@ -113,7 +109,6 @@ class AllGather(CommPattern[Zone]):
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Pairs of each rank: int64 [num_ranks]."""
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
@@ -123,21 +118,21 @@ class AllGather(CommPattern[Zone]):
         return pairs
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All that others hold of what several ranks hold."""
+        # All that others hold of what several ranks hold.
         shared = self.chunks(zone, context.lengths).shared_tokens()
         return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
 
     def startable(self, zone: Zone) -> Startable:
-        """The gather, and its replay."""
+        # The gather, and its replay.
         del zone
         return Startable(forward=(0,), replays=(0,))
 
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """One gather and one launch; on one rank the launch alone."""
+        # One gather and one launch; on one rank the launch alone.
         chunks, size = self.chunks(zone, context.lengths), len(zone.ranks)
         pairs = prefix_pairs(chunks.fragments, context)
         launches = Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
@@ -162,23 +157,22 @@ class Chunks:
         self._bounds = np.searchsorted(self.index, np.arange(size + 1)).tolist()
 
     def held(self, index: int) -> Ints:
-        """Rows (seq, start, stop) of a group index."""
+        # Rows (seq, start, stop) of a group index.
         return self.fragments[slice(*self._bounds[index : index + 2])]
 
     def shared_blocks(self) -> Blocks:
-        """Of each group index, the rows of sequences that several ranks hold."""
         before = np.append(0, np.cumsum(self.shared))
         return Blocks(self.fragments[self.shared], before[self._bounds])
 
     def shared_tokens(self) -> Ints:
-        """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
+        # Tokens of each group index of sequences that several ranks hold: int64 [G].
         tokens = (self.fragments[:, Fragment.STOP] - self.fragments[:, Fragment.START])[self.shared]
         return sums(self.index[self.shared], tokens, len(self._bounds) - 1)
 
 
 @lru_cache(maxsize=64)
 def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunks:
-    """`lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another."""
+    # `lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another.
     return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 

@@ -4,8 +4,6 @@ A pattern is one class in one file, with one line in `patterns.PATTERNS`. It mus
 take part, where tokens lie (`place`), what ranks send one another (`num_exchanges`, `sends`), and
 what one rank attends (`work`). All other questions have answers here that are selections of those;
 a pattern overrides them where it knows a shorter way.
-
-`zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from megatron_balance.patterns.sends import Sends, intersections, messages_of
 Floats: TypeAlias = NDArray[np.float64]
 
 
+# `zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 class AnyZone(Protocol):
     """The part of a zone that does not depend on its pattern."""
 
@@ -69,11 +68,7 @@ class Context:
 
     @classmethod
     def of(cls, plan: MicrobatchPlan) -> Context:
-        """The context of the zones of a plan.
-
-        Raises:
-            InvalidProgramError: a zone whose comm pattern has no programs under the plan's mask.
-        """
+        """The context of a plan's zones; InvalidProgramError: a pattern has none for its mask."""
         if isinstance(plan.mask, SlidingWindow):
             for zone in plan.zones:
                 if not isinstance(zone, TaskTable):
@@ -96,18 +91,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ZoneProgram:
-    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by
-    forward id.
-    """
+    """One rank's ops of one zone and, for a replayed backward, exchanges by forward id."""
 
     ops: list[Op]
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
 class ZoneWork(NamedTuple):
-    """A launch of a rank and the merge behind it: rows of `ir.program.Attend` and `Merge`. `after`:
-    exchanges of the zone with smaller numbers come before it.
-    """
+    """Rows of a launch and of the merge behind it; exchanges numbered below `after` come before."""
 
     after: int
     pairs: Rows
@@ -249,9 +240,7 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Messages to the launch and from it: rows of `ir.columns.Message`. Inputs of several exchanges
-    travel one exchange after the other.
-    """
+    """`Message` rows to the launch and from it; inputs travel one exchange after the other."""
 
     inputs: Ints
     outputs: Ints
@@ -374,9 +363,7 @@ class CommPattern(ABC, Generic[Z]):
         return rank in self.ranks(zone, rank + 1)
 
     def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and
-        zone in order.
-        """
+        """`Held` rows of the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             tables += [held_rows(index, rank, rows) for rank, rows in self.place_each(zone, lengths, wanted)]
@@ -499,9 +486,7 @@ class CommPattern(ABC, Generic[Z]):
         return True
 
     def num_tasks(self, zone: Z, rank: int) -> int:
-        """Tasks that the planner listed for `rank`; 0 where the pattern itself says who attends to
-        what.
-        """
+        """Tasks that the planner listed for `rank`; 0 where the pattern says who attends to what."""
         del zone, rank
         return 0
 
@@ -513,9 +498,7 @@ class CommPattern(ABC, Generic[Z]):
     # Simulation
 
     def rounds(self, zone: Z, context: Context) -> ZoneRounds:
-        """Launches and traffic, to be simulated zone by zone: all inputs, one launch a rank, all
-        outputs.
-        """
+        """Launches and traffic, to be simulated zone by zone."""
         ranks = np.array(self.ranks(zone, context.num_ranks))
         pairs, launch = [np.empty((0, Pair.WIDTH), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for place, rank in enumerate(ranks.tolist()):
@@ -536,7 +519,6 @@ NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.emp
 
 
 def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
-    """Pairs of a rank's launches, in units of all heads."""
     total = 0
     for part in work:
         rows = as_array(part.pairs)
@@ -546,9 +528,7 @@ def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
 
 
 def spared_messages(hops: FirstHops) -> Ints:
-    """Messages of negative tokens, exchange 0, by which the holders send less in their zones' first
-    exchanges.
-    """
+    """Messages of negative tokens, exchange 0: what holders send less in their first exchanges."""
     rows = messages_of(0, hops.rows)
     rows[:, Message.SRC] = hops.holders
     rows[:, Message.TOKENS] *= -1
@@ -564,9 +544,8 @@ def prefix_pairs(fragments: Ints, context: Context) -> Ints:
 
 
 def pairs_of(queries: Ints, keys: Ints, slices: Sequence[Sequence[int]]) -> Ints:
-    """`Pair` rows of queries (seq, start, stop) [n, 3] over keys (start, stop) [n, 2], for each slice
-    of the heads (query heads, key-value heads: start and stop each) in turn.
-    """
+    """`Pair` rows: queries (seq, start, stop) over keys (start, stop), by slice of the heads."""
+    # A slice: query heads and key-value heads, start and stop each.
     # [slices, n, columns]: slices go along the first axis, pairs along the second
     pairs = np.empty((len(slices), len(queries), Pair.WIDTH), dtype=np.int64)
     pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = queries, keys
@@ -576,7 +555,7 @@ def pairs_of(queries: Ints, keys: Ints, slices: Sequence[Sequence[int]]) -> Ints
 
 
 def held_rows(zone: int, ranks: Ints | int, fragments: Ints) -> Ints:
-    """Rows of `ir.columns.Held`: `fragments` (seq, start, stop) of the zone with this index."""
+    """`Held` rows of `fragments` (seq, start, stop) of the zone with this index."""
     rows = np.zeros((len(fragments), Held.WIDTH), dtype=np.int64)
     rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = ranks, fragments, zone
     return rows

@@ -1,8 +1,5 @@
 """The table of what the ranks of a zone send one another: every comm pattern says it once, and
 transfers, messages, received tokens and traffic of rounds are selections of it.
-
-A row sends one block, which is some rows of tokens that travel together. So rows are few where
-fragments are many, and a message needs no fragment at all.
 """
 
 from __future__ import annotations
@@ -56,6 +53,8 @@ class Call(NamedTuple):
     moves: bool = False
 
 
+# A row sends one block, which is some rows of tokens that travel together. So rows are few where
+# fragments are many, and a message needs no fragment at all.
 @dataclass(frozen=True, slots=True)
 class Sends:
     """Sends of all ranks, or of those that one rank sends or receives, by exchange.
@@ -122,7 +121,6 @@ class Sends:
 
 
 def table_of(*columns: Ints | int) -> Ints:
-    """Rows of `Send`; the columns are broadcast against one another."""
     return np.stack([column.ravel() for column in np.broadcast_arrays(*columns)], axis=1).astype(np.int64)
 
 
@@ -142,7 +140,6 @@ def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def messages_of(step: int, transfers: Ints) -> Ints:
-    """Messages of transfer rows (`ir.program.Exchange`) of one exchange."""
     rows = np.empty((len(transfers), Message.WIDTH), dtype=np.int64)
     rows[:, Message.EXCHANGE], rows[:, Message.KIND] = step, transfers[:, Transfer.KIND]
     rows[:, Message.ENDS] = transfers[:, Transfer.ENDS]

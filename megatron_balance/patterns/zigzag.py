@@ -1,10 +1,5 @@
 """Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section
 3.2; TE CP).
-
-Chunks are near equal (their sizes differ by at most one token), so any length is legal without
-padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into 2p
-chunks, p = max(1, length // 2), on p neighbouring ranks; each such sequence begins where the last
-one ended, so that many short sequences do not pile up on the first ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +21,10 @@ _NARROW = 1 << 15
 """With fewer ranks, 2 G^2 fits 32 bits."""
 
 
+# Chunks are near equal (their sizes differ by at most one token), so any length is legal without
+# padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into
+# 2p chunks, p = max(1, length // 2), on p neighbouring ranks; each such sequence begins where the
+# last one ended, so that many short sequences do not pile up on the first ranks.
 @dataclass(frozen=True, slots=True)
 class Zigzag:
     """The division of the sequences of one zone among its `size` ranks. Arrays over the zone's
@@ -122,7 +121,7 @@ def fragments(placed: Zigzag, index: int) -> Ints:
 
 
 def chunks(lengths: Ints, size: int) -> Ints:
-    """The chunks of `lengths` on all ranks: a table as `patterns.even_chunks` makes them."""
+    """The chunks of `lengths` on all ranks: a table as `of_documents` makes it."""
     placed = zigzag(lengths, np.arange(len(lengths)), size)
     index = np.arange(size)[:, None]
     position = placed.position(index)
@@ -171,6 +170,18 @@ def shared_tokens(placed: Zigzag) -> Ints:
 
 INDEX, PLACE, START, STOP = range(4)
 """Columns of a table of chunks: group index, place of the sequence in its zone, tokens."""
+
+
+# Even chunks: zigzag placement in which every rank has the same number of tokens, within one, and
+# nothing is padded (WLB-LLM, section 5.1). Each of G ranks holds chunks i and 2G - 1 - i of what is
+# cut: of every sequence ("per-document sharding"), or of all sequences of a zone one after the other
+# ("per-sequence sharding", Llama 3's context parallelism). A length that 2G does not divide leaves
+# tokens over; they are dealt to the ranks round robin, on from sequence to sequence.
+#
+# DEVIATION: a token that is left over makes a chunk of its rank one token longer, the high chunk in
+# one turn and the low one in the next.
+# Reason: the paper cuts them all off a sequence's end, a fragment of one query each: up to two kernel
+# tiles more for every rank and sequence, each with all of the sequence's keys before it.
 
 
 def chunk_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:

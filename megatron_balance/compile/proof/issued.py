@@ -1,8 +1,5 @@
 """The group calls of a rank in the order in which it issues them, and a proof that all ranks issue
 them in one order.
-
-A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
-collective. `runtime.transport.streams` issues these, in this order.
 """
 
 from __future__ import annotations
@@ -38,6 +35,8 @@ _BITS = 20  # more than a rank takes
 _MASK = (1 << _BITS) - 1
 
 
+# A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
+# collective. `runtime.transport.streams` issues these, in this order.
 class GroupCall(NamedTuple):
     """Identity of a group call, the same on all of its ranks.
 
@@ -127,7 +126,6 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
 
 
 def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
-    """The group calls of a rank in an exchange without routes."""
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
     own = ((src == rank) | (dst == rank)) & (src != dst)
     codes: list[int] = (((src << _BITS | dst) << 1) | is_moved(rows[:, Transfer.KIND]))[own].tolist()
@@ -157,9 +155,7 @@ def interleaved(
     backward: bool,
     own_group: OwnGroup = lambda _: True,
 ) -> list[list[IssuedCall]]:
-    """Group calls of every rank in a pass of several plans through some layers, segment by segment
-    (`compile.ping_pong`).
-    """
+    """Every rank's group calls in a pass of several plans, by segment (`compile.ping_pong`)."""
     made: list[list[IssuedCall]] = []
     for rank in range(len(nano_batches[0])):
         segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
@@ -188,13 +184,12 @@ def phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Se
 def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
     """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
 
-    So any two ranks that share two calls issue them in one order, and if every call held its ranks'
-    hosts until all of them have come to it, all would go through.
-
     Raises:
-        InvalidProgramError: naming the ranks that wait for one another, and the exchanges; or a
+        InvalidProgramError: names the ranks that wait for one another, and the exchanges; or a
             transfer that only one of its ranks issues.
     """
+    # So any two ranks that share two calls issue them in one order, and if every call held its
+    # ranks' hosts until all of them have come to it, all would go through.
     members: defaultdict[GroupCall, set[int]] = defaultdict(set)
     needed: defaultdict[GroupCall, set[int]] = defaultdict(set)
     for rank, own in enumerate(calls):
@@ -230,7 +225,7 @@ def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
 
 
 def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: dict[GroupCall, set[int]]) -> str:
-    """Ranks that wait for one another: each stands in a call that another has not come to."""
+    # Ranks that wait for one another: each stands in a call that another has not come to.
     rank = next(rank for rank, own in enumerate(calls) if at[rank] < len(own))
     path: list[int] = []
     while rank not in path:

@@ -1,8 +1,5 @@
 """Check the structure of a plan, in about the time of sorting it: what can be said before it is a
 program.
-
-Every plan of a training job goes through this, in the planning process. That the program of a plan
-computes what it shall is proved by `compile.proof.meaning`, which takes longer.
 """
 
 from __future__ import annotations
@@ -20,16 +17,15 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTabl
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import PATTERNS
 
+# Every plan of a training job goes through this, in the planning process. That the program of a
+# plan computes what it shall is proved by `compile.proof.meaning`, which takes longer.
+
 MOST_NAMED = 4
 """Complaints of one plan that its error lists."""
 
 
 def verify_plans(step: StepPlan) -> None:
-    """Check the structure of all plans of a step, those of its ticks included.
-
-    Raises:
-        InvalidProgramError: as `verify_plan`.
-    """
+    """Check the structure of all plans of a step, those of its ticks included, by `verify_plan`."""
     for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
         verify_plan(plan)
 
@@ -116,7 +112,7 @@ def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan
 
 
 def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:
-    """Complaints about queries without all keys that they see, or with some twice."""
+    # Complaints about queries without all keys that they see, or with some twice.
     lengths, held = np.array(plan.lengths), np.array(seqs)
     if len(tasks) and not 0 <= tasks[:, Task.RANK].min() <= tasks[:, Task.RANK].max() < plan.num_ranks:
         yield f"{place}: a task on a rank that is not there"
