@@ -1,4 +1,4 @@
-"""Tables of integers: `Rows`, and the names of their columns (`rows[:, Transfer.SRC]`, not `rows[:, 6]`).
+"""Tables of integers: `Rows`, and names of their columns: `rows[:, Transfer.SRC]`, not `rows[:, 6]`.
 
 One class per table. Names in capitals are columns, or slices and tuples of neighbouring columns;
 `WIDTH` is the number of columns. All tables are int64.
@@ -10,7 +10,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
 
 # A plan for 1,024 ranks has a million regions; a frozen dataclass for each would take seconds. `Rows`
 # is one `bytes` object of row-major int64, hashable and comparable, that NumPy reads without a copy
