@@ -26,8 +26,8 @@ __all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "layout", "load_config
 
 _LAZY = {"load_config": "megatron_balance.planning.run", "simulate": "megatron_balance.simulator"}
 
+# See `megatron_balance.simulator.simulate`.
 simulate: Callable[..., dict[str, Any]]
-"""See `megatron_balance.simulator.simulate`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -43,8 +43,8 @@ class DataError(BalanceError):
     """A corpus that is truncated, too long, foreign or empty; found at opening."""
 
 
+# Raised by taking parsed text apart where it has another form, or numbers that nothing holds.
 MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, OverflowError)
-"""Raised by taking parsed text apart where it has another form, or numbers that nothing holds."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from megatron_balance.ir.model import Model
 
 log = logging.getLogger(__name__)
 
+# Of each fact, its names in configurations, Transformers' first.
 NAMES: dict[str, tuple[str, ...]] = {
     "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
@@ -29,30 +30,30 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_router_topk"),
 }
-"""Of each fact, its names in configurations, Transformers' first."""
 
+# Names of an expert's width, where it is not that of a dense layer.
 EXPERT_SIZES = ("moe_intermediate_size", "moe_ffn_hidden_size")
-"""Names of an expert's width, where it is not that of a dense layer."""
 
+# Activations of MLPs that have a gate, in the families of models that use them.
 GATED = ("silu", "swish", "swiglu", "geglu")
-"""Activations of MLPs that have a gate, in the families of models that use them."""
 
+# Beginnings of the names of families whose MLPs have a gate, whatever their activation is called.
 GATED_FAMILIES = ("gemma",)
-"""Beginnings of the names of families whose MLPs have a gate, whatever their activation is called."""
 
+# Beginnings of those whose output matrix is the embedding, which their configurations leave out.
 TIED_FAMILIES = ("gemma", "gpt2")
-"""Beginnings of those whose output matrix is the embedding, which their configurations leave out."""
 
+# Families whose window, where they have one, is in all layers, though they do not list them.
 WINDOWED = ("mistral", "mixtral", "phi3")
-"""Families whose window, where they have one, is in all layers, though they do not list them."""
 
+# Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
+# their layers says otherwise.
 EVERY_NTH_SEES_ALL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}
-"""Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
-their layers says otherwise."""
 
+# Facts whose names tell architectures apart.
 SIZES = ("num_heads", "hidden_size", "num_layers")
-"""Facts whose names tell architectures apart."""
 
+# Keys that make attention cost something else than `Model` says, and why.
 UNLIKE: dict[str, str] = {
     "attention_chunk_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
     "fixed_attn_block_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
@@ -76,16 +77,15 @@ UNLIKE: dict[str, str] = {
         "layers without attention (state space or linear), whose state crosses ranks; no planner knows them",
     ),
 }
-"""Keys that make attention cost something else than `Model` says, and why."""
 
+# Keys under which a model of several modalities has the configuration of its text.
 INNER = ("text_config", "thinker_config", "language_config", "llm_config")
-"""Keys under which a model of several modalities has the configuration of its text."""
 
+# No type.
 NONE: Mapping[str, Any] = {"mask": None, "sizes": [], "keys": {}}
-"""No type."""
 
+# Values that switch nothing on.
 UNSET: tuple[object, ...] = (None, False, 0, "", [], (), {})
-"""Values that switch nothing on."""
 
 
 @cache
@@ -140,7 +140,7 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     family = str(value(config, "model_type") or "")
     return {
         **found,
-        **({} if (window := window_of(config)) is None else {"attention": SlidingWindow(window).name}),
+        **({} if (window := _window_of(config)) is None else {"attention": SlidingWindow(window).name}),
         "gated_ffn": activation in GATED or family.startswith(GATED_FAMILIES),
         "name": family or "custom",
     }
@@ -171,7 +171,7 @@ def _further(config: object) -> int:
 
 
 def _windows(config: object, num_layers: int) -> dict[str, Any]:
-    if window_of(config) is not None or not _uses_window(config):
+    if _window_of(config) is not None or not _uses_window(config):
         return {}
     windowed = _windowed_layers(config, num_layers)
     if not windowed:
@@ -365,7 +365,7 @@ def num_layers(config: object) -> int | None:
     return _first(levels(config)[-1], NAMES["num_layers"])
 
 
-def window_of(config: object) -> int | None:
+def _window_of(config: object) -> int | None:
     """Keys of the sliding window that all layers have; None: not all have one."""
     kinds = value(config, "layer_types")
     alike = value(config, "model_type") in WINDOWED if kinds is None else set(kinds) == {"sliding_attention"}

@@ -26,17 +26,18 @@ STRICT = ConfigDict(
 )
 
 
+# Of a YAML file: a hundred times what any configuration takes, and read in about a second.
 MOST_BYTES = 128 * 2**10
-"""Of a YAML file: a hundred times what any configuration takes, and read in about a second."""
+# Of a whole number, which then fits 64 bits.
 MOST_DIGITS = 18
-"""Of a whole number, which then fits 64 bits."""
+# Brackets that are open at once.
 MOST_DEPTH = 100
-"""Brackets that are open at once."""
+# Keys and values of a YAML text, each alias counted as all that it stands for.
 MOST_NODES = 100_000
-"""Keys and values of a YAML text, each alias counted as all that it stands for."""
 
 
 _ONE_RULE = "is gone with rule cost; leave it out"
+# Sentences on what files of before may have, by class and key (and value): what to write instead.
 GONE: Mapping[str, str] = {
     "ZeppelinOptions.rule: cost": "rule cost is gone; write groups, with group_size 1 for rings of single ranks",
     "ZeppelinOptions.routed": f"{_ONE_RULE}, and say routing beside the planner (routing: never)",
@@ -47,7 +48,6 @@ GONE: Mapping[str, str] = {
     "RemapChoice.sides": "both sides of a rank's link count; leave it out",
     "RemapChoice.solver: ortools": "OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
 }
-"""Sentences on what files of before may have, by class and key (and value): what to write instead."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -48,10 +48,10 @@ class IssueOrder:
         return 1, 2 * exchange_id + 3 * (moved and self.passing)
 
 
+# Of programs that are no plan's: no exchange is known to need nothing.
 PASSING = IssueOrder()
-"""Of programs that are no plan's: no exchange is known to need nothing."""
+# One after the other in the order of ids (`communication: safe`).
 BY_ID = IssueOrder(passing=False)
-"""One after the other in the order of ids (`communication: safe`)."""
 
 
 class IssueOrders(NamedTuple):

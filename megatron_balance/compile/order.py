@@ -21,8 +21,8 @@ _MOVED = np.array([kind in MOVED for kind in Kind])
 
 TrafficClass: TypeAlias = Literal["copied", "moved"]
 Leg: TypeAlias = Literal["direct", "dispatch", "across", "combine"]
+# The hops of a routed piece, in order.
 LEGS: tuple[Leg, Leg, Leg] = ("dispatch", "across", "combine")
-"""The hops of a routed piece, in order."""
 Role: TypeAlias = Literal["own", "send_proxy", "receive_proxy"]
 
 
@@ -235,7 +235,7 @@ def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
 # Streams
 
 
-def traffic_class(kinds: Sequence[int]) -> TrafficClass:
+def _traffic_class(kinds: Sequence[int]) -> TrafficClass:
     """The traffic class of all that an exchange carries from rank to rank; `kinds`: of transfers."""
     return "moved" if any(kind in MOVED for kind in kinds) else "copied"
 
@@ -320,10 +320,10 @@ def _legs(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[
     for src, dst, _, send_proxy, receive_proxy in op.routes:
         routed.add((src, dst))
         for leg, role in roles((src, send_proxy, receive_proxy, dst), rank):
-            legs.setdefault((stream_name(leg, True, traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
+            legs.setdefault((stream_name(leg, True, _traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
     for (src, dst), carried in kinds.items():
         if (src, dst) not in routed:
             crosses = src // ranks_per_node != dst // ranks_per_node
-            legs.setdefault((stream_name("direct", crosses, traffic_class(list(carried))), "direct"), set()).add("own")
+            legs.setdefault((stream_name("direct", crosses, _traffic_class(list(carried))), "direct"), set()).add("own")
     for place, taken in legs.items():
         yield place, tuple(sorted(taken))

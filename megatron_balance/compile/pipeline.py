@@ -223,7 +223,7 @@ class Projector:
 
 
 @dataclass(frozen=True)
-class Job:
+class _Job:
     """A plan and what it is compiled for: the facts that the passes of all ranks share.
 
     `policy`: of the backward; None: forward only. `phases`: those that will run. `replays`: whether
@@ -267,16 +267,16 @@ class Pass(NamedTuple):
     """One pass. `complete`: whether `verify` accepts the program of all ranks after it."""
 
     name: str
-    run: Callable[[Job, CompiledRank], CompiledRank]
+    run: Callable[[_Job, CompiledRank], CompiledRank]
     complete: bool = True
 
 
-def _project(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _project(job: _Job, compiled: CompiledRank) -> CompiledRank:
     program = job.projector.attention(compiled.program.rank)
     return replace(compiled, program=replace(program, mask=job.plan.mask))
 
 
-def _remap(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _remap(job: _Job, compiled: CompiledRank) -> CompiledRank:
     projector, rank = job.projector, compiled.program.rank
     if not job.plan.moves:
         return compiled
@@ -286,7 +286,7 @@ def _remap(job: Job, compiled: CompiledRank) -> CompiledRank:
     return CompiledRank(program if job.replays else replace(program, replays=()), remap_merge=merge)
 
 
-def _route(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _route(job: _Job, compiled: CompiledRank) -> CompiledRank:
     routing, projector = job.plan.routing, job.projector
     if routing is None:
         return compiled
@@ -295,19 +295,19 @@ def _route(job: Job, compiled: CompiledRank) -> CompiledRank:
     return replace(compiled, program=route(compiled.program, passing, projector.routed_ids(), nics))
 
 
-def _transpose(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _transpose(job: _Job, compiled: CompiledRank) -> CompiledRank:
     if job.backward_policy is None:
         return compiled
     return replace(compiled, program=transpose(compiled.program, job.backward_policy, merges=False))
 
 
-def _merge_gradients(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _merge_gradients(job: _Job, compiled: CompiledRank) -> CompiledRank:
     if job.target != "proof" or job.backward_policy is None:
         return compiled
     return replace(compiled, program=merge_gradients(compiled.program))
 
 
-def _order(job: Job, compiled: CompiledRank) -> CompiledRank:
+def _order(job: _Job, compiled: CompiledRank) -> CompiledRank:
     return compiled if job.target != "execution" else in_order(compiled.program, job.issue, job.phases)
 
 
@@ -337,8 +337,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_gradients", _merge_gradients),
     Pass("order", _order),
 )
+# The first pass whose work depends on the policy of the backward.
 _OF_A_POLICY = [step.name for step in PASSES].index("transpose")
-"""The first pass whose work depends on the policy of the backward."""
 
 
 def compile_policies(
@@ -415,7 +415,7 @@ def expand(
 
 def project(plan: MicrobatchPlan, rank: int, *, replays: bool = True) -> RankProgram:
     """The forward ops of one rank. `replays`: with what policy replay needs of it."""
-    return _compile(Job(plan, None, "proof", BOTH_PHASES, replays), rank).program
+    return _compile(_Job(plan, None, "proof", BOTH_PHASES, replays), rank).program
 
 
 def layout(plan: MicrobatchPlan, rank: int) -> Ints:
@@ -425,15 +425,15 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
 
 def _job(
     plan: MicrobatchPlan, policy: Policy | None, target: Target, phases: Collection[PhaseName], *, passing: bool = True
-) -> Job:
-    return Job(plan, policy, target, phases, replays=policy == "replay" and "backward" in phases, passing=passing)
+) -> _Job:
+    return _Job(plan, policy, target, phases, replays=policy == "replay" and "backward" in phases, passing=passing)
 
 
-def _start(job: Job, rank: int) -> CompiledRank:
+def _start(job: _Job, rank: int) -> CompiledRank:
     return CompiledRank(RankProgram(rank, Rows(Fragment.WIDTH), (), 0, mask=job.plan.mask))
 
 
-def _compile(job: Job, rank: int) -> CompiledRank:
+def _compile(job: _Job, rank: int) -> CompiledRank:
     compiled = _start(job, rank)
     for step in PASSES:
         compiled = step.run(job, compiled)

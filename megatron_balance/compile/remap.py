@@ -26,7 +26,7 @@ from megatron_balance.patterns.base import Context
 from megatron_balance.patterns.sends import transfers_of
 
 
-class RemapEnds(NamedTuple):
+class _RemapEnds(NamedTuple):
     """Transfers of the remap: at the forward's begin, a replayed backward's, the forward's end."""
 
     inputs: Ints
@@ -78,7 +78,7 @@ class RemapMerge:
         begin, end = np.searchsorted(self._linear[:, Placed.RANK], (rank, rank + 1))
         return self._linear[begin:end, Placed.FRAGMENT]
 
-    def ends(self, rank: int | None = None) -> RemapEnds:
+    def ends(self, rank: int | None = None) -> _RemapEnds:
         # The remap's transfers that `rank` sends or is sent; None: all that are known here.
         regions, once, again = self.regions, self._once, self._again
         if rank is not None:
@@ -92,7 +92,7 @@ class RemapMerge:
         # Sorted: every rank lists them in one order, however it came to know of each.
         again = _sorted(np.concatenate([queries, keys, again]))
         inputs = _sorted(np.concatenate([again, once]))
-        return RemapEnds(inputs, again, _transfers(Kind.OUT, regions, num_heads, RemoteHeld.HOLDER, RemoteHeld.OWNER))
+        return _RemapEnds(inputs, again, _transfers(Kind.OUT, regions, num_heads, RemoteHeld.HOLDER, RemoteHeld.OWNER))
 
     def stays(self, rows: Ints) -> Ints:
         # Transfers of a zone's first exchange that are left once owners have sent what is theirs.

@@ -55,8 +55,8 @@ class Nics:
         return proxies
 
 
+# Transfers of exchanges, by their numbers; those of one number may be listed in parts.
 Listed: TypeAlias = Sequence[tuple[int, Ints]]
-"""Transfers of exchanges, by their numbers; those of one number may be listed in parts."""
 
 
 class Passing(NamedTuple):

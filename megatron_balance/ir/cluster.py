@@ -8,16 +8,16 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
 
+# Kernels that have rates of their own: FlashAttention-2, 3 and 4, and cuDNN through Transformer
+# Engine, by their names in `runtime.kernels`.
 AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"]
-"""Kernels that have rates of their own: FlashAttention-2, 3 and 4, and cuDNN through Transformer
-Engine, by their names in `runtime.kernels`."""
 
+# Kernels of the runtime that are another one's code: torch's own is FlashAttention-2.
 SAME_KERNEL = {"torch_varlen": "flash_attn"}
-"""Kernels of the runtime that are another one's code: torch's own is FlashAttention-2."""
 
 
+# Room for the number of a rank in a program: 20 bits.
 MOST_RANKS = 1 << 20
-"""Room for the number of a rank in a program: 20 bits."""
 RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
@@ -27,8 +27,8 @@ RATES = (
     "linear_efficiency",
     "memory_bytes_per_s",
 )
+# Keys of a cluster by what they may be.
 SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
-"""Keys of a cluster by what they may be."""
 
 
 @dataclass(frozen=True, slots=True)

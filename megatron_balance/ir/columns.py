@@ -57,15 +57,15 @@ class Transfer:
 
     WIDTH = 8
     KIND, SEQ, START, STOP, HEAD_START, HEAD_STOP, SRC, DST = range(8)
+    # seq, start, stop, head_start, head_stop: a `Region`.
     REGION = slice(1, 6)
-    """seq, start, stop, head_start, head_stop: a `Region`."""
+    # seq, start, stop: a `Fragment`.
     SPAN = slice(1, 4)
-    """seq, start, stop: a `Fragment`."""
+    # kind and region: a `Value`.
     VALUE = slice(0, 6)
-    """kind and region: a `Value`."""
     HEADS = slice(4, 6)
+    # src, dst.
     ENDS = slice(6, 8)
-    """src, dst."""
 
 
 class Pair:
@@ -73,19 +73,19 @@ class Pair:
 
     WIDTH = 9
     SEQ, Q_START, Q_STOP, Q_HEAD_START, Q_HEAD_STOP, K_START, K_STOP, KV_HEAD_START, KV_HEAD_STOP = range(9)
+    # The query `Region`.
     QUERY = slice(0, 5)
-    """The query `Region`."""
     QUERY_SPAN = slice(0, 3)
+    # The key `Region`.
     KEY = (0, 5, 6, 7, 8)
-    """The key `Region`."""
+    # The key region without its sequence.
     KEY_COLUMNS = slice(5, 9)
-    """The key region without its sequence."""
     Q_SPAN = slice(1, 3)
     K_SPAN = slice(5, 7)
     Q_HEADS = slice(3, 5)
     KV_HEADS = slice(7, 9)
+    # Queries and keys: the columns of `ir.intervals.Rectangles`.
     SPANS = (1, 2, 5, 6)
-    """Queries and keys: the columns of `ir.intervals.Rectangles`."""
 
 
 class Value:
@@ -128,8 +128,8 @@ class Task:
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
     QUERY = slice(1, 4)
     KEYS = slice(4, 6)
+    # Queries and keys: the columns of `ir.intervals.Rectangles`.
     SPANS = slice(2, 6)
-    """Queries and keys: the columns of `ir.intervals.Rectangles`."""
 
 
 class Move:
@@ -153,12 +153,12 @@ class Message:
 
     WIDTH = 7
     EXCHANGE, SRC, DST, KIND, HEAD_START, HEAD_STOP, TOKENS = range(7)
+    # src, dst.
     ENDS = slice(1, 3)
-    """src, dst."""
+    # exchange, src, dst: all that is packed together.
     PARCEL = slice(0, 3)
-    """exchange, src, dst: all that is packed together."""
+    # All but the tokens.
     KEY = slice(0, 6)
-    """All but the tokens."""
 
 
 class Held:

@@ -15,8 +15,8 @@ from megatron_balance.ir.arrays import Bools, Ints, run_bounds, run_starts
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
+# Positions of a sequence are below 2 ** POSITION_BITS.
 POSITION_BITS = 40
-"""Positions of a sequence are below 2 ** POSITION_BITS."""
 
 _POSITION = (1 << POSITION_BITS) - 1
 _DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region

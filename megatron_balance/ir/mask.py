@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 from megatron_balance.errors import ConfigError
 
+# An int, or an int64 array [n]; functions return what they are given.
 Positions: TypeAlias = Any
-"""An int, or an int64 array [n]; functions return what they are given."""
 
+# Behind every position of every sequence (`ir.intervals.POSITION_BITS`).
 END = 1 << 40
-"""Behind every position of every sequence (`ir.intervals.POSITION_BITS`)."""
 
 
 # Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
@@ -144,12 +144,12 @@ class SlidingWindow(Mask):
 
 CAUSAL = Causal()
 FULL = Full()
+# Masks of one size; sliding windows are named after theirs.
 MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
-"""Masks of one size; sliding windows are named after theirs."""
 
 WINDOW = "window"
+# Kinds of masks, as planners name those that they plan for.
 KINDS = (*MASKS, WINDOW)
-"""Kinds of masks, as planners name those that they plan for."""
 KNOWN = f"{', '.join(MASKS)}, window_KEYS (a sliding window, for example window_4096)"
 _WINDOW_NAME = re.compile(rf"{WINDOW}_([1-9]\d{{0,9}})")
 

@@ -9,9 +9,9 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.mask import KNOWN, Mask, mask_named
 
+# The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
+# or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds.
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
-"""The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
-or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds."""
 
 
 @dataclass(frozen=True, slots=True)

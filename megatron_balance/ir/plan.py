@@ -20,8 +20,8 @@ FORMAT = "megatron-balance plan 3"
 
 NO_MOVES = Rows(Move.WIDTH)
 
+# In `Routing.zones`: the exchanges of the remap.
 REMAP = -1
-"""In `Routing.zones`: the exchanges of the remap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,10 @@ from typing import Literal, TypeAlias
 from megatron_balance.ir.columns import Route, Rows
 from megatron_balance.ir.mask import CAUSAL, Mask
 
+# Whether received keys and values are held for the backward, or communicated again.
 Policy: TypeAlias = Literal["keep", "replay"]
-"""Whether received keys and values are held for the backward, or communicated again."""
+# A policy for all layers, or `auto`: by layer, as memory allows (`analysis.backward`).
 Backward: TypeAlias = Literal["auto", "keep", "replay"]
-"""A policy for all layers, or `auto`: by layer, as memory allows (`analysis.backward`)."""
 
 
 class Kind(IntEnum):

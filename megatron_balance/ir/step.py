@@ -27,17 +27,15 @@ from megatron_balance.ir.strategy import Strategy
 
 FORMAT = "megatron-balance step 2"
 
+# By microbatch, the lengths in tokens of its sequences.
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""By microbatch, the lengths in tokens of its sequences."""
 
+# By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
-"""By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
-"""
 
 
+# Sequences that are held back: number and length in tokens, in the order in which they were dealt.
 Waiting: TypeAlias = tuple[tuple[int, int], ...]
-"""Sequences that are held back: number and length in tokens, in the order in which they were dealt.
-"""
 
 
 @dataclass(frozen=True, slots=True)

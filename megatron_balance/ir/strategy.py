@@ -15,8 +15,8 @@ from megatron_balance.errors import ConfigError
 
 _SCHEME = re.compile(r"tp([1-9]\d*)-pp([1-9]\d*)-cp([1-9]\d*)", re.ASCII)
 _REPEATED = re.compile(r"(?:([1-9]\d*)\*)?(tp.*)", re.ASCII)
+# Most pipelines that a text may name, so that a typing error does not fill the memory.
 MAX_PIPELINES = 1 << 20
-"""Most pipelines that a text may name, so that a typing error does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             assert_never(op)
 
 
+# More digits than any position, rank or id has; some of so many do not fit 64 bits.
 _BEYOND = re.compile(r"\d{19}")
-"""More digits than any position, rank or id has; some of so many do not fit 64 bits."""
 
 
 def parse(source: str) -> Program:

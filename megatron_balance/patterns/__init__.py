@@ -33,14 +33,13 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "waves": WavesPattern(),
 }
 
+# Comm patterns that send rows to each rank that needs them, and those that are the same but send
+# them once to a node.
 ONCE_PER_NODE = {
     "dispatch": "dispatch_once",
     "head_exchange": "head_exchange_once",
     "chunk_exchange": "chunk_exchange_once",
 }
-"""Comm patterns that send rows to each rank that needs them, and those that are the same but send them
-once to a node.
-"""
 
 
 def pattern_of(zone: AnyZone) -> CommPattern[Any]:

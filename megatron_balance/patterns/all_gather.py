@@ -31,8 +31,8 @@ from megatron_balance.patterns.base import (
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
 from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP
 
+# From lengths and the number of ranks to a table of chunks (`patterns.zigzag`).
 Cut: TypeAlias = Callable[[Ints, int], Ints]
-"""From lengths and the number of ranks to a table of chunks (`patterns.zigzag`)."""
 
 
 # The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
@@ -41,7 +41,7 @@ Cut: TypeAlias = Callable[[Ints, int], Ints]
 # sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do
 # not travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even,
 # so the next zone of a plan that is to be even begins with the ranks after those.
-class AllGather(CommPattern[Zone]):
+class _AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
     routing = "never"
@@ -51,7 +51,7 @@ class AllGather(CommPattern[Zone]):
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
 
-    def chunks(self, zone: Zone, lengths: Ints) -> Chunks:
+    def chunks(self, zone: Zone, lengths: Ints) -> _Chunks:
         # The zone's chunks; `lengths`: of all sequences of the microbatch.
         return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
 
@@ -142,7 +142,7 @@ class AllGather(CommPattern[Zone]):
         return ZoneRounds(np.array(zone.ranks), launches, traffic)
 
 
-class Chunks:
+class _Chunks:
     """The chunks of a zone, by group index, then by place in the zone, then by start.
 
     `index` [n]: group index; `fragments` [n, 3]: rows (seq, start, stop); `shared` [n]: whether
@@ -171,9 +171,11 @@ class Chunks:
 
 
 @lru_cache(maxsize=64)
-def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunks:
+def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chunks:
     # `lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another.
-    return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
+    return _Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
-ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(AllGather, (zigzag.chunks, zigzag.of_documents, zigzag.of_sequence))
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(
+    _AllGather, (zigzag.chunks, zigzag.of_documents, zigzag.of_sequence)
+)

@@ -43,8 +43,8 @@ class AnyZone(Protocol):
 
 Z = TypeVar("Z", bound=AnyZone)
 
+# A zone after its index in the plan.
 ZoneAt: TypeAlias = tuple[int, Z]
-"""A zone after its index in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,27 +293,24 @@ class ZoneRounds:
 class CommPattern(ABC, Generic[Z]):
     """How the ranks of a zone meet queries, keys and outputs."""
 
+    # Whether spreading transfers over all NICs of a node helps, where a lone transfer gains by it.
+    # "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
+    # where the busiest NIC of `messages` gains more than passing on inside the node costs.
     routing: Literal["pays", "never", "by_load"] = "by_load"
-    """Whether spreading transfers over all NICs of a node helps, where a lone transfer gains by it.
 
-    "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
-    where the busiest NIC of `messages` gains more than passing on inside the node costs."""
-
+    # Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
+    # collective.
     merges_remap: bool = True
-    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
-    collective.
-    """
 
+    # Whether a replayed backward makes the forward's `first_hops` again.
     hops_again: bool = True
-    """Whether a replayed backward makes the forward's `first_hops` again."""
 
+    # Whether `startable` holds for all zones in a row whose patterns say so, not for the first
+    # only.
     starts_beside: bool = False
-    """Whether `startable` holds for all zones in a row whose patterns say so, not for the first
-    only.
-    """
 
+    # The form of `rounds(...).traffic`, where anything moves.
     traffic: type[ZoneTraffic] = PointToPoint
-    """The form of `rounds(...).traffic`, where anything moves."""
 
     # What a pattern must say
 

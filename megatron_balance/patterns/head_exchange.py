@@ -281,7 +281,7 @@ class ChunkExchange(HeadExchange):
 
     def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
         seqs = np.array(zone.seqs, dtype=np.int64)
-        edges = chunk_edges(lengths[seqs], len(zone.ranks))
+        edges = _chunk_edges(lengths[seqs], len(zone.ranks))
         rows = [np.stack([seqs, start, stop], 1) for start, stop in zip(edges.T[:-1], edges.T[1:], strict=True)]
         return [own[own[:, Fragment.START] < own[:, Fragment.STOP]] for own in rows]
 
@@ -299,7 +299,7 @@ class ChunkExchange(HeadExchange):
         return ((rank, own) for rank, own in each if wanted[rank])
 
 
-def chunk_edges(lengths: Ints, size: int) -> Ints:
+def _chunk_edges(lengths: Ints, size: int) -> Ints:
     """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1]."""
     # Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
     # so that the sums of all i-th chunks differ by one token at most.

@@ -30,7 +30,7 @@ from megatron_balance.patterns.sends import Call, Send, Sends, table_of
 _IN, _ON, _BACK = range(3)
 
 
-class Way:
+class _Way:
     """Columns of a table of key-value heads on their way; ranks are group indices in the zone."""
 
     WIDTH = 5
@@ -38,7 +38,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class _Shared:
     """A node's ranks [n], as group indices, that all attend with key-value heads [start, stop)."""
 
     node: int
@@ -47,7 +47,9 @@ class Shared:
     stop: int
 
 
-def shared_heads(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> Iterator[Shared]:
+def _shared_heads(
+    ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int
+) -> Iterator[_Shared]:
     """The key-value heads of each node, cut where the ranks that need them differ."""
     needs: dict[int, list[tuple[int, int, int]]] = {}
     for index, (rank, own) in enumerate(zip(ranks, slices, strict=True)):
@@ -58,14 +60,14 @@ def shared_heads(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ra
         for start, stop in zip(edges, edges[1:], strict=False):
             members = [index for a, b, index in spans if a <= start and stop <= b]
             if members:
-                yield Shared(node, np.array(members, dtype=np.int64), start, stop)
+                yield _Shared(node, np.array(members, dtype=np.int64), start, stop)
 
 
 def ways(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> tuple[Ints, Ints]:
-    """`Way` rows: heads that a zone's ranks send one another, and those passed on inside nodes."""
+    """`_Way` rows: heads that a zone's ranks send one another, and those passed on inside nodes."""
     nodes = np.array(ranks, dtype=np.int64) // ranks_per_node
-    there, on = ([np.empty((0, Way.WIDTH), dtype=np.int64)] for _ in range(2))
-    for shared in shared_heads(ranks, slices, ranks_per_node):
+    there, on = ([np.empty((0, _Way.WIDTH), dtype=np.int64)] for _ in range(2))
+    for shared in _shared_heads(ranks, slices, ranks_per_node):
         heads, members = (shared.start, shared.stop), shared.members
         here = np.flatnonzero(nodes == shared.node)
         there.append(_rows(here[:, None], here[:, None], members, heads))
@@ -77,10 +79,10 @@ def ways(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_
 
 
 def _rows(owner: Ints, src: Ints, dst: Ints, heads: tuple[int, int]) -> Ints:
-    # `Way` rows of all that moves; the columns are broadcast against one another.
+    # `_Way` rows of all that moves; the columns are broadcast against one another.
     columns = np.broadcast_arrays(owner, src, dst, *(np.int64(head) for head in heads))
     rows = np.stack([column.ravel() for column in columns], axis=1)
-    return rows[rows[:, Way.SRC] != rows[:, Way.DST]]
+    return rows[rows[:, _Way.SRC] != rows[:, _Way.DST]]
 
 
 class Rates(NamedTuple):
@@ -108,7 +110,7 @@ def rates(
     here = np.bincount(at_node, minlength=num_nodes)
     far = (size - here)[at_node] / size  # of the tokens
     came, passed_on, distinct = np.zeros(size), np.zeros(size), np.zeros(num_nodes)
-    for shared in shared_heads(ranks, slices, per_node):
+    for shared in _shared_heads(ranks, slices, per_node):
         count, share = shared.stop - shared.start, len(shared.members)
         distinct[shared.node] += count
         came[shared.members] += count / share

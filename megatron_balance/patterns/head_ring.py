@@ -55,17 +55,16 @@ from megatron_balance.patterns.ring import arriving, attention, forward_hops, ho
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
 
+# Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
-"""Cells of (rank, sequence) worked on at once, which bounds memory."""
 
+# Zones of at most this many cells are listed together, fragment by fragment: a plan may have a zone
+# for each rank.
 _LISTED = 1 << 12
-"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a
-zone for each rank.
-"""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class _Shape:
     """A zone's groups: `ranks` [groups, group size]; its zigzag over them; each place's heads."""
 
     ranks: tuple[tuple[int, ...], ...]
@@ -73,7 +72,7 @@ class Shape:
     slices: list[list[HeadSlice]]
 
     @classmethod
-    def of(cls, zone: Zone, size: int, context: Context) -> Shape:
+    def of(cls, zone: Zone, size: int, context: Context) -> _Shape:
         # The shape of a zone whose groups have `size` ranks.
         groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
         placed = _placed(zone, size, context.lengths, context.mask)
@@ -222,7 +221,7 @@ class HeadRing(CommPattern[Zone]):
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, and the blocks that go round between them.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
         among = context.crosses if across else None
         forward = shape.hops(place, among)
@@ -245,7 +244,7 @@ class HeadRing(CommPattern[Zone]):
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         # The own keys of the group, then those that each round brings.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
         if shape.slices[index]:
             rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
@@ -318,7 +317,7 @@ class HeadRing(CommPattern[Zone]):
 
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
         # Each sequence with the ranks of the groups that hold some of it, ascending.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
             groups: list[int] = [(first + at) % shape.num_groups for at in range(parts)]
             yield seq, sorted(rank for group in groups for rank in shape.ranks[group])
@@ -332,7 +331,7 @@ class HeadRing(CommPattern[Zone]):
         pairs = sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
         for zone in zones:
             if len(zone.ranks) > 1:
-                shape = Shape.of(zone, self.size(zone), context)
+                shape = _Shape.of(zone, self.size(zone), context)
                 pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
         return pairs
 
@@ -340,7 +339,7 @@ class HeadRing(CommPattern[Zone]):
 
     def receive(self, load: Load, zone: Zone, context: Context) -> None:
         # Add what the all-to-alls and all hops bring.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         ranks, (queries, keys) = np.array(shape.ranks), shape.heads()
         if shape.size > 1:
             receive_trade(load, ranks, shape.run_tokens(), shape.slices)
@@ -349,7 +348,7 @@ class HeadRing(CommPattern[Zone]):
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         # Keys and values of the others of the group, or the largest block that comes round, with
         # the heads of a rank.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         most = arriving(shape.placed).max(axis=1)[:, None]
         if shape.size > 1:
             most = np.maximum(most, shape.group_tokens()[:, None] - shape.run_tokens())
@@ -406,7 +405,7 @@ class HeadRing(CommPattern[Zone]):
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
         # Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
         # between them.
-        shape = Shape.of(zone, self.size(zone), context)
+        shape = _Shape.of(zone, self.size(zone), context)
         inside = traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
         hops = None
         if shape.num_groups > 1:
@@ -429,7 +428,7 @@ def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag
     return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
 
 
-def _launches(shape: Shape) -> Launches:
+def _launches(shape: _Shape) -> Launches:
     # Launches of all groups, rounds and places; those of places with as many heads are alike.
     queries, keys = shape.heads()
     alike, place = np.unique(np.stack([queries, keys], 1), axis=0, return_inverse=True)

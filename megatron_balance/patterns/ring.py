@@ -21,13 +21,12 @@ from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 # needed last in the forward pass, which the backward needs first, comes from its own group, and its
 # gradient walks the forward path back. Placement is zigzag (`patterns.zigzag`).
 
+# Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
+# launch.
 EXACT = 1 << 18
-"""Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
-launch.
-"""
 
+# About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
-"""About so many rows are made at once, which keeps them in the cache."""
 
 
 def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
@@ -37,13 +36,13 @@ def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
     rows = np.empty((*position.shape, 2, 3), dtype=np.int64)
     rows[..., 0] = placed.seqs[:, None]
     rows[..., 0, 1], rows[..., 0, 2], rows[..., 1, 1], rows[..., 1, 2] = *lo, *hi
-    reach = np.stack((reach_backward if back else reach_forward)(placed, position), 2)
+    reach = np.stack((_reach_backward if back else _reach_forward)(placed, position), 2)
     reach[(position >= placed.parts)[..., None] | (rows[..., 1] == rows[..., 2])] = 0
     begin = np.arange(placed.size + 1) * 2 * len(placed.seqs)
     return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
 
 
-def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+def _reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     """Hops [..., S] that the low and the high chunk of a position make, turning forward."""
     # The low chunk at position j is needed by all other positions, the high one by those below j;
     # turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
@@ -54,7 +53,7 @@ def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     return low, np.where(first, 0, placed.size - 1) if placed.causal else low
 
 
-def reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+def _reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     """Hops [..., S] that both chunks make, turning the other way."""
     # High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1
     # if there is one.
@@ -74,8 +73,8 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
 
 
 _CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
+# (query chunk, key chunk) that may be visible; chunk 0 is the low one.
 _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
-"""(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
 def attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[list[bytes], list[bytes]]:
@@ -138,7 +137,7 @@ def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
 def forward_hops(placed: Zigzag) -> Ints:
     """Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none."""
     # All that several ranks hold goes all the way round, but for the chunks of position 0
-    # (`reach_forward`).
+    # (`_reach_forward`).
     size, several = placed.size, placed.parts > 1
     first = np.zeros_like(placed.lengths)
     (lo0, lo1), (hi0, hi1) = placed.lo(first), placed.hi(first)
@@ -162,7 +161,7 @@ def walks(placed: Zigzag) -> tuple[Ints, Ints]:
     position = placed.position(np.arange(placed.size)[:, None])
     there = position < placed.parts
     lo, hi = (np.where(there, stop - start, 0) for start, stop in (placed.lo(position), placed.hi(position)))
-    lo_reach, hi_reach = reach_backward(placed, position)
+    lo_reach, hi_reach = _reach_backward(placed, position)
     return forward_hops(placed), _walked(lo, lo_reach) + _walked(hi, hi_reach)
 
 

@@ -44,8 +44,8 @@ from megatron_balance.patterns.head_exchange import (
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
+# Keys are divided between waves at multiples of a kernel's tile.
 ALIGN = 128
-"""Keys are divided between waves at multiples of a kernel's tile."""
 
 
 class Need:

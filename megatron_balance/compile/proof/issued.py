@@ -27,8 +27,8 @@ from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.program import Exchange, Op
 
+# In the order of their issue.
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
-"""In the order of their issue."""
 _CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 _STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
 _BITS = 20  # more than a rank takes
@@ -74,12 +74,12 @@ class IssuedCall(NamedTuple):
         return frozenset(self.group) if self.group else frozenset(rank for pair in self.pairs for rank in pair)
 
 
+# Whether a collective's ranks have a process group; its transfers go point to point if not.
 OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
-"""Whether a collective's ranks have a process group; its transfers go point to point if not."""
 
 
+# (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
 Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
-"""(leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call."""
 
 
 def batches(

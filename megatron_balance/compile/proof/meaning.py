@@ -75,7 +75,7 @@ def _check_shape(program: Program) -> None:
 class State:
     """The values that every rank holds, while ops run one after the other.
 
-    Arrays are flat over `Places`; heads are counted in query heads.
+    Arrays are flat over `_Places`; heads are counted in query heads.
     """
 
     def __init__(self, program: Program) -> None:
@@ -89,7 +89,7 @@ class State:
         self.first, self.last = self.atoms.tokens(
             every, np.zeros_like(self.lengths), self.lengths
         )  # atoms of each sequence
-        self.places = Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
+        self.places = _Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
         size = self.places.size
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
@@ -620,7 +620,7 @@ def _repeated(ranks: list[int], counts: list[int]) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class _Places:
     """Indices of what the ranks may hold: a run of atoms for each (sequence, rank) that occur
     together.
 
@@ -636,7 +636,7 @@ class Places:
     first: Ints
 
     @classmethod
-    def of(cls, tables: ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> Places:
+    def of(cls, tables: ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> _Places:
         # `first`, `last` [S]: token atoms of each sequence; ranks that are not there are left out.
         met = [np.empty((0, 2), dtype=np.int64)]
         met += [tables.moved[:, [Transfer.SEQ, side]] for side in (Transfer.SRC, Transfer.DST)]

@@ -22,8 +22,8 @@ from megatron_balance.ir.intervals import ranges, trim_pairs
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
 
+# In which no partial output travels.
 PATTERNS = frozenset({"ring", "waves"})
-"""In which no partial output travels."""
 
 
 class NotAloneError(InvalidProgramError):

@@ -18,8 +18,8 @@ from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
 
+# Ops of one phase of a rank, and the order of its steps.
 Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
-"""Ops of one phase of a rank, and the order of its steps."""
 
 
 # `compile.order` moves starts of exchanges to the front and their ends to the back. These checks

@@ -20,8 +20,8 @@ from megatron_balance.patterns import PATTERNS
 # Every plan of a training job goes through this, in the planning process. That the program of a
 # plan computes what it shall is proved by `compile.proof.meaning`, which takes longer.
 
+# Complaints of one plan that its error lists.
 MOST_NAMED = 4
-"""Complaints of one plan that its error lists."""
 
 
 def verify_plans(step: StepPlan) -> None:
