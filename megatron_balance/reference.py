@@ -118,7 +118,7 @@ class _Table:
 
 
 class _ReferenceRanks:
-    """What ranks hold: `copied[kind][rank]` is one table, `partials[kind][rank]` several, by age."""
+    """The values of all ranks: by kind and rank one table (`copied`), or several, by age (`partials`)."""
 
     def __init__(self, program: Program, widths: tuple[int, int], scale: float) -> None:
         self.program = program

@@ -291,7 +291,8 @@ class ChunkExchange(HeadExchange):
         return whole + (np.arange(size) < over)
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        return super(HeadExchange, self).place_all(zones, lengths, wanted)  # rank by rank
+        # Rank by rank: the closed form of `HeadExchange` is for runs of the concatenated tokens.
+        return CommPattern.place_all(self, zones, lengths, wanted)
 
     def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
         # All runs at once: they are cut from one another.
