@@ -118,7 +118,7 @@ class _Table:
 
 
 class _ReferenceRanks:
-    """The values of all ranks: by kind and rank one table (`copied`), or several, by age (`partials`)."""
+    """Values of all ranks, by kind and rank: one table (`copied`), or several by age (`partials`)."""
 
     def __init__(self, program: Program, widths: tuple[int, int], scale: float) -> None:
         self.program = program
