@@ -26,14 +26,12 @@ __all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "layout", "load_config
 
 _LAZY = {"load_config": "megatron_balance.planning.run", "simulate": "megatron_balance.simulator"}
 
+# See `megatron_balance.simulator.simulate`.
 simulate: Callable[..., dict[str, Any]]
-"""See `megatron_balance.simulator.simulate`."""
 
 
 def __getattr__(name: str) -> Any:
-    """A name that needs a configuration library or the simulator, imported when first asked for
-    (PEP 562).
-    """
+    # PEP 562: what needs a configuration library or the simulator is imported when first asked for.
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
@@ -92,8 +90,8 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
     """
     from megatron_balance.compile import pipeline
     from megatron_balance.errors import ConfigError
+    from megatron_balance.ir.batch import whole
     from megatron_balance.ir.plan import MicrobatchPlan
-    from megatron_balance.ir.whole import whole
 
     if not isinstance(plan, MicrobatchPlan):
         raise ConfigError(f"expected the plan of a microbatch, got {type(plan).__name__}")

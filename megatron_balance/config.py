@@ -3,8 +3,6 @@
 A section (`planner`, `cluster`, `model`) is a mapping, the name of a file shipped in `configs/`, or
 a path to another YAML, relative to the file that names it. A `cluster` or `model` section may start
 from another one with `base:`. `strict_yaml` says how mistakes are told.
-
-Planners' names and options are not known here: `planning.run` loads a whole run, planner included.
 """
 
 from __future__ import annotations
@@ -44,6 +42,8 @@ DEFAULT_MODEL = "llama-7b"
 Section: TypeAlias = Literal["cluster", "model", "planner", "scheme"]
 
 
+# Planners' names and options are not known here: `planning.run` loads a whole run, planner
+# included.
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannerSection:
     """A planner by name and the options that somebody set, unchecked.
@@ -80,9 +80,7 @@ class RemapChoice(BaseModel):
 
 
 class CommunicationChoice(BaseModel):
-    """The order of transfers, and the most multiprocessors of a GPU that one communicator's transfers
-    may take from the kernels that run beside them (NCCL). Default: NCCL's own choice.
-    """
+    """The order of transfers, and the multiprocessors of a GPU that NCCL may take."""
 
     model_config = STRICT
 
@@ -112,9 +110,7 @@ class CommunicationChoice(BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterChoice:
-    """The keys of a cluster that a configuration gives; the rest comes from the default preset and
-    from the run.
-    """
+    """The keys of a cluster that somebody gives; the default preset and the run give the rest."""
 
     given: Mapping[str, Any]
 
@@ -129,9 +125,7 @@ class ClusterChoice:
         return not self.given.keys() <= {"num_ranks", "ranks_per_node", "name"}
 
     def build(self, *, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
-        """The cluster; arguments win over the configuration, which wins over the preset
-        `DEFAULT_CLUSTER`.
-        """
+        """The cluster; arguments win over the file, which wins over the preset `DEFAULT_CLUSTER`."""
         sizes = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
         keys: dict[str, Any] = {**_preset("cluster", DEFAULT_CLUSTER), **self.given}
         keys.update((key, size) for key, size in sizes.items() if size is not None)
@@ -157,9 +151,7 @@ class DatasetConfig(BaseModel):
 
 
 class SchemeTable(BaseModel):
-    """Times and memory of one model under parallel schemes, fitted by somebody to measurements
-    (Hydraulis, arXiv 2412.07894, Appendix C).
-    """
+    """Measured times and memory of a model under schemes (Hydraulis, arXiv 2412.07894, Appendix C)."""
 
     model_config = STRICT
 
@@ -335,11 +327,7 @@ def load_cluster(name_or_path: str) -> ClusterChoice:
 
 
 def parse_cluster(text: str, source: str) -> ClusterChoice:
-    """The cluster in a YAML text, such as 'doctor --write-cluster' writes.
-
-    Raises:
-        ConfigError: no such keys; `source` says where.
-    """
+    """The cluster in a YAML text, as 'doctor --write-cluster' writes; `source`: its name in errors."""
     return ClusterChoice(MappingProxyType(_section("cluster", parse_yaml(text, source), Path(source), "")))
 
 
@@ -354,11 +342,7 @@ def load_model(name_or_path: str, accept: Collection[str] = ()) -> Model:
 
 
 def load_scheme_table(name_or_path: str) -> SchemeTable:
-    """The table of that name in configs/scheme, or in that YAML file.
-
-    Raises:
-        ConfigError: no such file, or something in it that is not as it should be.
-    """
+    """The table of that name in configs/scheme, or in that YAML file."""
     path = _find("scheme", name_or_path, None, "--schemes")
     keys = read_yaml(path)
     if not isinstance(keys, dict):
@@ -368,7 +352,6 @@ def load_scheme_table(name_or_path: str) -> SchemeTable:
 
 
 def names(section: Section) -> list[str]:
-    """Names of the files shipped for a section."""
     return sorted(file.stem for file in (CONFIGS / section).glob("*.yaml"))
 
 
@@ -383,9 +366,8 @@ def _section(
     above: tuple[Path, ...] = (),
     accept: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The keys of a cluster or model section, with those of its `base` underneath. `file` is the
-    YAML that holds it; `above`: files whose base it is; `accept`: of a config.json, as those say.
-    """
+    # The keys of a cluster or model section, with those of its `base` underneath. `file` is the
+    # YAML that holds it; `above`: files whose base it is; `accept`: of a config.json, as those say.
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
@@ -417,7 +399,6 @@ def _section(
 
 
 def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:
-    """The model that a `config.json` of Transformers describes."""
     try:
         described: object = read_json(path)
         if not isinstance(described, dict):
@@ -432,7 +413,6 @@ def _model_json(path: Path, accept: Collection[str]) -> dict[str, Any]:
 
 
 def _own_names(keys: dict[str, Any], source: str, where: str) -> dict[str, Any]:
-    """The keys of a model with those of Transformers and Megatron by our names."""
     renamed: dict[str, Any] = {}
     for key, value in keys.items():
         name = next((fact for fact, aliases in NAMES.items() if key in aliases), key)
@@ -471,7 +451,6 @@ def _planner_section(value: Any, file: Path, planners: Collection[str]) -> Plann
 
 
 def _of_keys(model: type[BaseModel], value: Any, file: Path, where: str, expected: str) -> BaseModel:
-    """A section of keys as its model."""
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: {where}: expected {expected}, got {shown(value)}")
     return validated(model, cast("dict[str, Any]", value), str(file), where, known=model.model_fields)
@@ -493,7 +472,7 @@ def _preset(section: Section, name: str) -> dict[str, Any]:
 
 
 def _find(section: Section, reference: str, file: Path | None, where: str) -> Path:
-    """The YAML that a name or path means; paths are relative to the file that holds them."""
+    # The YAML that a name or path means; paths are relative to the file that holds them.
     is_path = "/" in reference or reference.endswith((".yaml", ".yml", *([".json"] if section == "model" else [])))
     if not is_path:
         path = CONFIGS / section / f"{reference}.yaml"

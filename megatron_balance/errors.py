@@ -8,21 +8,15 @@ from collections.abc import Iterable
 
 
 class BalanceError(Exception):
-    """Base of all our errors. The command line prints them without a traceback and exits with code
-    2.
-    """
+    """Base of all our errors. The command line prints them without a traceback, with exit code 2."""
 
 
 class ConfigError(BalanceError):
-    """An option, key, file or combination of flags that cannot work; the message names it and what
-    would be right.
-    """
+    """An option, key, file or flags that cannot work; the message names it and what would be right."""
 
 
 class InfeasibleError(BalanceError):
-    """The batch does not fit: the message states the binding limit, what is needed and what there
-    is.
-    """
+    """The batch does not fit; the message states the binding limit, what is needed and there."""
 
 
 class InvalidProgramError(BalanceError):
@@ -49,8 +43,8 @@ class DataError(BalanceError):
     """A corpus that is truncated, too long, foreign or empty; found at opening."""
 
 
+# Raised by taking parsed text apart where it has another form, or numbers that nothing holds.
 MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, OverflowError)
-"""Raised by taking parsed text apart where it has another form, or numbers that nothing holds."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

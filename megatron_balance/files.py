@@ -1,8 +1,5 @@
 """Read text and JSON that somebody gave, compressed or not: bounded, and with one sentence where it
 is not what it should be. Write JSON that any reader takes.
-
-A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs no
-more than the file that was expected.
 """
 
 from __future__ import annotations
@@ -20,25 +17,26 @@ from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+# A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs
+# no more than the file that was expected.
+
+# Of a file that is read as a whole: plans of a thousand ranks take a tenth of it.
 MOST_BYTES = 256 * 2**20
-"""Of a file that is read as a whole: plans of a thousand ranks take a tenth of it."""
 PART_BYTES = 2**20
 INT64 = 2**63
 
 _LONG_NUMBER = re.compile(r"\d{19}")
 
 
+# Modules that read Zstandard: Python's own from 3.14 on, and a package for all before.
 ZSTD = ("compression.zstd", "zstandard")
-"""Modules that read Zstandard: Python's own from 3.14 on, and a package for all before."""
 
 
 class UnreadableError(ValueError):
-    """A file that is not text, or too long, or not JSON, or compressed by what is not here; says
-    which.
-    """
+    """A file that is not text, not JSON, too long, or compressed by what is not here; says which."""
 
 
-def open_bytes(path: Path) -> IO[bytes]:
+def _open_bytes(path: Path) -> IO[bytes]:
     """The bytes of a file; of a name that ends in .gz or .zst those that were compressed.
 
     Raises:
@@ -65,8 +63,8 @@ def open_bytes(path: Path) -> IO[bytes]:
 class _Frames(RawIOBase):
     """The bytes of a .zst file by the package zstandard: of all its frames, each to its end."""
 
+    # Bytes that are decompressed at once: they become 32 MB at most.
     MOST_COMPRESSED = 1024
-    """Bytes that are decompressed at once: they become 32 MB at most."""
 
     def __init__(self, path: Path, zstandard: Any) -> None:
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
@@ -106,7 +104,7 @@ def open_lines(path: Path) -> Generator[TextIO]:
         UnreadableError: nothing here reads Zstandard; inside the block, also of text that is not
             UTF-8, and of a file that is not what it was compressed as.
     """
-    with open_bytes(path) as stream:
+    with _open_bytes(path) as stream:
         try:
             yield TextIOWrapper(stream, encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -118,7 +116,7 @@ def open_lines(path: Path) -> Generator[TextIO]:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether an error is of compressed bytes that are none: each module has its own."""
+    # Whether an error is of compressed bytes that are none: each module has its own.
     return isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) or type(error).__name__ == "ZstdError"
 
 
@@ -136,7 +134,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
             what it was compressed as.
     """
     decoder, parts, num_bytes = codecs.getincrementaldecoder("utf-8")(), list[str](), 0
-    with open_bytes(path) as stream:
+    with _open_bytes(path) as stream:
         while part := _part(stream):
             if b"\0" in part:
                 raise UnreadableError("not text: has a NUL byte")

@@ -18,9 +18,7 @@ from megatron_balance.megatron import entry
 
 
 def main() -> None:
-    """Run the script named first on the command line as if it had been started itself, with our
-    patches applied.
-    """
+    """Run the script named first as if it had been started itself, with our patches applied."""
     if sys.argv[1:2] in (["-h"], ["--help"]):
         from megatron_balance.megatron.arguments import add_balance_arguments
 
@@ -44,7 +42,6 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """A parser for help without a script, whose own flags are not known."""
     return argparse.ArgumentParser(
         prog="python -m megatron_balance.launch",
         usage="%(prog)s SCRIPT --balance-config FILE [the script's own flags, --help among them]",

@@ -18,6 +18,7 @@ from megatron_balance.ir.model import Model
 
 log = logging.getLogger(__name__)
 
+# Of each fact, its names in configurations, Transformers' first.
 NAMES: dict[str, tuple[str, ...]] = {
     "num_heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
@@ -29,30 +30,30 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_router_topk"),
 }
-"""Of each fact, its names in configurations, Transformers' first."""
 
+# Names of an expert's width, where it is not that of a dense layer.
 EXPERT_SIZES = ("moe_intermediate_size", "moe_ffn_hidden_size")
-"""Names of an expert's width, where it is not that of a dense layer."""
 
+# Activations of MLPs that have a gate, in the families of models that use them.
 GATED = ("silu", "swish", "swiglu", "geglu")
-"""Activations of MLPs that have a gate, in the families of models that use them."""
 
+# Beginnings of the names of families whose MLPs have a gate, whatever their activation is called.
 GATED_FAMILIES = ("gemma",)
-"""Beginnings of the names of families whose MLPs have a gate, whatever their activation is called."""
 
+# Beginnings of those whose output matrix is the embedding, which their configurations leave out.
 TIED_FAMILIES = ("gemma", "gpt2")
-"""Beginnings of those whose output matrix is the embedding, which their configurations leave out."""
 
+# Families whose window, where they have one, is in all layers, though they do not list them.
 WINDOWED = ("mistral", "mixtral", "phi3")
-"""Families whose window, where they have one, is in all layers, though they do not list them."""
 
+# Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
+# their layers says otherwise.
 EVERY_NTH_SEES_ALL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}
-"""Families with a window in all but every n-th layer, unless `sliding_window_pattern` or a list of
-their layers says otherwise."""
 
+# Facts whose names tell architectures apart.
 SIZES = ("num_heads", "hidden_size", "num_layers")
-"""Facts whose names tell architectures apart."""
 
+# Keys that make attention cost something else than `Model` says, and why.
 UNLIKE: dict[str, str] = {
     "attention_chunk_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
     "fixed_attn_block_size": "layers that attend inside chunks of that length, as Llama 4's; no planner knows them",
@@ -76,16 +77,15 @@ UNLIKE: dict[str, str] = {
         "layers without attention (state space or linear), whose state crosses ranks; no planner knows them",
     ),
 }
-"""Keys that make attention cost something else than `Model` says, and why."""
 
+# Keys under which a model of several modalities has the configuration of its text.
 INNER = ("text_config", "thinker_config", "language_config", "llm_config")
-"""Keys under which a model of several modalities has the configuration of its text."""
 
+# No type.
 NONE: Mapping[str, Any] = {"mask": None, "sizes": [], "keys": {}}
-"""No type."""
 
+# Values that switch nothing on.
 UNSET: tuple[object, ...] = (None, False, 0, "", [], (), {})
-"""Values that switch nothing on."""
 
 
 @cache
@@ -105,12 +105,8 @@ def proved() -> Mapping[str, Any]:
 def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     """Fields of `ir.model.Model` that a configuration says; the usual ones where it leaves them out.
 
-    Every way into the product that takes a model's configuration comes by here, so that none is
-    without `check`.
-
     Args:
-        config: an object with attributes, or a mapping; of a model of several modalities its text's
-            counts.
+        config: an object with attributes, or a mapping; of several modalities its text's counts.
         accept: as for `check`.
 
     Raises:
@@ -144,7 +140,7 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     family = str(value(config, "model_type") or "")
     return {
         **found,
-        **({} if (window := window_of(config)) is None else {"attention": SlidingWindow(window).name}),
+        **({} if (window := _window_of(config)) is None else {"attention": SlidingWindow(window).name}),
         "gated_ffn": activation in GATED or family.startswith(GATED_FAMILIES),
         "name": family or "custom",
     }
@@ -171,13 +167,11 @@ def pretrained(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _further(config: object) -> int:
-    """Layers that predict further tokens."""
     return _first(config, ("num_nextn_predict_layers", "mtp_num_layers")) or 0
 
 
 def _windows(config: object, num_layers: int) -> dict[str, Any]:
-    """Fields of windows that some layers have, and others not."""
-    if window_of(config) is not None or not _uses_window(config):
+    if _window_of(config) is not None or not _uses_window(config):
         return {}
     windowed = _windowed_layers(config, num_layers)
     if not windowed:
@@ -186,11 +180,7 @@ def _windows(config: object, num_layers: int) -> dict[str, Any]:
 
 
 def _windowed_layers(config: object, num_layers: int) -> int:
-    """Layers with a window.
-
-    Raises:
-        ConfigError: the configuration does not say which.
-    """
+    """Layers with a window; ConfigError where the configuration does not say which."""
     kinds = value(config, "layer_types")
     if kinds is not None:
         return sum(kind == "sliding_attention" for kind in kinds)
@@ -208,7 +198,7 @@ def _windowed_layers(config: object, num_layers: int) -> int:
 
 
 def _experts(config: object, dense: int, num_layers: int) -> dict[str, int]:
-    """Widths of experts and of the MLP beside them; layers that have no experts."""
+    # Widths of experts and of the MLP beside them; layers that have no experts.
     each = _first(config, EXPERT_SIZES) or dense
     shared = _first(config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"))
     if shared is None:
@@ -222,11 +212,7 @@ def _experts(config: object, dense: int, num_layers: int) -> dict[str, int]:
 
 
 def _latents(config: object, num_heads: int) -> dict[str, int]:
-    """Fields of multi-latent attention, if a configuration has it.
-
-    Raises:
-        ConfigError: one of its widths is not said.
-    """
+    """Fields of multi-latent attention, if there is any; ConfigError where a width is not said."""
     if not _first(config, ("kv_lora_rank",)):
         return {}
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -286,9 +272,7 @@ def refusal(title: str, found: Mapping[str, str], accept: Collection[str], how: 
 
 
 def unproved(config: object) -> dict[str, str]:
-    """The model types and keys of a configuration that are not known to attend as plans have it, and
-    why; those of the model around the text's, too.
-    """
+    """Model types and keys, at all levels, that are not known to attend as plans have it, and why."""
     found: dict[str, str] = {}
     for keys in levels(config):
         found |= _unproved(keys)
@@ -326,9 +310,8 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The type of a configuration; of an unknown one, as a fork has it, the known one of the same
-    names for its sizes that has most of its keys.
-    """
+    # The type of a configuration; of an unknown one, as a fork has it, the known one of the same
+    # names for its sizes that has most of its keys.
     types, family, named = proved()["types"], keys.get("model_type"), sizes(keys)
     if family in types:
         return types[family]
@@ -337,7 +320,6 @@ def _nearest(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that are set to what a type was not proved with."""
     found: dict[str, str] = {}
     for key, got in keys.items():
         tried = of_type["keys"].get(key, ())
@@ -369,7 +351,6 @@ def sizes(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _ropes(keys: Mapping[str, Any]) -> set[str]:
-    """Types of the rotary positions of all kinds of layers."""
     found: set[str] = set()
     for name in ("rope_parameters", "rope_scaling"):
         given = keys.get(name)
@@ -384,7 +365,7 @@ def num_layers(config: object) -> int | None:
     return _first(levels(config)[-1], NAMES["num_layers"])
 
 
-def window_of(config: object) -> int | None:
+def _window_of(config: object) -> int | None:
     """Keys of the sliding window that all layers have; None: not all have one."""
     kinds = value(config, "layer_types")
     alike = value(config, "model_type") in WINDOWED if kinds is None else set(kinds) == {"sliding_attention"}
@@ -392,7 +373,7 @@ def window_of(config: object) -> int | None:
 
 
 def _uses_window(config: object) -> bool:
-    """Whether any layer has a sliding window, which may be there and not be used (Qwen2)."""
+    # Whether any layer has a sliding window, which may be there and not be used (Qwen2).
     kinds = value(config, "layer_types")
     if kinds is not None and "sliding_attention" not in kinds:
         return False

@@ -1,13 +1,5 @@
 """All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the
 executor.
-
-It takes every op at its word and shares nothing with the executor's lowering. For each kind of
-value a rank holds one table over all tokens and heads, with marks of what is there; reading what is
-not there is an error. Partials are kept apart until a Merge joins them. Clear rather than fast:
-meant for some thousand tokens.
-
-Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value
-heads, D width of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.columns import Pair, Rows
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -33,7 +25,6 @@ from megatron_balance.ir.program import (
     Program,
     is_remap_move,
 )
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import KIND_NAMES, op_lines
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -98,9 +89,7 @@ def run(
 
 
 def owned_rows(owned: Rows, values: Sequence[Floats]) -> Floats:
-    """The rows of per-sequence `values` that a rank with this owner holds, in its order: [tokens of
-    the rank, ...].
-    """
+    """The rows of per-sequence `values` that a rank holds, in its order: [tokens of the rank, ...]."""
     parts = [values[seq][start:stop] for seq, start, stop in owned]
     return np.concatenate([np.empty((0, *values[0].shape[1:])), *parts]) if len(values) else np.empty((0,))
 
@@ -109,6 +98,13 @@ def _concat(values: Sequence[Floats]) -> Floats:
     return np.concatenate([np.asarray(x, dtype=np.float64) for x in values])
 
 
+# It takes every op at its word and shares nothing with the executor's lowering. For each kind of
+# value a rank holds one table over all tokens and heads, with marks of what is there; reading what
+# is not there is an error. Partials are kept apart until a Merge joins them. Clear rather than
+# fast: meant for some thousand tokens.
+#
+# Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-
+# value heads, D width of queries and keys, V of values and outputs.
 class _Table:
     """Values of one kind that one rank holds: `values` [T, heads, width] where `there` [T, heads]."""
 
@@ -122,9 +118,7 @@ class _Table:
 
 
 class _ReferenceRanks:
-    """The ranks and what they hold. `copied[kind][rank]` is one table, `partials[kind][rank]` a
-    list of them, oldest first.
-    """
+    """Values of all ranks, by kind and rank: one table (`copied`), or several by age (`partials`)."""
 
     def __init__(self, program: Program, widths: tuple[int, int], scale: float) -> None:
         self.program = program
@@ -152,9 +146,8 @@ class _ReferenceRanks:
         return self.program.num_kv_heads if kind in KEY_SIDE else self.program.num_heads
 
     def width(self, kind: Kind) -> int:
-        """Numbers of one token and head: keys with values, outputs with LSE, output gradients with
-        the output and its LSE.
-        """
+        # Numbers of one token and head: keys with values, outputs with LSE, output gradients with
+        # the output and its LSE.
         dim, value_dim = self.head_dim, self.value_dim
         return {
             Kind.Q: dim,
@@ -172,7 +165,7 @@ class _ReferenceRanks:
         return tuple(np.split(values, self.base[1:-1]))
 
     def place(self, kind: Kind, values: Floats) -> None:
-        """Give every rank the rows of `values` [T, heads, width] that are owned there."""
+        # Give every rank the rows of `values` [T, heads, width] that are owned there.
         self.copied[kind] = [self.table(kind) for _ in self.program.owned]
         for rank, held in enumerate(self.copied[kind]):
             for at in self.owned(kind, rank):
@@ -186,7 +179,7 @@ class _ReferenceRanks:
                     held.there[at] = True
 
     def collect(self, kind: Kind) -> Floats:
-        """The one partial of every owner region, put together over the ranks: [T, heads, width]."""
+        # The one partial of every owner region, put together over the ranks: [T, heads, width].
         self.now = f"the end, when {KIND_NAMES[kind]} should be complete"
         whole = self.table(kind)
         for rank in range(self.program.num_ranks):
@@ -197,9 +190,8 @@ class _ReferenceRanks:
         return whole.values
 
     def take(self, kind: Kind, rank: int, at: Slices) -> Floats:
-        """Remove and return the one partial of `at` that `rank` holds; a gradient that nobody
-        contributed to is zero.
-        """
+        # Remove and return the one partial of `at` that `rank` holds; a gradient that nobody
+        # contributed to is zero.
         held = self.partials[kind][rank]
         counts = sum((t.there[at].astype(int) for t in held), np.zeros((1, 1), dtype=int))
         if counts.max(initial=0) > 1:
@@ -233,7 +225,7 @@ class _ReferenceRanks:
                     assert_never(op)
 
     def exchange(self, op: Exchange, *, forward: bool) -> None:
-        """All transfers at once: everything is read before anything arrives."""
+        # All transfers at once: everything is read before anything arrives.
         arrivals: list[tuple[Kind, int, Slices, Floats]] = []
         given_up: list[tuple[Kind, int, Slices]] = []
         for code, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
@@ -310,9 +302,8 @@ class _ReferenceRanks:
     # What an attention op reads
 
     def blocks(self, op: Attend | AttendGrad) -> list[_Tile]:
-        """The op's pairs, one block per sequence: all its queries by all its keys, and the pairs
-        that are asked for and visible.
-        """
+        # The op's pairs, one block per sequence: all its queries by all its keys, and the pairs
+        # that are asked for and visible.
         blocks: list[_Tile] = []
         for seq in sorted({row[Pair.SEQ] for row in op.pairs}):
             rows = [row for row in op.pairs if row[Pair.SEQ] == seq]
@@ -333,9 +324,8 @@ class _ReferenceRanks:
         return blocks
 
     def gather(self, kind: Kind, rank: int, tokens: Ints, heads: Ints, needed: Bools) -> Floats:
-        """Values [heads, tokens, width] that `rank` holds; `needed` [heads, tokens] says which the
-        op really reads.
-        """
+        # Values [heads, tokens, width] that `rank` holds; `needed` [heads, tokens] says which the
+        # op really reads.
         held = self.copied[kind][rank]
         if (needed & ~held.there[np.ix_(tokens, heads)].T).any():
             raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} that it needs")
@@ -345,15 +335,14 @@ class _ReferenceRanks:
         return self.gather(Kind.Q, rank, block.queries, block.heads, block.seeing)
 
     def keys(self, block: _Tile, rank: int) -> tuple[Floats, Floats]:
-        """Keys and values [query heads, keys, D], each key-value head repeated for its query heads."""
+        # Keys and values [query heads, keys, D], each key-value head repeated for its query heads.
         both = self.gather(Kind.KV, rank, block.keys, block.heads // self.ratio, block.seen)
         k, v = np.split(both, [self.head_dim], axis=2)
         return k, v
 
     def scores(self, block: _Tile, rank: int) -> Floats:
-        """Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the
-        query may not see.
-        """
+        # Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the
+        # query may not see.
         scores = self.queries(block, rank) @ self.keys(block, rank)[0].swapaxes(1, 2) * self.scale
         return np.where(block.wanted, scores, -np.inf)
 
@@ -363,9 +352,7 @@ class _ReferenceRanks:
 
 @dataclass(frozen=True)
 class _Tile:
-    """`queries` and `keys`: token rows of the batch; `heads`: query heads; `wanted` [heads,
-    queries, keys].
-    """
+    """`queries`, `keys`: token rows of the batch; `heads`; `wanted` [heads, queries, keys]."""
 
     queries: Ints
     heads: Ints
@@ -374,24 +361,23 @@ class _Tile:
 
     @property
     def seeing(self) -> Bools:
-        """Queries that see some key, [heads, queries]: the others take no part."""
+        # Queries that see some key, [heads, queries]: the others take no part.
         return np.logical_or.reduce(self.wanted, axis=2)
 
     @property
     def seen(self) -> Bools:
-        """Keys that some query sees, [heads, keys]: the others take no part."""
+        # Keys that some query sees, [heads, keys]: the others take no part.
         return np.logical_or.reduce(self.wanted, axis=1)
 
 
 def _merge_outputs(one: Floats, two: Floats) -> Floats:
-    """Outputs with LSE in the last column, over disjoint keys, as one."""
     lse = np.logaddexp(one[..., -1], two[..., -1])
     out = sum(x[..., :-1] * np.exp(x[..., -1] - lse)[..., None] for x in (one, two))
     return np.concatenate([out, lse[..., None]], axis=-1)
 
 
 def _scatter(table: _Table, tokens: Ints, heads: Ints, values: Floats, where: Bools) -> None:
-    """Add `values` [heads, tokens, width] to the table where `where` [heads, tokens]."""
+    # Add `values` [heads, tokens, width] to the table where `where` [heads, tokens].
     head, token = np.nonzero(where)
     table.values[tokens[token], heads[head]] += values[head, token]
     table.there[tokens[token], heads[head]] = True

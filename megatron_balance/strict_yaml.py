@@ -26,17 +26,18 @@ STRICT = ConfigDict(
 )
 
 
+# Of a YAML file: a hundred times what any configuration takes, and read in about a second.
 MOST_BYTES = 128 * 2**10
-"""Of a YAML file: a hundred times what any configuration takes, and read in about a second."""
+# Of a whole number, which then fits 64 bits.
 MOST_DIGITS = 18
-"""Of a whole number, which then fits 64 bits."""
+# Brackets that are open at once.
 MOST_DEPTH = 100
-"""Brackets that are open at once."""
+# Keys and values of a YAML text, each alias counted as all that it stands for.
 MOST_NODES = 100_000
-"""Keys and values of a YAML text, each alias counted as all that it stands for."""
 
 
 _ONE_RULE = "is gone with rule cost; leave it out"
+# Sentences on what files of before may have, by class and key (and value): what to write instead.
 GONE: Mapping[str, str] = {
     "ZeppelinOptions.rule: cost": "rule cost is gone; write groups, with group_size 1 for rings of single ranks",
     "ZeppelinOptions.routed": f"{_ONE_RULE}, and say routing beside the planner (routing: never)",
@@ -47,13 +48,10 @@ GONE: Mapping[str, str] = {
     "RemapChoice.sides": "both sides of a rank's link count; leave it out",
     "RemapChoice.solver: ortools": "OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
 }
-"""Sentences on what files of before may have, by class and key (and value): what to write instead."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are
-    booleans (YAML 1.2).
-    """
+    """Safe YAML: no repeated keys, 4e11 is a number, only true and false are booleans (YAML 1.2)."""
 
     def get_single_node(self) -> yaml.Node | None:
         """The document's node, refused if its aliases stand for too much or for themselves."""
@@ -66,9 +64,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of nodes below and with `node`, aliases written out; `known`: by identity, 0 while a
-    node is being counted.
-    """
+    # Number of nodes below and with `node`, aliases written out; `known`: by identity, 0 while a
+    # node is being counted.
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
@@ -138,7 +135,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _nests_deeply(text: str) -> bool:
-    """Whether more than `MOST_DEPTH` brackets are open at once."""
+    # Whether more than `MOST_DEPTH` brackets are open at once.
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return False
     open_after = accumulate(1 if found[0] in "[{" else -1 for found in re.finditer(r"[\[\]{}]", text))
@@ -146,11 +143,7 @@ def _nests_deeply(text: str) -> bool:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is not YAML or repeats a key.
-    """
+    """The value of a YAML file; ConfigError as `parse_yaml`, and where it cannot be read."""
     try:
         text = read_text(path, MOST_BYTES)
     except (OSError, UnreadableError) as error:
@@ -162,15 +155,10 @@ def read_yaml(path: Path) -> Any:
 def checked(
     target: type, keys: Mapping[str, Any], source: str, where: str, also: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """`keys` checked, and int turned to float, against the fields of a dataclass; only those that
-    were given.
+    """`keys` checked, and int turned to float, against the fields of a dataclass; only those given.
 
-    Args:
-        target: the dataclass.
-        keys: what somebody wrote.
-        source: the file or option, for errors.
-        where: the path to the keys inside of it.
-        also: keys that are right, too, and have been taken out.
+    `source`: the file or option, `where`: the path to the keys inside of it, for errors. `also`: keys
+    that are right, too, and have been taken out.
 
     Raises:
         ConfigError: a key is unknown, or its value of the wrong type.
@@ -182,7 +170,6 @@ def checked(
 
 @functools.cache  # pydantic takes milliseconds to make a model
 def _partial(target: type) -> type[BaseModel]:
-    """A model of the dataclass's fields in which none is required."""
     hints = get_type_hints(target)
     fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
     config: ConfigDict = {**STRICT, "use_attribute_docstrings": False}  # which reads the sources of all modules
@@ -243,7 +230,7 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
 
 
 def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Keys of the nested section that `path` leads to."""
+    # Keys of the nested section that `path` leads to.
     for key in path:
         field = model.model_fields.get(key)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -255,14 +242,12 @@ def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _is_union_tag(part: int | str) -> bool:
-    """Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did
-    not write that.
-    """
+    # Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did
+    # not write that.
     return isinstance(part, str) and not re.fullmatch(r"\w+", part)
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """The complaint about an unknown key."""
     known = list(known)
     hint = suggest(key, known)
     return f"unknown key, {hint}" if hint else f"unknown key. Keys: {', '.join(known)}"
@@ -275,11 +260,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def joined(*parts: str) -> str:
-    """The path to a key."""
     return ".".join(part for part in parts if part)
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

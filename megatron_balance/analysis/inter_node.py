@@ -20,7 +20,7 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import by_pattern, pattern_of
 from megatron_balance.patterns.base import Context, ZoneMessages, spared_messages
-from megatron_balance.patterns.rows import messages_from, messages_of
+from megatron_balance.patterns.sends import messages_from, messages_of
 
 _REMAP_IN = 0  # the exchange of a remap's inputs
 

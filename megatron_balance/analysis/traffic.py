@@ -18,7 +18,7 @@ from megatron_balance.analysis.wire import NicOf, Parcels, Payload, is_collectiv
 from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Route
 from megatron_balance.ir.program import Exchange, Program
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.sends import messages_of
 
 
 @dataclass(frozen=True, slots=True)

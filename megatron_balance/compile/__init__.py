@@ -1,1 +1,1 @@
-"""Programs in, programs or proofs out: transpose, join, verify, tidy."""
+"""Programs in, programs or proofs out: transpose, join, verify."""

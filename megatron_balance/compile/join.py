@@ -9,10 +9,9 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, concat
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import MOVED, NO_ROUTES, Attend, AttendGrad, Exchange, Merge, Op, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
 def join(
@@ -20,8 +19,8 @@ def join(
 ) -> Program:
     """The program whose projections are `ranks` (one for each rank, in order).
 
-    Raises InvalidProgramError: a send without its receive or a receive without its send, another
-    order between two ranks, or a mask, an exchange or a route that ranks describe differently.
+    Raises InvalidProgramError: a send without its receive or the other way, another order between
+    two ranks, or a mask, an exchange or a route that ranks describe differently.
     """
     for rank in ranks:
         if rank.mask != ranks[0].mask:
@@ -49,7 +48,7 @@ def _merge_orders(ranks: Sequence[Sequence[Op]]) -> Iterator[Op]:
     position = [0] * len(ranks)
 
     def advance(rank: int) -> Iterator[Op]:
-        """Ops of `rank` up to its next exchange."""
+        # Ops of `rank` up to its next exchange.
         ops = ranks[rank]
         while position[rank] < len(ops) and not isinstance(ops[position[rank]], Exchange):
             yield ops[position[rank]]
@@ -105,7 +104,7 @@ def _join_exchange(exchange_id: int, projections: list[tuple[int, Exchange]]) ->
 
 
 def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> Rows:
-    """The routes of all pairs of ranks, each of which every rank on it lists in full."""
+    # The routes of all pairs of ranks, each of which every rank on it lists in full.
     listed: dict[tuple[int, ...], set[int]] = {}
     for rank, op in projections:
         for row in op.routes:
@@ -127,9 +126,8 @@ def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> R
 
 
 def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Ints, routes: Ints) -> None:
-    """Check that proxies list exactly what the source sends between the pairs of ranks that they
-    serve.
-    """
+    # Check that proxies list exactly what the source sends between the pairs of ranks that they
+    # serve.
     expected: dict[tuple[int, int, int], Ints] = {}
     for src, dst, _, *proxies in routes.tolist():
         for proxy in {*proxies} - {src, dst}:
@@ -149,7 +147,7 @@ def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Int
 
 
 def _between(rows: Ints, src: int, dst: int) -> Bools:
-    """Whether each `Transfer` row goes from `src` to `dst`."""
+    # Whether each `Transfer` row goes from `src` to `dst`.
     return (rows[:, Transfer.SRC] == src) & (rows[:, Transfer.DST] == dst)
 
 
@@ -196,7 +194,6 @@ def split(program: Program) -> list[RankProgram]:
 
 
 def _shared_out(ops: Sequence[Op], num_ranks: int) -> list[list[Op]]:
-    """The ops of each rank."""
     own: list[list[Op]] = [[] for _ in range(num_ranks)]
     for op in ops:
         match op:
@@ -211,7 +208,7 @@ def _shared_out(ops: Sequence[Op], num_ranks: int) -> list[list[Op]]:
 
 
 def _shares(op: Exchange, num_ranks: int) -> Iterator[tuple[int, Exchange]]:
-    """The part of each rank in an exchange: what it sends, receives, and passes on as a proxy."""
+    # The part of each rank in an exchange: what it sends, receives, and passes on as a proxy.
     rows = as_array(op.transfers)
     listed = [np.column_stack([rows[:, side], np.arange(len(rows))]) for side in (Transfer.SRC, Transfer.DST)]
     routes: dict[int, set[tuple[int, int]]] = {}

@@ -14,10 +14,7 @@ from megatron_balance.patterns import by_pattern
 
 
 def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
-    """Rows of `ir.columns.Held` of attention layouts, rank by rank in the order of its tokens.
-
-    `ranks`: those whose layouts are wanted; None: all.
-    """
+    """`Held` rows of attention layouts, rank by rank in token order. `ranks`: those wanted, or all."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     wanted = np.ones(plan.num_ranks, dtype=bool)
     if ranks is not None:
@@ -29,8 +26,7 @@ def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
 
 
 def remote(plan: MicrobatchPlan, table: Ints) -> Ints:
-    """Tokens that a rank attends to and another owns: rows of `ir.columns.RemoteHeld`, by holder,
-    then owner.
+    """Tokens that a rank attends to and another owns: `RemoteHeld` rows, by holder, then owner.
 
     `table`: the plan's `fragments`, of all ranks or of some, whose tokens alone are looked at.
     """
@@ -60,24 +56,26 @@ def remote_in(plan: MicrobatchPlan) -> Ints:
 
 
 def layouts(plan: MicrobatchPlan) -> Ints:
-    """Linear layouts of all ranks: rows of `ir.columns.Placed`, rank by rank in the order of its
-    tokens outside attention.
-    """
+    """Linear layouts of all ranks: `Placed` rows, rank by rank in their order outside attention."""
     table = fragments(plan)
-    rows = table[:, Held.PLACED]
-    if plan.moves:
-        given = remote(plan, table)
-        sizes = table[:, Held.STOP] - table[:, Held.START]
-        kept = np.clip(_kept_until(plan, table)[table[:, Held.RANK]] - (np.cumsum(sizes) - sizes), 0, sizes)
-        rows[:, Placed.STOP] = rows[:, Placed.START] + kept
-        received = np.column_stack([given[:, RemoteHeld.OWNER], given[:, RemoteHeld.SPAN]])
-        rows = np.concatenate([rows[kept > 0], received])
-        rows = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
-    return rows
+    return linear(plan, table, remote(plan, table)) if plan.moves else table[:, Held.PLACED]
+
+
+def linear(plan: MicrobatchPlan, table: Ints, given: Ints) -> Ints:
+    """As `layouts`, of a remapped plan, by its `fragments` and `remote`."""
+    # Right for a rank where the table has it and all that hold something of its own.
+    rows = table[:, Held.PLACED].copy()
+    sizes = table[:, Held.STOP] - table[:, Held.START]
+    # A rank keeps its first tokens; then come those that others attend to for it, by holder.
+    kept = np.clip(_kept_until(plan, table)[table[:, Held.RANK]] - (np.cumsum(sizes) - sizes), 0, sizes)
+    rows[:, Placed.STOP] = rows[:, Placed.START] + kept
+    received = np.column_stack([given[:, RemoteHeld.OWNER], given[:, RemoteHeld.SPAN]])
+    rows = np.concatenate([rows[kept > 0], received])
+    return rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
 
 
 def _moves(plan: MicrobatchPlan, table: Ints) -> Ints:
-    """The moves of tokens that the ranks in `table` hold."""
+    # The moves of tokens that the ranks in `table` hold.
     moves = as_array(plan.moves)
     listed = np.zeros(plan.num_ranks, dtype=bool)
     listed[table[:, Held.RANK]] = True
@@ -85,7 +83,7 @@ def _moves(plan: MicrobatchPlan, table: Ints) -> Ints:
 
 
 def _kept_until(plan: MicrobatchPlan, table: Ints) -> Ints:
-    """For each rank, the place among all tokens where those begin that it gives away: [num_ranks]."""
+    # For each rank, the place among all tokens where those begin that it gives away: [num_ranks].
     moves = _moves(plan, table)
     held = sums(table[:, Held.RANK], table[:, Held.STOP] - table[:, Held.START], plan.num_ranks)
     return np.cumsum(held) - sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)

@@ -1,20 +1,5 @@
 """The order of one rank's steps and the issues of each of its streams, as data for executor and
 simulator.
-
-An exchange starts as early as the values that it sends allow, and ends where something it brought
-is first read (Zeppelin, section 3.2). In a ring the next round's keys are under way while the
-current ones are attended, and a later zone's first transfer starts while an earlier zone computes,
-but never before the earlier zone's transfers.
-
-Exchanges start in one order on all ranks, whatever they carry and on which stream
-(`compile.issue_order`). There are two traffic classes: copied values (queries, keys, output
-gradients) and moved ones (partial outputs, gradients). In that order a copied exchange passes the
-moved ones of the step before, as the keys of a replayed ring's next round pass the gradients of the
-current one.
-
-This cannot deadlock: executed one after the other in that order, exchanges meet; here a start only
-moves to the front of what it does not need, but never of another start, and an end only to the
-back.
 """
 
 from __future__ import annotations
@@ -28,17 +13,16 @@ import numpy as np
 from megatron_balance.compile.issue_order import PASSING, IssueOrder, Key
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region, Transfer
-from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
-from megatron_balance.ir.visible import trim_pairs
 
 _MOVED = np.array([kind in MOVED for kind in Kind])
 
 TrafficClass: TypeAlias = Literal["copied", "moved"]
 Leg: TypeAlias = Literal["direct", "dispatch", "across", "combine"]
+# The hops of a routed piece, in order.
 LEGS: tuple[Leg, Leg, Leg] = ("dispatch", "across", "combine")
-"""The hops of a routed piece, in order."""
 Role: TypeAlias = Literal["own", "send_proxy", "receive_proxy"]
 
 
@@ -80,12 +64,23 @@ class Issue:
     roles: tuple[Role, ...] = ()
 
 
+# An exchange starts as early as the values that it sends allow, and ends where something it brought
+# is first read (Zeppelin, section 3.2). In a ring the next round's keys are under way while the
+# current ones are attended, and a later zone's first transfer starts while an earlier zone
+# computes, but never before the earlier zone's transfers.
+#
+# Exchanges start in one order on all ranks, whatever they carry and on which stream
+# (`compile.issue_order`). There are two traffic classes: copied values (queries, keys, output
+# gradients) and moved ones (partial outputs, gradients). In that order a copied exchange passes the
+# moved ones of the step before, as the keys of a replayed ring's next round pass the gradients of
+# the current one.
+#
+# This cannot deadlock: executed one after the other in that order, exchanges meet; here a start
+# only moves to the front of what it does not need, but never of another start, and an end only to
+# the back.
 def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder = PASSING) -> tuple[Step, ...]:
-    """Steps of one phase of a rank's program, in the order in which they are issued.
-
-    `issue`: the order of the exchanges of all ranks. Merges are no steps: they are part of whatever
-    brings the second partial.
-    """
+    """Steps of one phase of a rank's program, in order; `issue`: the order of all ranks' exchanges."""
+    # Merges are no steps: they are part of whatever brings the second partial.
     tables = _Needs(ops, rank, mask)
     steps = _Steps(tables)
     launches = [index for index, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)][::-1]
@@ -108,9 +103,7 @@ def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder =
 
 
 class _Steps:
-    """Steps so far: exchanges in their order, and between them the launches before them in the
-    program.
-    """
+    """Steps so far: exchanges in their order, between them the launches before them in the program."""
 
     def __init__(self, tables: _Needs) -> None:
         self.tables = tables
@@ -135,7 +128,7 @@ class _Steps:
         return (*self.steps, *(Finish(op) for op in self.under_way))
 
     def _holds(self, step: Step, exchange: int) -> bool:
-        """Whether an exchange cannot start before `step`."""
+        # Whether an exchange cannot start before `step`.
         match step:
             case RunLaunches(op):
                 return self.tables.produced[exchange] and op < exchange
@@ -185,7 +178,7 @@ class _Needs:
             self._set_needs(np.concatenate(pairs), len(ops))
 
     def _set_needs(self, pairs: Ints, num_ops: int) -> None:
-        """`pairs`: rows (reading op, bringing op), in any order, with repeats."""
+        # `pairs`: rows (reading op, bringing op), in any order, with repeats.
         reader, bringer = pairs.T
         code = reader * num_ops + bringer
         code = np.sort(code[bringer < reader])
@@ -209,9 +202,8 @@ class _PhaseLaunches:
         self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:
-        """(op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask
-        hides all.
-        """
+        # (op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask
+        # hides all.
         match kind:
             case Kind.Q | Kind.OUT_GRAD:
                 return self.op_of, self.pairs[:, Pair.QUERY]
@@ -222,7 +214,6 @@ class _PhaseLaunches:
 
 
 def is_moved(kinds: Ints) -> Bools:
-    """Whether the traffic class of each kind is "moved"."""
     return _MOVED[kinds]
 
 
@@ -233,9 +224,8 @@ def _marked(indices: Ints, size: int) -> list[bool]:
 
 
 def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
-    """Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a
-    token and a head.
-    """
+    # Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a
+    # token and a head.
     read, brought = overlaps(reads, brings)
     meet = brings[brought, Region.HEAD_START] < reads[read, Region.HEAD_STOP]
     meet &= brings[brought, Region.HEAD_STOP] > reads[read, Region.HEAD_START]
@@ -245,17 +235,14 @@ def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
 # Streams
 
 
-def traffic_class(kinds: Sequence[int]) -> TrafficClass:
-    """The traffic class of all that one exchange carries from one rank to another; `kinds`: of its
-    transfers.
-    """
+def _traffic_class(kinds: Sequence[int]) -> TrafficClass:
+    """The traffic class of all that an exchange carries from rank to rank; `kinds`: of transfers."""
     return "moved" if any(kind in MOVED for kind in kinds) else "copied"
 
 
 def hops(route: Sequence[int]) -> list[tuple[Leg, int, int]]:
-    """(leg, from, to) of each transfer of a piece: `route` is src, send proxy, receive proxy, dst;
-    to itself is no transfer.
-    """
+    """(leg, from, to) of each transfer of a piece; `route`: src, send proxy, receive proxy, dst."""
+    # From a rank to itself is no transfer.
     return [(leg, a, b) for leg, a, b in zip(LEGS, route[:-1], route[1:], strict=True) if a != b]
 
 
@@ -320,7 +307,7 @@ def collective_stream(group: Sequence[int], ranks_per_node: int) -> str:
 
 
 def _legs(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[str, Leg], tuple[Role, ...]]]:
-    """((stream, leg), roles) of every leg of an exchange that `rank` takes part in."""
+    # ((stream, leg), roles) of every leg of an exchange that `rank` takes part in.
     rows = as_array(op.transfers)
     kinds: dict[tuple[int, int], set[int]] = {}
     for kind, src, dst in rows[:, [Transfer.KIND, Transfer.SRC, Transfer.DST]].tolist():
@@ -333,10 +320,10 @@ def _legs(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[
     for src, dst, _, send_proxy, receive_proxy in op.routes:
         routed.add((src, dst))
         for leg, role in roles((src, send_proxy, receive_proxy, dst), rank):
-            legs.setdefault((stream_name(leg, True, traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
+            legs.setdefault((stream_name(leg, True, _traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
     for (src, dst), carried in kinds.items():
         if (src, dst) not in routed:
             crosses = src // ranks_per_node != dst // ranks_per_node
-            legs.setdefault((stream_name("direct", crosses, traffic_class(list(carried))), "direct"), set()).add("own")
+            legs.setdefault((stream_name("direct", crosses, _traffic_class(list(carried))), "direct"), set()).add("own")
     for place, taken in legs.items():
         yield place, tuple(sorted(taken))

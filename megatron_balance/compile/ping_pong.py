@@ -1,22 +1,5 @@
 """Two nano-batches interleaved, so that the exchanges of one run beside the computation of the
 other (DistCA, section 4.1, Fig. 7).
-
-A phase of an attention call has three segments, cut from the order of its steps (`compile.order`).
-*start* issues the exchanges that send its inputs out. *attend* is everything up to the last launch
-and the start of the exchange that brings results back to their owners. *end* waits for that. A
-fourth one, *linear*, is the work of a layer behind attention and, as one step, that of the next
-layer before it. Between the segments of one nano-batch lie those of the other:
-
-    A: end, linear, start   B: end, linear, start   A: attend   B: attend   A: end, linear, start   ...
-
-The inputs of A travel beside the linear step of B, those of B beside the attention of A, the
-outputs of A beside the attention of B, and those of B beside the linear step of A. The backward
-does this in reverse: the reversal of *end* starts the call, that of *start* ends it. Executor and
-simulator follow this order of segments; nothing else decides it.
-
-Ranks must issue what they exchange in one order (`compile.issue_order`). The start of one
-nano-batch is issued before the attend of the other on every rank, so only exchanges that every rank
-can start at once may be part of it: those of `compile.prefetchable`.
 """
 
 from __future__ import annotations
@@ -34,6 +17,23 @@ SegmentKind: TypeAlias = Literal["linear", "start", "attend", "end"]
 _REVERSED: dict[SegmentKind, SegmentKind] = {"linear": "linear", "start": "end", "attend": "attend", "end": "start"}
 
 
+# A phase of an attention call has three segments, cut from the order of its steps
+# (`compile.order`). *start* issues the exchanges that send its inputs out. *attend* is everything
+# up to the last launch and the start of the exchange that brings results back to their owners.
+# *end* waits for that. A fourth one, *linear*, is the work of a layer behind attention and, as one
+# step, that of the next layer before it. Between the segments of one nano-batch lie those of the
+# other:
+#
+#     A: end, linear, start   B: end, linear, start   A: attend   B: attend   A: end, linear, ...
+#
+# The inputs of A travel beside the linear step of B, those of B beside the attention of A, the
+# outputs of A beside the attention of B, and those of B beside the linear step of A. The backward
+# does this in reverse: the reversal of *end* starts the call, that of *start* ends it. Executor and
+# simulator follow this order of segments; nothing else decides it.
+#
+# Ranks must issue what they exchange in one order (`compile.issue_order`). The start of one
+# nano-batch is issued before the attend of the other on every rank, so only exchanges that every
+# rank can start at once may be part of it: those that come first in `compile.issue_order`.
 class Segment(NamedTuple):
     """One segment of one nano-batch.
 
@@ -47,20 +47,15 @@ class Segment(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Boundaries of a phase's segments: steps [0, attend) are its start, [attend, end) its attend,
-    [end, ...) its end.
-    """
+    """Bounds of segments: steps [0, attend) are the start, [attend, end) attend, the rest the end."""
 
     attend: int
     end: int
 
 
 def cut_segments(ops: Sequence[Op], steps: Sequence[Step], first: frozenset[int]) -> Cuts:
-    """Where the segments of a rank's steps end.
-
-    `first`: ids of the exchanges that come before all others on every rank
-    (`compile.issue_order`), so that they may be part of the start.
-    """
+    """Where the segments of a rank's steps end; `first`: as in `compile.issue_order`."""
+    # Only exchanges that come first on every rank may be part of the start.
     ahead = 0
     while ahead < len(steps) and isinstance(steps[ahead], Start) and _id(ops[steps[ahead].op]) in first:
         ahead += 1
@@ -87,9 +82,7 @@ def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[
 
 
 def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
-    """Segments of a forward pass without interleaving: every exchange is waited for where it is
-    issued (DistCA, Fig. 11).
-    """
+    """Segments of a forward without interleaving: each exchange is waited for (DistCA, Fig. 11)."""
     ordered: list[Segment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
@@ -105,6 +98,6 @@ def backward(forward_segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def _between(nano_batch: int, layer: int) -> list[Segment]:
-    """Segments from the end of one layer's attention to the start of the next one's."""
+    # Segments from the end of one layer's attention to the start of the next one's.
     ended = [Segment(nano_batch, layer - 1, "end")] if layer else []
     return [*ended, Segment(nano_batch, layer, "linear"), Segment(nano_batch, layer, "start")]

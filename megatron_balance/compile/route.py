@@ -1,22 +1,10 @@
 """The communication routing layer (Zeppelin, section 3.3): a transfer between nodes goes over all
 NICs of both nodes.
-
-Directly, the NICs of two ranks carry all that one sends the other, while those of their neighbours
-stand idle. Routed, the source hands a piece to a proxy on each NIC of its node (dispatch), the
-proxies send their pieces to proxies on the other node (across), and those hand them to the target
-(combine). The number of pieces is the smaller number of NICs of the two nodes (the paper's minimum
-rule, which counts ranks; ranks that share a NIC gain nothing together). Any rank of the node
-serves, whatever it attends to.
-
-Piece i crosses on NIC i at both ends; with several pieces a NIC, the dispatch of one overlaps the
-crossing of another. On their own NIC source and target serve themselves. On another NIC the proxy
-is the rank that stands there as the source (the target) does on its own, so that ranks sharing a
-NIC take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
@@ -25,11 +13,21 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, run_bounds
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import Exchange, Op, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
+# Directly, the NICs of two ranks carry all that one sends the other, while those of their
+# neighbours stand idle. Routed, the source hands a piece to a proxy on each NIC of its node
+# (dispatch), the proxies send their pieces to proxies on the other node (across), and those hand
+# them to the target (combine). The number of pieces is the smaller number of NICs of the two nodes
+# (the paper's minimum rule, which counts ranks; ranks that share a NIC gain nothing together). Any
+# rank of the node serves, whatever it attends to.
+#
+# Piece i crosses on NIC i at both ends; with several pieces a NIC, the dispatch of one overlaps the
+# crossing of another. On their own NIC source and target serve themselves. On another NIC the proxy
+# is the rank that stands there as the source (the target) does on its own, so that ranks sharing a
+# NIC take turns.
 @dataclass(frozen=True, slots=True)
 class Nics:
     """The NICs of a cluster by rank: ranks are numbered node by node, neighbours share a NIC.
@@ -48,7 +46,7 @@ class Nics:
         return -(-self.ranks_per_node // self.ranks_per_nic)
 
     def proxies(self, ranks: Ints) -> Ints:
-        """The proxy of each of `ranks` [n] on each NIC of its node: [n, NICs of a node]."""
+        # The proxy of each of `ranks` [n] on each NIC of its node: [n, NICs of a node].
         own, place = np.divmod(ranks % self.ranks_per_node, self.ranks_per_nic)
         before = np.arange(self.per_node) * self.ranks_per_nic  # ranks on the NICs before each
         sharing = np.minimum(self.ranks_per_nic, self.ranks_per_node - before)
@@ -57,17 +55,12 @@ class Nics:
         return proxies
 
 
-Pair: TypeAlias = tuple[int, int]
-"""(src, dst)."""
-
+# Transfers of exchanges, by their numbers; those of one number may be listed in parts.
 Listed: TypeAlias = Sequence[tuple[int, Ints]]
-"""Transfers of exchanges, by their numbers; those of one number may be listed in parts."""
 
 
 class Passing(NamedTuple):
-    """Transfers between the other ranks of a node and other nodes, in forward and in replayed
-    exchanges that are routed.
-    """
+    """Transfers of the others of a node with other nodes, in routed exchanges."""
 
     forward: Listed
     replays: Listed
@@ -88,9 +81,8 @@ class _Pairs:
 
     @classmethod
     def between_nodes(cls, listed: Listed, nics: Nics) -> _Pairs:
-        """The pairs on different nodes that move enough to be routed; none at all where a node has
-        one NIC.
-        """
+        # The pairs on different nodes that move enough to be routed; none at all where a node has
+        # one NIC.
         rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *(table for _, table in listed)])
         number = np.repeat(np.array([at for at, _ in listed], dtype=np.int64), [len(table) for _, table in listed])
         src_node, dst_node = (rows[:, Transfer.ENDS] // nics.ranks_per_node).T
@@ -112,32 +104,13 @@ class _Pairs:
         return _Pairs(self.number[chosen], self.ends[chosen], begin, self.rows[np.repeat(chosen, sizes)])
 
     def passed_on(self, rank: int, nics: Nics) -> _Pairs:
-        """The pairs for which `rank` is a proxy and neither source nor target."""
+        # The pairs for which `rank` is a proxy and neither source nor target.
         serves = (nics.proxies(self.ends.ravel()) == rank).any(axis=1).reshape(self.ends.shape)
         return self.only(serves.any(axis=1) & (self.ends != rank).all(axis=1))
 
 
-def pairs_between_nodes(exchanges: Iterable[tuple[int, Exchange]], nics: Nics) -> dict[int, dict[Pair, Ints]]:
-    """By the number given with each exchange: the pairs of ranks on different nodes that move
-    enough to be routed, and their rows.
-
-    None at all where a node has one NIC.
-    """
-    pairs = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in exchanges], nics)
-    by_number: dict[int, dict[Pair, Ints]] = {}
-    bounds = zip(pairs.begin[:-1].tolist(), pairs.begin[1:].tolist(), strict=True)
-    for at, (src, dst), (start, stop) in zip(pairs.number.tolist(), pairs.ends.tolist(), bounds, strict=True):
-        by_number.setdefault(at, {})[src, dst] = pairs.rows[start:stop]
-    return by_number
-
-
-def routes(pairs: Iterable[Pair], nics: Nics) -> Rows:
-    """`Route` rows of these pairs."""
-    return as_rows(_routes(np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2), nics))
-
-
 def _routes(pairs: Ints, nics: Nics) -> Ints:
-    """`Route` rows of pairs [n, 2], one pair after the other."""
+    # `Route` rows of pairs [n, 2], one pair after the other.
     count = nics.pieces * nics.per_node
     rows = np.empty((len(pairs), count, Route.WIDTH), dtype=np.int64)
     rows[:, :, Route.PAIR] = pairs[:, None]
@@ -165,7 +138,7 @@ def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nic
 
 
 def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics) -> dict[int, Exchange]:
-    """Every exchange, routed, that the rank takes part in or passes something on in, by its number."""
+    # Every exchange, routed, that the rank takes part in or passes something on in, by its number.
     if not own and not others:
         return {}
     mine = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in own.items()], nics)
@@ -183,20 +156,17 @@ def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics)
 
 
 def _by_number(table: Ints, number: Ints, numbers: Sequence[int]) -> list[bytes]:
-    """The rows of `table`, as bytes, of each of `numbers`; `number` [n], ascending: that of each
-    row.
-    """
+    # The rows of `table`, as bytes, of each of `numbers`; `number` [n], ascending: that of each
+    # row.
     data, width = as_rows(table).data, 8 * table.shape[1]
     begin, end = (np.searchsorted(number, numbers, side=side) * width for side in ("left", "right"))
     return [data[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
 
 
 def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op, ...], tuple[tuple[str, int], ...]]:
-    """The forward ops and queues with `routed` exchanges in their places.
-
-    Exchanges in which the rank is a proxy only come as late as the order of ids allows, so that
-    what stands between two of its own exchanges stays where it is.
-    """
+    # The forward ops and queues with `routed` exchanges in their places.
+    # Exchanges in which the rank is a proxy only come as late as the order of ids allows, so that
+    # what stands between two of its own exchanges stays where it is.
     own = {op.id for op in program.forward if isinstance(op, Exchange)}
     waiting = [at for at, op in routed.items() if at not in own and op.transfers]
     forward: list[Op] = []
@@ -220,10 +190,9 @@ def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op,
 
 def with_routes(program: Program, nics: Nics) -> Program:
     """A whole forward program, as parsed from text, with every transfer between nodes routed."""
-    ops = [
-        Exchange(op.id, op.transfers, routes=routes(pairs_between_nodes([(0, op)], nics).get(0, {}), nics))
-        if isinstance(op, Exchange)
-        else op
-        for op in program.forward
-    ]
-    return replace(program, forward=tuple(ops))
+
+    def routed(op: Exchange) -> Exchange:
+        ends = _Pairs.between_nodes([(0, as_array(op.transfers))], nics).ends
+        return replace(op, routes=as_rows(_routes(ends, nics)))
+
+    return replace(program, forward=tuple(routed(op) if isinstance(op, Exchange) else op for op in program.forward))

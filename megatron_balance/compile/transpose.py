@@ -3,14 +3,6 @@
 Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other
 way; a transfer of partial outputs becomes one of the output's gradient, the other way. Merges are
 put where a rank would hold two partial gradients of one region.
-
-Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again,
-just before they are needed, by the forward exchange or by the one that the comm pattern names
-(`RankProgram.replays`). The remap in (`RankProgram.remap_in`) is replayed at the start, and what it
-brings stays.
-
-A replay needs the values of any other exchange to be used before the rank's next exchange, as in
-all comm patterns here; `verify` finds a program in which they are not.
 """
 
 from __future__ import annotations
@@ -23,8 +15,8 @@ import numpy as np
 
 from megatron_balance.compile.join import join, routes_of, split
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
-from megatron_balance.ir.columns import Pair, Route, Transfer, Value
-from megatron_balance.ir.intervals import Atoms
+from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
+from megatron_balance.ir.intervals import Atoms, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import (
     Attend,
@@ -38,8 +30,6 @@ from megatron_balance.ir.program import (
     Program,
     RankProgram,
 )
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 
@@ -65,10 +55,8 @@ def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> R
 
 
 def merge_gradients(program: RankProgram) -> RankProgram:
-    """`program` with the Merge ops of its backward.
-
-    An executor that sums gradients where they arrive needs none; a proof does.
-    """
+    """`program` with the Merge ops of its backward."""
+    # An executor that sums gradients where they arrive needs none; a proof does.
     return replace(program, backward=tuple(_with_merges(list(program.backward), program.rank, program.mask)))
 
 
@@ -85,6 +73,13 @@ def forward_id(backward_id: int, program: RankProgram) -> int:
     return program.num_exchanges - 1 - (backward_id - program.remap_in) // 2
 
 
+# Policy `keep` leaves received inputs where they are until the backward; `replay` brings them
+# again, just before they are needed, by the forward exchange or by the one that the comm pattern
+# names (`RankProgram.replays`). The remap in (`RankProgram.remap_in`) is replayed at the start, and
+# what it brings stays.
+#
+# A replay needs the values of any other exchange to be used before the rank's next exchange, as in
+# all comm patterns here; `verify` finds a program in which they are not.
 def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
     segments: dict[int, list[Attend]] = {-1: []}  # by the exchange before them
     exchanges: dict[int, Exchange] = {}
@@ -128,9 +123,8 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
 
 
 def _inputs(op: Exchange) -> Exchange:
-    """Only the queries and keys of an exchange (a group's collective is left out where it moves
-    none at all).
-    """
+    # Only the queries and keys of an exchange (a group's collective is left out where it moves none
+    # at all).
     rows = as_array(op.transfers)
     inputs = rows[:, Transfer.KIND] <= Kind.KV
     if inputs.all() and not op.moves:
@@ -142,9 +136,8 @@ def _inputs(op: Exchange) -> Exchange:
 
 
 def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
-    """The transfers of gradients that reverse each exchange, by its id; worked out for all of them
-    at once.
-    """
+    # The transfers of gradients that reverse each exchange, by its id; worked out for all of them
+    # at once.
     rows = concat([op.transfers for op in exchanges.values()], Transfer.WIDTH)
     back = np.empty_like(rows)
     back[:, Transfer.KIND] = _GRAD_OF[rows[:, Transfer.KIND]]
@@ -159,16 +152,14 @@ def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
 
 
 def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
-    """Reverse an exchange, over its own proxies."""
     routes = as_rows(as_array(op.routes)[:, _REVERSED_ROUTE]) if op.routes else op.routes
     moves = op.collective != "p2p" and not op.moves
     return Exchange(exchange_id, gradients, _REVERSED[op.collective], op.group, routes, moves)
 
 
 def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
-    """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial
-    gradients or more.
-    """
+    # `ops`, each followed by a Merge of the regions of which `rank` then holds two partial
+    # gradients or more.
     events = _events(ops, rank, mask)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
     tables: list[Ints] = [np.empty((0, 1 + Value.WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
@@ -205,9 +196,7 @@ def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
 
 
 class _GradientEvents(NamedTuple):
-    """Partial gradients that a rank gains by an op (`gains` 1) or gives away (0): `Value` rows, and
-    the op of each.
-    """
+    """Partial gradients that a rank gains by an op (`gains` 1) or gives away: `Value` rows."""
 
     values: Ints
     gains: Ints
@@ -232,6 +221,31 @@ def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
 
 
 def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
-    """All rows of numbered tables below one another, and the number of each."""
     numbers = np.array([at for at, _ in tables], dtype=np.int64)
     return concat([rows for _, rows in tables], width), np.repeat(numbers, [len(rows) for _, rows in tables])
+
+
+class OpZones(NamedTuple):
+    """By op: its queue, and the name of its zone."""
+
+    queues: list[int]
+    zones: list[str]
+
+
+def places(program: RankProgram, *, backward: bool) -> OpZones:
+    """Queues and zones of a phase's ops."""
+    queues = [(at, name) for at, (name, count) in enumerate(program.queues) for _ in range(count)]
+    forward = list(zip(program.forward, queues or [(0, "")] * len(program.forward), strict=True))
+    if not backward:
+        return OpZones([queue for _, (queue, _) in forward], [name for _, (_, name) in forward])
+    # Launches are the forward ones in reverse; an exchange belongs to the forward one it comes from.
+    launches = [place for op, place in forward if isinstance(op, Attend)][::-1]
+    exchanges = {op.id: place for op, place in forward if isinstance(op, Exchange)}
+    found: list[tuple[int, str]] = []
+    remaining = iter(launches)
+    place = launches[0] if launches else (0, "")
+    for op in program.backward:
+        if isinstance(op, AttendGrad):
+            place = next(remaining)
+        found.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
+    return OpZones([queue for queue, _ in found], [name for _, name in found])

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.intervals import key
+from megatron_balance.ir.intervals import key, sees
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
-from megatron_balance.ir.visible import sees
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

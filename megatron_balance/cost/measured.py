@@ -27,9 +27,9 @@ from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.intervals import Rectangles, num_pairs, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.visible import Rectangles, num_pairs, trim_pairs
 
 RUN_STEPS = 16
 """Points a doubling at which the time of a square of one run is tabulated for planners."""

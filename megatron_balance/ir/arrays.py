@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.columns import Rows
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -19,25 +19,19 @@ def as_array(rows: Rows) -> Ints:
 
 
 def as_rows(table: Ints) -> Rows:
-    """A 2-D integer array as `Rows`."""
     return Rows(table.shape[1], np.ascontiguousarray(table, dtype="<i8").tobytes())
 
 
 def run_starts(changes: Bools, length: int) -> Bools:
-    """Mark where runs of equal elements begin: bool [length]. `changes` [length - 1]: an element
-    differs from the one before.
-    """
+    """Where runs of equal elements begin: bool [length]. `changes` [length - 1]: from the last."""
     starts = np.ones(length, dtype=bool)
     starts[1:] = changes
     return starts
 
 
 def run_bounds(changes: Bools, length: int) -> Ints:
-    """Indices where runs of equal elements begin, and `length`: int64 [runs + 1] ([0] if there are
-    none).
-
-    `changes` [length - 1]: an element differs from the one before.
-    """
+    """Indices where runs of equal elements begin, and `length`: int64 [runs + 1]."""
+    # `changes` as in `run_starts`. Without any element the bounds are [0].
     mask = np.ones(length + 1, dtype=bool)
     mask[1:length] = changes
     return np.flatnonzero(mask)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.whole import whole
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Lengths in tokens of the sequences of one microbatch (of the whole pool); the index is the
-    sequence's id.
-
-    Integers of any library, such as NumPy's and torch's, become Python's.
-    """
+    """Lengths in tokens of a microbatch's sequences (of the whole pool); the index is their id."""
 
     lengths: tuple[int, ...]
 
@@ -35,8 +32,25 @@ class Batch:
 
 
 def _whole(seq: int, length: object) -> int:
-    """A length as Python's own integer."""
     number = whole(length)
     if number is None:
         raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
+    return number
+
+
+def whole(value: Any) -> int | None:
+    """`value` (NumPy's, torch's) as Python's integer; None for what is none, as `True` and 2.0."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def at_least(least: int, what: str, value: Any) -> int:
+    """`value` as Python's integer; ConfigError: it is none, or below `least`; `what`: its name."""
+    number = whole(value)
+    if number is None or number < least:
+        raise ConfigError(f"{what}: expected a whole number of at least {least}, got {value!r}")
     return number

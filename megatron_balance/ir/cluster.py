@@ -8,16 +8,16 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
 
+# Kernels that have rates of their own: FlashAttention-2, 3 and 4, and cuDNN through Transformer
+# Engine, by their names in `runtime.kernels`.
 AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"]
-"""Kernels that have rates of their own: FlashAttention-2, 3 and 4, and cuDNN through Transformer
-Engine, by their names in `runtime.kernels`."""
 
+# Kernels of the runtime that are another one's code: torch's own is FlashAttention-2.
 SAME_KERNEL = {"torch_varlen": "flash_attn"}
-"""Kernels of the runtime that are another one's code: torch's own is FlashAttention-2."""
 
 
+# Room for the number of a rank in a program: 20 bits.
 MOST_RANKS = 1 << 20
-"""Room for the number of a rank in a program: 20 bits."""
 RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
@@ -27,8 +27,8 @@ RATES = (
     "linear_efficiency",
     "memory_bytes_per_s",
 )
+# Keys of a cluster by what they may be.
 SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
-"""Keys of a cluster by what they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,7 @@ class Cluster:
         return self.attention_efficiency if kernel is None else self.attention_rates[kernel]
 
     def with_kernel(self, name: str) -> Cluster:
-        """This machine with the attention kernel `name` of the runtime; unchanged where that has no
-        rate here.
-        """
+        """This machine with the runtime's kernel `name`; unchanged where that has no rate here."""
         priced = SAME_KERNEL.get(name, name)
         known = next((kernel for kernel in self.attention_rates if kernel == priced), None)
         return self if known is None else replace(self, attention_kernel=known)

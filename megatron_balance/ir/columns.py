@@ -1,10 +1,55 @@
-"""Column names of the IR's tables: `rows[:, Transfer.SRC]` instead of `rows[:, 6]`.
+"""Tables of integers: `Rows`, and names of their columns: `rows[:, Transfer.SRC]`, not `rows[:, 6]`.
 
 One class per table. Names in capitals are columns, or slices and tuples of neighbouring columns;
-`WIDTH` is the number of columns. All tables are int64 (`ir.rows`).
+`WIDTH` is the number of columns. All tables are int64.
 """
 
 from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+# A plan for 1,024 ranks has a million regions; a frozen dataclass for each would take seconds. `Rows`
+# is one `bytes` object of row-major int64, hashable and comparable, that NumPy reads without a copy
+# (`numpy.frombuffer(rows.data, "<i8")`) and the standard library through `memoryview.cast`.
+
+assert sys.byteorder == "little", "plans are exchanged as little-endian int64"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`len(self)` rows of `width` int64 each."""
+
+    width: int
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, width: int, rows: Iterable[Sequence[int]]) -> Rows:
+        """Rows from Python sequences, each of length `width`."""
+        flat = array("q")
+        for row in rows:
+            if len(row) != width:
+                raise ValueError(f"row {tuple(row)} has {len(row)} columns, expected {width}")
+            flat.extend(row)
+        return cls(width, flat.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.data) // (8 * self.width)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __repr__(self) -> str:
+        shown = [row for row, _ in zip(self, range(8), strict=False)]
+        more = f", ... {len(self) - 8} more" if len(self) > 8 else ""
+        return f"Rows({self.width}, [{', '.join(map(str, shown))}{more}])"
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        flat = memoryview(self.data).cast("q")
+        for i in range(0, len(flat), self.width):
+            yield tuple(flat[i : i + self.width])
 
 
 class Transfer:
@@ -12,15 +57,15 @@ class Transfer:
 
     WIDTH = 8
     KIND, SEQ, START, STOP, HEAD_START, HEAD_STOP, SRC, DST = range(8)
+    # seq, start, stop, head_start, head_stop: a `Region`.
     REGION = slice(1, 6)
-    """seq, start, stop, head_start, head_stop: a `Region`."""
+    # seq, start, stop: a `Fragment`.
     SPAN = slice(1, 4)
-    """seq, start, stop: a `Fragment`."""
+    # kind and region: a `Value`.
     VALUE = slice(0, 6)
-    """kind and region: a `Value`."""
     HEADS = slice(4, 6)
+    # src, dst.
     ENDS = slice(6, 8)
-    """src, dst."""
 
 
 class Pair:
@@ -28,17 +73,19 @@ class Pair:
 
     WIDTH = 9
     SEQ, Q_START, Q_STOP, Q_HEAD_START, Q_HEAD_STOP, K_START, K_STOP, KV_HEAD_START, KV_HEAD_STOP = range(9)
+    # The query `Region`.
     QUERY = slice(0, 5)
-    """The query `Region`."""
     QUERY_SPAN = slice(0, 3)
+    # The key `Region`.
     KEY = (0, 5, 6, 7, 8)
-    """The key `Region`."""
+    # The key region without its sequence.
     KEY_COLUMNS = slice(5, 9)
-    """The key region without its sequence."""
     Q_SPAN = slice(1, 3)
     K_SPAN = slice(5, 7)
     Q_HEADS = slice(3, 5)
     KV_HEADS = slice(7, 9)
+    # Queries and keys: the columns of `ir.intervals.Rectangles`.
+    SPANS = (1, 2, 5, 6)
 
 
 class Value:
@@ -75,14 +122,14 @@ class Placed:
 
 
 class Task:
-    """One task of a task table: queries of a sequence, the keys before them, and the rank that
-    attends.
-    """
+    """One task of a task table: queries of a sequence, the keys before them, the rank that attends."""
 
     WIDTH = 6
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
     QUERY = slice(1, 4)
     KEYS = slice(4, 6)
+    # Queries and keys: the columns of `ir.intervals.Rectangles`.
+    SPANS = slice(2, 6)
 
 
 class Move:
@@ -101,25 +148,17 @@ class Route:
     PROXIES = slice(3, 5)
 
 
-class Remote:
-    """Tokens that one rank (`HOLDER`) attends to and another (`OWNER`) owns outside attention."""
-
-    WIDTH = 5
-    SEQ, START, STOP, OWNER, HOLDER = range(5)
-    FRAGMENT = slice(0, 3)
-
-
 class Message:
     """Tokens that one exchange moves of one kind and head span from rank to rank (`analysis.wire`)."""
 
     WIDTH = 7
     EXCHANGE, SRC, DST, KIND, HEAD_START, HEAD_STOP, TOKENS = range(7)
+    # src, dst.
     ENDS = slice(1, 3)
-    """src, dst."""
+    # exchange, src, dst: all that is packed together.
     PARCEL = slice(0, 3)
-    """exchange, src, dst: all that is packed together."""
+    # All but the tokens.
     KEY = slice(0, 6)
-    """All but the tokens."""
 
 
 class Held:
@@ -136,13 +175,8 @@ class Held:
 
 
 class RemoteHeld:
-    """A part of a `Held` fragment that another rank owns outside attention
-    (`compile.layouts.remote`).
-
-    The first columns are those of `Remote`; `FRAGMENT`: the row of the table of fragments.
-    """
+    """A part of a `Held` fragment (row `FRAGMENT`) that another rank owns outside attention."""
 
     WIDTH = 8
     SEQ, START, STOP, OWNER, HOLDER, ZONE, SENT_ON, FRAGMENT = range(8)
     SPAN = slice(0, 3)
-    REMOTE = slice(0, 5)

@@ -7,15 +7,16 @@ sorted array serves the intervals of all sequences. No other module packs sequen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, run_bounds, run_starts
-from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.arrays import Bools, Ints, run_bounds, run_starts
+from megatron_balance.ir.columns import Fragment, Pair
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
+# Positions of a sequence are below 2 ** POSITION_BITS.
 POSITION_BITS = 40
-"""Positions of a sequence are below 2 ** POSITION_BITS."""
 
 _POSITION = (1 << POSITION_BITS) - 1
 _DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region
@@ -31,12 +32,10 @@ def key(seq: Ints | int, position: Ints | int) -> Ints | int:
 
 
 def key_seq(keys: Ints) -> Ints:
-    """The sequences of keys."""
     return keys >> POSITION_BITS
 
 
 def key_position(keys: Ints) -> Ints:
-    """The positions of keys, each in its sequence."""
     return keys & _POSITION
 
 
@@ -57,15 +56,15 @@ def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """First and one past the last row of `held` that shares a token with each row of `wanted`.
 
-    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of
-    `held` overlap one another, some rows between the bounds may share nothing; empty rows of
-    `wanted` share nothing.
+    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start).
     """
+    # If rows of `held` overlap one another, some rows between the bounds may share nothing; empty
+    # rows of `wanted` share nothing.
     return _overlap_bounds(*key_bounds(wanted), *key_bounds(held))
 
 
 def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """`overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held."""
+    # `overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held.
     # No later row meets a row that ends before it begins: the furthest end so far bounds the search
     # from below.
     first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
@@ -76,8 +75,7 @@ def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[In
 def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
 
-    Both have rows (seq, start, stop, ...), in any order. Rows of `held` are not empty, and may
-    overlap one another.
+    Both: (seq, start, stop, ...), in any order; rows of `held` are not empty, and may overlap.
     """
     begin, end = key_bounds(wanted)
     start, stop = key_bounds(held)
@@ -89,12 +87,9 @@ def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
 
 
 def union(intervals: Ints) -> Ints:
-    """Disjoint intervals over the same tokens, ascending; touching ones are joined, empty ones left
-    out.
-
-    Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank and
-    a sequence) within which intervals are joined.
-    """
+    """Disjoint intervals over the same tokens, ascending; touching ones are joined, no empty ones."""
+    # Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank
+    # and a sequence) within which intervals are joined.
     rows = intervals[intervals[:, -2] < intervals[:, -1]]
     rows = rows[np.lexsort(rows[:, -2::-1].T)]
     fresh = run_starts((rows[1:, :-2] != rows[:-1, :-2]).any(axis=1), len(rows))
@@ -107,9 +102,7 @@ def union(intervals: Ints) -> Ints:
 
 
 def held_twice(fragments: Ints) -> Ints:
-    """Rows (seq, start, stop), ascending and disjoint: the tokens that two or more of `fragments`
-    hold.
-    """
+    """Tokens that two or more of `fragments` hold: rows (seq, start, stop), ascending and disjoint."""
     boundary = np.concatenate(key_bounds(fragments))
     order = np.argsort(boundary, kind="stable")
     boundary, depth = boundary[order], np.cumsum(np.repeat([1, -1], len(fragments))[order])
@@ -119,9 +112,8 @@ def held_twice(fragments: Ints) -> Ints:
 
 
 def _ascending(values: Ints) -> Ints:
-    """The distinct values, ascending (sorting is several times faster here than NumPy's hashing
-    `unique`).
-    """
+    # The distinct values, ascending (sorting is several times faster here than NumPy's hashing
+    # `unique`).
     values = np.sort(values)
     return values[run_starts(values[1:] != values[:-1], len(values))]
 
@@ -186,9 +178,7 @@ class Atoms:
         return key_position(self.cuts[token_atom + 1])
 
     def expand(self, seq: Ints, start: Ints, stop: Ints, head_start: Ints, head_stop: Ints) -> tuple[Ints, Ints]:
-        """(row, atom) of every atom of every region; an atom is token atom * num_head_atoms + head
-        atom.
-        """
+        """(row, atom) of every region's atoms; an atom is token atom * num_head_atoms + head atom."""
         row, token = ranges(*self.tokens(seq, start, stop))
         if self.num_head_atoms == 1:
             return row, token
@@ -201,9 +191,7 @@ class Atoms:
         return np.searchsorted(self.cuts, key(seq, position), side="right") - 1
 
     def regions(self, group: Ints, atom: Ints) -> tuple[Ints, Ints]:
-        """Join atoms, unique within each group, into as few regions as possible: (group [n],
-        `Region` rows).
-        """
+        """Join atoms, unique in each group, into the fewest regions: (group [n], `Region` rows)."""
         token, head = np.divmod(atom, self.num_head_atoms)
         # Along tokens first, per head atom; then along heads where the token runs are the same.
         order = np.argsort((group * self.num_head_atoms + head) * (self.num_token_atoms + 1) + token, kind="stable")
@@ -232,3 +220,58 @@ class Atoms:
             [self.seq(first), self.start(first), self.stop(last), self.heads[head], self.heads[head_last + 1]], 1
         )
         return group, rows
+
+
+class Rectangles(NamedTuple):
+    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for a row: int64 [n] each."""
+
+    q_start: Ints
+    q_stop: Ints
+    k_start: Ints
+    k_stop: Ints
+
+
+def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
+    """Cut off the queries that see none of the keys, and the keys that none of the queries sees.
+
+    Where no query sees any key, nothing remains: both starts lie at or behind their stops.
+    """
+    q_start, q_stop, k_start, k_stop = rectangles
+    return Rectangles(
+        np.maximum(q_start, mask.queries(seq, k_start)[0]),
+        np.minimum(q_stop, mask.queries(seq, k_stop - 1)[1]),
+        np.maximum(k_start, mask.keys(seq, q_start)[0]),
+        np.minimum(k_stop, mask.keys(seq, q_stop - 1)[1]),
+    )
+
+
+def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
+    """`Pair` rows, each trimmed to what the mask shows of it."""
+    trimmed = pairs.copy()
+    shown = trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask)
+    for column, values in zip(Pair.SPANS, shown, strict=True):
+        trimmed[:, column] = values
+    return trimmed
+
+
+def sees(pairs: Ints, mask: Mask) -> Bools:
+    """Whether any query of each `Pair` row sees any of its keys."""
+    seq = pairs[:, Pair.SEQ]
+    first = np.maximum(pairs[:, Pair.K_START], mask.keys(seq, pairs[:, Pair.Q_START])[0])
+    return first < np.minimum(pairs[:, Pair.K_STOP], mask.keys(seq, pairs[:, Pair.Q_STOP] - 1)[1])
+
+
+def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
+    """Visible (query, key) pairs of each rectangle, under a causal, full or sliding-window mask."""
+    q_start, q_stop, k_start, k_stop = rectangles
+    if isinstance(mask, SlidingWindow):
+        hidden = Rectangles(q_start - mask.size, q_stop - mask.size, k_start, k_stop)
+        return num_pairs(rectangles, CAUSAL) - num_pairs(hidden, CAUSAL)
+    if mask == FULL:
+        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
+
+    def seen(edge: Ints) -> Ints:
+        # Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`.
+        return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
+
+    return seen(k_start) - seen(k_stop)

@@ -1,22 +1,9 @@
 """The attention mask as a value: each query sees one run of the keys of its own sequence.
 
 A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from
-it: the part of a (query, key) rectangle that counts (`ir.visible`), numbers of pairs, completeness
+it: the part of a (query, key) rectangle that counts (`ir.intervals`), numbers of pairs, completeness
 (`compile.proof`). Positions are those of the sequence, so a mask never depends on how a sequence
 is cut over ranks.
-
-Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
-the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`), which
-planners hand to their plans. Costs and the executor handle causal, full and sliding-window masks
-(`mask_named`); a planner that cannot plan one of them refuses it (`planners.base.Planner.masks`).
-Under a window the keys that a query needs lie beside it, so no comm pattern of whole sequences is
-run there: `compile.halo` brings each rank the keys before its own tokens.
-
-Text and image tokens of one sample that attend to one another (a diffusion transformer's joint
-attention) are one sequence under a full mask.
-
-A mask that has its place here and is not built yet: prefix (prefix LM), `lengths` by sequence:
-`keys` returns `(0, max(query + 1, lengths[seq]))`.
 """
 
 from __future__ import annotations
@@ -28,13 +15,23 @@ from typing import Any, TypeAlias
 
 from megatron_balance.errors import ConfigError
 
+# An int, or an int64 array [n]; functions return what they are given.
 Positions: TypeAlias = Any
-"""An int, or an int64 array [n]; functions return what they are given."""
 
+# Behind every position of every sequence (`ir.intervals.POSITION_BITS`).
 END = 1 << 40
-"""Behind every position of every sequence (`ir.intervals.POSITION_BITS`)."""
 
 
+# Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
+# the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`),
+# which planners hand to their plans. Costs and the executor handle causal, full and sliding-window
+# masks (`mask_named`); a planner that cannot plan one of them refuses it
+# (`planners.base.Planner.masks`). Under a window the keys that a query needs lie beside it, so no
+# comm pattern of whole sequences is run there: `compile.halo` brings each rank the keys before its
+# own tokens.
+#
+# Text and image tokens of one sample that attend to one another (a diffusion transformer's joint
+# attention) are one sequence under a full mask.
 @dataclass(frozen=True, slots=True)
 class Mask(ABC):
     """A rule that gives each query one run of keys.
@@ -55,9 +52,7 @@ class Mask(ABC):
         """
 
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
-        """The run of queries [first, stop) that see the key: the inverse of `keys`, found by
-        bisection.
-        """
+        """The run of queries [first, stop) that see the key: the inverse of `keys`, by bisection."""
         return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
 
     def num_pairs(self, length: Positions) -> Positions:
@@ -66,7 +61,7 @@ class Mask(ABC):
         return sum(min(stop, length) - first for first, stop in runs)
 
     def _first_query(self, seq: Positions, key: Positions, *, stops: bool) -> Positions:
-        """The first query whose run stops behind `key` (`stops`), or begins behind it."""
+        # The first query whose run stops behind `key` (`stops`), or begins behind it.
         low, high = 0 * key, 0 * key + END
         for _ in range(END.bit_length()):
             middle = (low + high) // 2
@@ -120,9 +115,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(Mask):
-    """A query sees itself and the `size` - 1 keys before it: Megatron's and FlashAttention's
-    `window_size` (size - 1, 0).
-    """
+    """A query sees itself and the `size` - 1 keys before it: `window_size` (size - 1, 0)."""
 
     size: int
 
@@ -151,21 +144,18 @@ class SlidingWindow(Mask):
 
 CAUSAL = Causal()
 FULL = Full()
+# Masks of one size; sliding windows are named after theirs.
 MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
-"""Masks of one size; sliding windows are named after theirs."""
 
 WINDOW = "window"
+# Kinds of masks, as planners name those that they plan for.
 KINDS = (*MASKS, WINDOW)
-"""Kinds of masks, as planners name those that they plan for."""
 KNOWN = f"{', '.join(MASKS)}, window_KEYS (a sliding window, for example window_4096)"
 _WINDOW_NAME = re.compile(rf"{WINDOW}_([1-9]\d{{0,9}})")
 
 
 def mask_named(name: str) -> Mask:
-    """The mask of this name.
-
-    Raises ConfigError: no such mask.
-    """
+    """The mask of this name; ConfigError where there is none."""
     window = _WINDOW_NAME.fullmatch(name)
     if window is not None:
         return SlidingWindow(int(window[1]))

@@ -6,19 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.mask import KNOWN, Mask, mask_named
-from megatron_balance.ir.whole import at_least
 
+# The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
+# or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds.
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
-"""The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
-or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer. `num_kv_heads` divides `num_heads` (MHA: equal; GQA: fewer).
-    `bytes_per_element` of activations.
-    """
+    """A transformer. `num_kv_heads` divides `num_heads`; `bytes_per_element`: of activations."""
 
     num_heads: int
     num_kv_heads: int
@@ -92,7 +90,6 @@ class Model:
             )
 
     def _check_layers(self) -> None:
-        """Reject more layers of a kind than there are, and kinds that say nothing."""
         for what in ("other_layers", "dense_layers", "mtp_layers", "shared_ffn_size"):
             object.__setattr__(self, what, at_least(0, f"model {self.name}: {what}", getattr(self, what)))
         for what in ("other_layers", "dense_layers", "mtp_layers"):
@@ -166,9 +163,8 @@ class Model:
 
     @property
     def projected_flops(self) -> float:
-        """Forward FLOPs of making one token's queries, keys and values; where the latent travels,
-        without those of making keys and values of it, which launches do (`latent_flops`).
-        """
+        """Forward FLOPs of making one token's queries, keys and values."""
+        # Where the latent travels, launches make keys and values of it (`latent_flops`).
         both = self.head_dim + self.value_width
         if not self.latent_rank:
             return 2.0 * self.hidden_size * (self.num_heads * self.head_dim + self.num_kv_heads * both)
@@ -185,7 +181,5 @@ class Model:
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all
-        heads.
-        """
+        """Forward FLOPs of a (query, key) pair in a layer, all heads: scores and weighted values."""
         return 2.0 * self.num_heads * (self.head_dim + self.value_width)

@@ -13,16 +13,15 @@ from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
-from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.columns import Move, Placed, Rows, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
-from megatron_balance.ir.rows import Rows
 
 FORMAT = "megatron-balance plan 3"
 
 NO_MOVES = Rows(Move.WIDTH)
 
+# In `Routing.zones`: the exchanges of the remap.
 REMAP = -1
-"""In `Routing.zones`: the exchanges of the remap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +130,8 @@ class MicrobatchPlan:
         return sum(self.lengths)
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that differ when any decision differs; equal on every host and Python.
-
-        Worked out once: large plans are long texts.
-        """
+        """Sixteen hex digits that differ when any decision differs; equal on every host and Python."""
+        # Worked out once: large plans are long texts.
         if not self._fingerprint:
             text = to_json(replace(self, note=""))
             object.__setattr__(self, "_fingerprint", hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -170,10 +167,7 @@ def _zone_to_json(zone: AnyPlanZone) -> dict[str, object]:
 
 
 def from_json(text: str) -> MicrobatchPlan:
-    """The plan that `to_json` wrote.
-
-    Raises ConfigError: not a plan, or one of another format.
-    """
+    """The plan that `to_json` wrote; ConfigError: not a plan, or one of another format."""
     try:
         loaded: Any = parse_json(text)
     except ValueError as error:

@@ -40,14 +40,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
-from megatron_balance.ir.columns import Route
+from megatron_balance.ir.columns import Route, Rows
 from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.rows import Rows
 
+# Whether received keys and values are held for the backward, or communicated again.
 Policy: TypeAlias = Literal["keep", "replay"]
-"""Whether received keys and values are held for the backward, or communicated again."""
+# A policy for all layers, or `auto`: by layer, as memory allows (`analysis.backward`).
 Backward: TypeAlias = Literal["auto", "keep", "replay"]
-"""A policy for all layers, or `auto`: by layer, as memory allows (`analysis.backward`)."""
 
 
 class Kind(IntEnum):
@@ -175,7 +174,5 @@ class Program:
 
 
 def is_remap_move(exchange_id: int, remap_in: int, *, forward: bool) -> bool:
-    """Whether the exchange moves inputs or output gradients, as those of the remap into the
-    attention layout do.
-    """
+    """Whether the exchange moves inputs or output gradients, as those of the remap do."""
     return exchange_id < remap_in or (not forward and 0 < remap_in == exchange_id - 1)

@@ -1,15 +1,4 @@
-"""The plan of one training step, and what a planner carries from one step to the next.
-
-Nesting: StepPlan (one optimizer step) > pipeline > MicrobatchPlan > the program of one attention
-call, which is never stored but projected per rank from the zones (`compile.pipeline`). Most steps
-have one pipeline, whose stages spread every microbatch over the whole pool; a step under a strategy
-has several side by side, each with a number of microbatches of its own (docs/adr/0023).
-
-Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
-A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
-that was dealt before this step, -2 the one before that. So a number says which sequence is meant on
-any number of ranks, and a carry lists what waits by number (docs/adr/0022).
-"""
+"""The plan of one training step, and what a planner carries from one step to the next."""
 
 from __future__ import annotations
 
@@ -18,29 +7,35 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.ir.tick import Cell, Tick, TickPlan
-from megatron_balance.ir.tick import fingerprint as fingerprint_of_ticks
+
+# Nesting: StepPlan (one optimizer step) > pipeline > MicrobatchPlan > the program of one attention
+# call, which is never stored but projected per rank from the zones (`compile.pipeline`). Most steps
+# have one pipeline, whose stages spread every microbatch over the whole pool; a step under a
+# strategy has several side by side, each with a number of microbatches of its own (docs/adr/0023).
+#
+# Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
+# A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
+# that was dealt before this step, -2 the one before that. So a number says which sequence is meant
+# on any number of ranks, and a carry lists what waits by number (docs/adr/0022).
 
 FORMAT = "megatron-balance step 2"
 
+# By microbatch, the lengths in tokens of its sequences.
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""By microbatch, the lengths in tokens of its sequences."""
 
+# By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
-"""By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
-"""
 
 
+# Sequences that are held back: number and length in tokens, in the order in which they were dealt.
 Waiting: TypeAlias = tuple[tuple[int, int], ...]
-"""Sequences that are held back: number and length in tokens, in the order in which they were dealt.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +54,7 @@ class Carry:
 
     @classmethod
     def of(cls, planner: str, state: Any, waiting: Waiting = ()) -> Carry:
-        """The carry of a planner, of plain JSON data (lists, dicts with string keys, numbers,
-        text).
-        """
+        """The carry of a planner, of plain JSON data (lists, dicts, numbers, text)."""
         return cls(planner, json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False), waiting)
 
     @property
@@ -88,11 +81,7 @@ class Carry:
 
     @classmethod
     def from_json(cls, text: str) -> Carry:
-        """The carry that `to_json` wrote.
-
-        Raises:
-            ConfigError: the text is not a carry.
-        """
+        """The carry that `to_json` wrote; ConfigError where the text is none."""
         try:
             return cls.from_body(parse_json(text))
         except ValueError as error:
@@ -100,7 +89,6 @@ class Carry:
 
     @classmethod
     def from_body(cls, body: Any) -> Carry:
-        """The carry of parsed JSON; as `from_json`."""
         try:
             waiting = tuple((int(number), int(length)) for number, length in body["waiting"])
             made = cls.of(str(body["planner"]), body["state"], waiting)
@@ -115,6 +103,48 @@ class Carry:
 
 
 EMPTY = Carry()
+
+
+# Ticks of a pipeline in which all stages attend together (DistCA, section 4.1). A tick is one forward
+# or one backward pass of every stage that has work in it. Its plan has the ranks of all stages, stage
+# by stage, and the sequences of all microbatches that are in the tick side by side, stage by stage;
+# layer after layer, one attention call serves them all.
+
+
+class Cell(NamedTuple):
+    """The work of a stage in a tick: a microbatch through one of the stage's model chunks."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One phase of all stages. `cells[s]`: what stage s runs; None: it only attends for others."""
+
+    backward: bool
+    cells: tuple[Cell | None, ...]
+
+    @property
+    def microbatches(self) -> tuple[int | None, ...]:
+        """By stage. Ticks with the same have the same attention."""
+        return tuple(None if cell is None else cell.microbatch for cell in self.cells)
+
+    def first_sequence(self, stage: int, num_sequences: Sequence[int]) -> int:
+        """The id, in the tick's plan, of sequence 0 of `stage`'s microbatch; the others follow."""
+        return sum(num_sequences[m] for m in self.microbatches[:stage] if m is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TickPlan:
+    """A tick and the plan of its attention, whose ranks are stage * (ranks of a stage) + rank."""
+
+    tick: Tick
+    plan: MicrobatchPlan
+
+
+def _fingerprint_of_ticks(ticks: Sequence[TickPlan]) -> str:
+    return hashlib.sha256("".join(f"{t.tick} {t.plan.fingerprint()}" for t in ticks).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +175,6 @@ class StepPlan:
         self._check_pipelines()
 
     def _check_pipelines(self) -> None:
-        """Reject microbatches that are not those of the strategy's pipelines."""
         schemes = () if self.strategy is None else self.strategy.pipelines
         if len(schemes) != len(self.num_microbatches) or any(number < 1 for number in self.num_microbatches):
             raise ValueError(
@@ -166,9 +195,8 @@ class StepPlan:
 
     @classmethod
     def side_by_side(cls, strategy: Strategy, steps: Sequence[StepPlan]) -> StepPlan:
-        """A step of pipelines, `steps` by pipeline; a pipeline without sequences has one microbatch
-        without any.
-        """
+        """A step of pipelines, `steps` by pipeline."""
+        # A pipeline without sequences has one microbatch without any.
         members = tuple(chain.from_iterable(step.members for step in steps))
         plans = tuple(chain.from_iterable(step.plans for step in steps))
         return cls(members, plans, (), strategy, tuple(len(step.members) for step in steps))
@@ -221,39 +249,27 @@ class StepPlan:
         return max(self.ticks[0], key=lambda each: sum(cell is not None for cell in each.tick.cells))
 
     def is_dealt(self) -> bool:
-        """Whether every microbatch has the sequences that the data loader dealt it, held-back ones
-        excluded.
-        """
+        """Whether every microbatch has the sequences that it was dealt, but those held back."""
         in_order = [sorted(chain.from_iterable(microbatch)) for microbatch in self.members]
         return list(chain.from_iterable(in_order)) == list(range(sum(map(len, in_order))))
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that differ when any decision differs; equal on every host.
-
-        Members count where they are not as dealt; halves of a dealt microbatch count by their
-        lengths.
-        """
+        """Sixteen hex digits that differ when any decision differs; equal on every host."""
+        # Members count where they are not as dealt; halves of a dealt microbatch count by their
+        # lengths.
         parts = [_digest(each.fingerprint() for each in self.plans)]
-        parts += [fingerprint_of_ticks(each) for each in self.ticks]
+        parts += [_fingerprint_of_ticks(each) for each in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
 
 
 def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
-    """The sequences that wait behind a step: those dealt, or waiting before, that it does not train.
-
-    Args:
-        step: its members are numbers of `lengths` and of `waiting`.
-        lengths: as dealt, by microbatch.
-        waiting: before the step.
-
-    Returns:
-        Them, numbered as the next step sees them.
+    """The sequences that wait behind a step, numbered as the next step sees them: those of `lengths`
+    (as dealt, by microbatch) and `waiting` (before the step) that it does not train.
 
     Raises:
-        ValueError: the step trains a sequence twice, one that is not there, or one by another
-            length.
+        ValueError: it trains a sequence twice, one that is not there, or one by another length.
     """
     ready = dict(waiting) | dict(enumerate(chain.from_iterable(lengths)))
     num_dealt = sum(map(len, lengths))
@@ -299,9 +315,8 @@ def _lines(step: StepPlan) -> Iterator[str]:
 
 
 def to_json(step: StepPlan) -> str:
-    """The step as one line of JSON with a fixed key order; ticks of the same microbatches share a
-    plan.
-    """
+    """The step as one line of JSON with a fixed key order."""
+    # Ticks of the same microbatches share a plan.
     ticks: list[str] = []
     for nano_batch in step.ticks:
         known: dict[
@@ -324,11 +339,7 @@ def to_json(step: StepPlan) -> str:
 
 
 def from_json(source: str) -> StepPlan:
-    """The step that `to_json` wrote.
-
-    Raises:
-        ConfigError: the text is not a step, or one of another format.
-    """
+    """The step that `to_json` wrote; ConfigError where it is none, or of another format."""
     try:
         loaded: Any = parse_json(source)
     except ValueError as error:

@@ -15,8 +15,8 @@ from megatron_balance.errors import ConfigError
 
 _SCHEME = re.compile(r"tp([1-9]\d*)-pp([1-9]\d*)-cp([1-9]\d*)", re.ASCII)
 _REPEATED = re.compile(r"(?:([1-9]\d*)\*)?(tp.*)", re.ASCII)
+# Most pipelines that a text may name, so that a typing error does not fill the memory.
 MAX_PIPELINES = 1 << 20
-"""Most pipelines that a text may name, so that a typing error does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,7 @@ class Scheme:
 
     @staticmethod
     def parse(text: str) -> Scheme:
-        """Read `tp4-pp1-cp2`.
-
-        Raises:
-            ConfigError: another text.
-        """
+        """Read `tp4-pp1-cp2`; ConfigError for another text."""
         match = _SCHEME.fullmatch(text)
         if match is None:
             raise ConfigError(f"scheme {text!r}: expected tpA-ppB-cpC with whole numbers from 1, such as 'tp4-pp1-cp2'")
@@ -49,9 +45,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place in a strategy: the pipeline, the rank that the pipeline begins with, and the
-    rank's number in each dimension of the pipeline's scheme.
-    """
+    """A rank's place: its pipeline, that one's first rank and scheme, its number in each dimension."""
 
     pipeline: int
     first: int
@@ -63,10 +57,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Pipelines on neighbouring ranks, from rank 0 on; each has its own scheme.
-
-    Ranks behind the last pipeline are left over.
-    """
+    """Pipelines on neighbouring ranks from rank 0 on, each with a scheme; ranks may be left over."""
 
     pipelines: tuple[Scheme, ...]
 
@@ -114,11 +105,7 @@ class Strategy:
 
     @staticmethod
     def parse(text: str) -> Strategy:
-        """Read `tp4-pp1-cp1+2*tp1-pp2-cp1`: schemes joined by `+`, each perhaps several times.
-
-        Raises:
-            ConfigError: another text.
-        """
+        """Read `tp4-pp1-cp1+2*tp1-pp2-cp1`; ConfigError for another text."""
         pipelines: list[Scheme] = []
         for part in text.split("+"):
             match = _REPEATED.fullmatch(part)

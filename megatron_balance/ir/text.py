@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import assert_never
 
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.columns import Fragment, Pair, Route, Transfer, Value
+from megatron_balance.ir.columns import Fragment, Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.program import (
     COLLECTIVES,
@@ -39,7 +39,6 @@ from megatron_balance.ir.program import (
     Op,
     Program,
 )
-from megatron_balance.ir.rows import Rows
 
 KIND_NAMES = {
     Kind.Q: "q",
@@ -101,15 +100,12 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             assert_never(op)
 
 
+# More digits than any position, rank or id has; some of so many do not fit 64 bits.
 _BEYOND = re.compile(r"\d{19}")
-"""More digits than any position, rank or id has; some of so many do not fit 64 bits."""
 
 
 def parse(source: str) -> Program:
-    """The program that `text` wrote.
-
-    Raises InvalidProgramError: a line that is not of this form, with its number.
-    """
+    """The program that `text` wrote; InvalidProgramError names the line that is not of this form."""
     return _TextParser(source).program()
 
 
@@ -237,7 +233,7 @@ class _TextParser:
 
 
 def _mask(name: str | None) -> Mask | None:
-    """The mask of this name; causal where there is none, None where none is called so."""
+    # The mask of this name; causal where there is none, None where none is called so.
     try:
         return mask_named(name or CAUSAL.name)
     except ConfigError:
@@ -245,7 +241,7 @@ def _mask(name: str | None) -> Mask | None:
 
 
 def _routes(line: str) -> Iterator[tuple[int, ...]]:
-    """The `Route` rows of a line 'rD <- rS via rP>rQ ...'; none if it is another line."""
+    # The `Route` rows of a line 'rD <- rS via rP>rQ ...'; none if it is another line.
     match = _ROUTE.fullmatch(line)
     if match is None:
         return

@@ -20,7 +20,7 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_balance.ir.tick import Cell, Tick, TickPlan
+from megatron_balance.ir.step import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.groups import schedule_groups
 from megatron_balance.megatron.recompute import recompute_of

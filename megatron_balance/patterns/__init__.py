@@ -33,22 +33,17 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "waves": WavesPattern(),
 }
 
+# Comm patterns that send rows to each rank that needs them, and those that are the same but send
+# them once to a node.
 ONCE_PER_NODE = {
     "dispatch": "dispatch_once",
     "head_exchange": "head_exchange_once",
     "chunk_exchange": "chunk_exchange_once",
 }
-"""Comm patterns that send rows to each rank that needs them, and those that are the same but send them
-once to a node.
-"""
 
 
 def pattern_of(zone: AnyZone) -> CommPattern[Any]:
-    """The comm pattern of a zone.
-
-    Raises:
-        InvalidProgramError: no such comm pattern.
-    """
+    """The comm pattern of a zone; InvalidProgramError where there is none of the name."""
     if zone.pattern not in PATTERNS:
         raise InvalidProgramError(
             f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}"
@@ -57,12 +52,8 @@ def pattern_of(zone: AnyZone) -> CommPattern[Any]:
 
 
 def by_pattern(zones: Iterable[AnyZone]) -> list[tuple[CommPattern[Any], list[ZoneAt[Any]]]]:
-    """The zones of a plan by pattern, each with its index, for questions that a pattern answers for
-    all of them at once.
-
-    Raises:
-        InvalidProgramError: no such comm pattern.
-    """
+    """The zones of a plan by pattern, each with its index."""
+    # For questions that a pattern answers for all of its zones at once.
     groups: dict[str, list[ZoneAt[Any]]] = {}
     for index, zone in enumerate(zones):
         pattern_of(zone)

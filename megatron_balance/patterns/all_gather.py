@@ -1,12 +1,5 @@
 """All-gather: every rank receives all keys and values that it lacks and attends once (LLaMA 3's
 context parallelism; WLB-LLM, section 5).
-
-The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
-(`patterns.zigzag`), the other two so that every rank has as many tokens as any other
-(`patterns.even_chunks`), `gather_documents` every sequence on its own, `gather_sequence` the
-sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do not
-travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even, so the
-next zone of a plan that is to be even begins with the ranks after those.
 """
 
 from __future__ import annotations
@@ -19,10 +12,10 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held
+from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.visible import Rectangles, num_pairs
-from megatron_balance.patterns import even_chunks, zigzag
+from megatron_balance.patterns import zigzag
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -32,16 +25,23 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
     prefix_pairs,
 )
-from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
+from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP
 
+# From lengths and the number of ranks to a table of chunks (`patterns.zigzag`).
 Cut: TypeAlias = Callable[[Ints, int], Ints]
-"""From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
 
 
-class AllGather(CommPattern[Zone]):
+# The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
+# (`patterns.zigzag`), the other two so that every rank has as many tokens as any other
+# (`patterns.zigzag`), `gather_documents` every sequence on its own, `gather_sequence` the
+# sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do
+# not travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even,
+# so the next zone of a plan that is to be even begins with the ranks after those.
+class _AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
     routing = "never"
@@ -51,25 +51,24 @@ class AllGather(CommPattern[Zone]):
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
 
-    def chunks(self, zone: Zone, lengths: Ints) -> Chunks:
-        """The zone's chunks; `lengths`: of all sequences of the microbatch."""
+    def chunks(self, zone: Zone, lengths: Ints) -> _Chunks:
+        # The zone's chunks; `lengths`: of all sequences of the microbatch.
         return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
-        """The zone's."""
         del num_ranks
         return zone.ranks
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first."""
+        # Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first.
         return self.chunks(zone, lengths).held(zone.ranks.index(rank))
 
     def num_exchanges(self, zone: Zone) -> int:
-        """One, where there are other ranks."""
+        # One, where there are other ranks.
         return 1 if len(zone.ranks) > 1 else 0
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Of every rank one block, to all the others."""
+        # Of every rank one block, to all the others.
         del across
         chunks, ranks = self.chunks(zone, context.lengths), np.array(zone.ranks)
         if rank is None:
@@ -84,27 +83,22 @@ class AllGather(CommPattern[Zone]):
         return Sends(rows if calls else rows[:0], chunks.shared_tokens, chunks.shared_blocks, calls)
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """Each chunk over its prefix."""
+        # Each chunk over its prefix.
         held = self.chunks(zone, context.lengths).held(zone.ranks.index(rank))
         yield ZoneWork(1, as_rows(prefix_pairs(held, context)))
 
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             chunks = self.chunks(zone, lengths)
             rank = np.array(zone.ranks)[chunks.index]
             there = wanted[rank]
-            rows: Ints = np.zeros((int(there.sum()), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.RANK], rows[:, Held.FRAGMENT] = rank[there], chunks.fragments[there]
-            rows[:, Held.ZONE] = index
-            tables.append(rows)
+            tables.append(held_rows(index, rank[there], chunks.fragments[there]))
         return np.concatenate(tables)
 
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        """Each sequence with the ranks that hold some of it, ascending."""
         chunks = self.chunks(zone, context.lengths)
         holders = np.column_stack([chunks.fragments[:, Fragment.SEQ], np.array(zone.ranks)[chunks.index]])
         ranks: dict[int, list[int]] = {}
@@ -115,7 +109,6 @@ class AllGather(CommPattern[Zone]):
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Pairs of each rank: int64 [num_ranks]."""
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
@@ -125,21 +118,21 @@ class AllGather(CommPattern[Zone]):
         return pairs
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All that others hold of what several ranks hold."""
+        # All that others hold of what several ranks hold.
         shared = self.chunks(zone, context.lengths).shared_tokens()
         return (shared.sum() - shared) * context.num_kv_heads
 
     # Starting early
 
     def startable(self, zone: Zone) -> Startable:
-        """The gather, and its replay."""
+        # The gather, and its replay.
         del zone
         return Startable(forward=(0,), replays=(0,))
 
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """One gather and one launch; on one rank the launch alone."""
+        # One gather and one launch; on one rank the launch alone.
         chunks, size = self.chunks(zone, context.lengths), len(zone.ranks)
         pairs = prefix_pairs(chunks.fragments, context)
         launches = Launches(pairs, chunks.index, np.zeros(size), np.arange(size)[:, None])
@@ -149,7 +142,7 @@ class AllGather(CommPattern[Zone]):
         return ZoneRounds(np.array(zone.ranks), launches, traffic)
 
 
-class Chunks:
+class _Chunks:
     """The chunks of a zone, by group index, then by place in the zone, then by start.
 
     `index` [n]: group index; `fragments` [n, 3]: rows (seq, start, stop); `shared` [n]: whether
@@ -164,26 +157,25 @@ class Chunks:
         self._bounds = np.searchsorted(self.index, np.arange(size + 1)).tolist()
 
     def held(self, index: int) -> Ints:
-        """Rows (seq, start, stop) of a group index."""
+        # Rows (seq, start, stop) of a group index.
         return self.fragments[slice(*self._bounds[index : index + 2])]
 
     def shared_blocks(self) -> Blocks:
-        """Of each group index, the rows of sequences that several ranks hold."""
         before = np.append(0, np.cumsum(self.shared))
         return Blocks(self.fragments[self.shared], before[self._bounds])
 
     def shared_tokens(self) -> Ints:
-        """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
+        # Tokens of each group index of sequences that several ranks hold: int64 [G].
         tokens = (self.fragments[:, Fragment.STOP] - self.fragments[:, Fragment.START])[self.shared]
         return sums(self.index[self.shared], tokens, len(self._bounds) - 1)
 
 
 @lru_cache(maxsize=64)
-def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunks:
-    """`lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another."""
-    return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
+def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chunks:
+    # `lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another.
+    return _Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
 ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(
-    AllGather, (zigzag.chunks, even_chunks.of_documents, even_chunks.of_sequence)
+    _AllGather, (zigzag.chunks, zigzag.of_documents, zigzag.of_sequence)
 )

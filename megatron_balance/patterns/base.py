@@ -4,8 +4,6 @@ A pattern is one class in one file, with one line in `patterns.PATTERNS`. It mus
 take part, where tokens lie (`place`), what ranks send one another (`num_exchanges`, `sends`), and
 what one rank attends (`work`). All other questions have answers here that are selections of those;
 a pattern overrides them where it knows a shorter way.
-
-`zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 """
 
 from __future__ import annotations
@@ -21,18 +19,17 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
-from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Rows, Transfer, Value
+from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import Rectangles, num_pairs
-from megatron_balance.patterns.rows import intersections, messages_of
-from megatron_balance.patterns.sends import Sends
+from megatron_balance.patterns.sends import Sends, intersections, messages_of
 
 Floats: TypeAlias = NDArray[np.float64]
 
 
+# `zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 class AnyZone(Protocol):
     """The part of a zone that does not depend on its pattern."""
 
@@ -46,8 +43,8 @@ class AnyZone(Protocol):
 
 Z = TypeVar("Z", bound=AnyZone)
 
+# A zone after its index in the plan.
 ZoneAt: TypeAlias = tuple[int, Z]
-"""A zone after its index in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +68,7 @@ class Context:
 
     @classmethod
     def of(cls, plan: MicrobatchPlan) -> Context:
-        """The context of the zones of a plan.
-
-        Raises:
-            InvalidProgramError: a zone whose comm pattern has no programs under the plan's mask.
-        """
+        """The context of a plan's zones; InvalidProgramError: a pattern has none for its mask."""
         if isinstance(plan.mask, SlidingWindow):
             for zone in plan.zones:
                 if not isinstance(zone, TaskTable):
@@ -86,6 +79,11 @@ class Context:
         lengths = np.array(plan.lengths, dtype=np.int64)
         return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node, mask=plan.mask)
 
+    @property
+    def all_heads(self) -> tuple[int, int, int, int]:
+        """Query heads and key-value heads: start and stop each."""
+        return 0, self.num_heads, 0, self.num_kv_heads
+
     def crosses(self, src: Ints, dst: Ints | int) -> Bools:
         """Whether transfers go from node to node."""
         return src // self.ranks_per_node != dst // self.ranks_per_node
@@ -93,18 +91,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ZoneProgram:
-    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by
-    forward id.
-    """
+    """One rank's ops of one zone and, for a replayed backward, exchanges by forward id."""
 
     ops: list[Op]
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
 class ZoneWork(NamedTuple):
-    """A launch of a rank and the merge behind it: rows of `ir.program.Attend` and `Merge`. `after`:
-    exchanges of the zone with smaller numbers come before it.
-    """
+    """Rows of a launch and of the merge behind it; exchanges numbered below `after` come before."""
 
     after: int
     pairs: Rows
@@ -246,9 +240,7 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Messages to the launch and from it: rows of `ir.columns.Message`. Inputs of several exchanges
-    travel one exchange after the other.
-    """
+    """`Message` rows to the launch and from it; inputs travel one exchange after the other."""
 
     inputs: Ints
     outputs: Ints
@@ -301,27 +293,24 @@ class ZoneRounds:
 class CommPattern(ABC, Generic[Z]):
     """How the ranks of a zone meet queries, keys and outputs."""
 
+    # Whether spreading transfers over all NICs of a node helps, where a lone transfer gains by it.
+    # "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
+    # where the busiest NIC of `messages` gains more than passing on inside the node costs.
     routing: Literal["pays", "never", "by_load"] = "by_load"
-    """Whether spreading transfers over all NICs of a node helps, where a lone transfer gains by it.
 
-    "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
-    where the busiest NIC of `messages` gains more than passing on inside the node costs."""
-
+    # Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
+    # collective.
     merges_remap: bool = True
-    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
-    collective.
-    """
 
+    # Whether a replayed backward makes the forward's `first_hops` again.
     hops_again: bool = True
-    """Whether a replayed backward makes the forward's `first_hops` again."""
 
+    # Whether `startable` holds for all zones in a row whose patterns say so, not for the first
+    # only.
     starts_beside: bool = False
-    """Whether `startable` holds for all zones in a row whose patterns say so, not for the first
-    only.
-    """
 
+    # The form of `rounds(...).traffic`, where anything moves.
     traffic: type[ZoneTraffic] = PointToPoint
-    """The form of `rounds(...).traffic`, where anything moves."""
 
     # What a pattern must say
 
@@ -371,18 +360,17 @@ class CommPattern(ABC, Generic[Z]):
         return rank in self.ranks(zone, rank + 1)
 
     def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and
-        zone in order.
-        """
+        """`Held` rows of the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
-            for rank in self.ranks(zone, len(wanted)):
-                if wanted[rank]:
-                    rows = self.place(zone, lengths, rank)
-                    table = np.zeros((len(rows), Held.WIDTH), dtype=np.int64)
-                    table[:, Held.RANK], table[:, Held.FRAGMENT], table[:, Held.ZONE] = rank, rows, index
-                    tables.append(table)
+            tables += [held_rows(index, rank, rows) for rank, rows in self.place_each(zone, lengths, wanted)]
         return np.concatenate(tables)
+
+    def place_each(self, zone: Z, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        """The zone's ranks that are `wanted`, each with its rows (seq, start, stop)."""
+        for rank in self.ranks(zone, len(wanted)):
+            if wanted[rank]:
+                yield rank, self.place(zone, lengths, rank)
 
     def tokens(self, zones: Sequence[Z], context: Context) -> Ints:
         """Tokens that the zones place on each rank: int64 [num_ranks]."""
@@ -495,9 +483,7 @@ class CommPattern(ABC, Generic[Z]):
         return True
 
     def num_tasks(self, zone: Z, rank: int) -> int:
-        """Tasks that the planner listed for `rank`; 0 where the pattern itself says who attends to
-        what.
-        """
+        """Tasks that the planner listed for `rank`; 0 where the pattern says who attends to what."""
         del zone, rank
         return 0
 
@@ -509,20 +495,20 @@ class CommPattern(ABC, Generic[Z]):
     # Simulation
 
     def rounds(self, zone: Z, context: Context) -> ZoneRounds:
-        """Launches and traffic, to be simulated zone by zone: all inputs, one launch a rank, all
-        outputs.
-        """
+        """Launches and traffic, to be simulated zone by zone."""
         ranks = np.array(self.ranks(zone, context.num_ranks))
         pairs, launch = [np.empty((0, Pair.WIDTH), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for place, rank in enumerate(ranks.tolist()):
             own = [as_array(part.pairs) for part in self.work(zone, context, rank)]
             pairs += own
             launch += [np.full(len(rows), place) for rows in own]
-        rows = self.sends(zone, context).messages()
+        return self.one_round(zone, context, np.concatenate(pairs), np.concatenate(launch))
+
+    def one_round(self, zone: Z, context: Context, pairs: Ints, launch: Ints) -> ZoneRounds:
+        """One launch of each rank, with all inputs before it and all outputs behind it."""
+        ranks, rows = np.array(self.ranks(zone, context.num_ranks)), self.sends(zone, context).messages()
         is_output = rows[:, Message.KIND] == Kind.OUT
-        launches = Launches(
-            np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None]
-        )
+        launches = Launches(pairs, launch, np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
 
@@ -530,21 +516,16 @@ NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.emp
 
 
 def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:
-    """Pairs of a rank's launches, in units of all heads."""
     total = 0
     for part in work:
         rows = as_array(part.pairs)
-        columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
-        q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
-        each = num_pairs(Rectangles(q_start, q_stop, k_start, k_stop), context.mask)
+        each = num_pairs(Rectangles(*rows[:, Pair.SPANS].T), context.mask)
         total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
     return total // context.num_heads
 
 
 def spared_messages(hops: FirstHops) -> Ints:
-    """Messages of negative tokens, exchange 0, by which the holders send less in their zones' first
-    exchanges.
-    """
+    """Messages of negative tokens, exchange 0: what holders send less in their first exchanges."""
     rows = messages_of(0, hops.rows)
     rows[:, Message.SRC] = hops.holders
     rows[:, Message.TOKENS] *= -1
@@ -553,13 +534,28 @@ def spared_messages(hops: FirstHops) -> Ints:
 
 def prefix_pairs(fragments: Ints, context: Context) -> Ints:
     """Pairs of fragments, each over all keys that the mask shows of the sequence, all heads."""
-    pairs = np.zeros((len(fragments), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.QUERY_SPAN] = fragments
-    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    seq, start, stop = (fragments[:, column] for column in (Fragment.SEQ, Fragment.START, Fragment.STOP))
-    pairs[:, Pair.K_START] = context.mask.keys(seq, start)[0]
-    pairs[:, Pair.K_STOP] = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
-    return pairs
+    seq, start, stop = fragments.T
+    first = context.mask.keys(seq, start)[0]
+    last = np.minimum(context.mask.keys(seq, stop - 1)[1], context.lengths[seq])
+    return pairs_of(fragments, np.column_stack([first, last]), [context.all_heads])
+
+
+def pairs_of(queries: Ints, keys: Ints, slices: Sequence[Sequence[int]]) -> Ints:
+    """`Pair` rows: queries (seq, start, stop) over keys (start, stop), by slice of the heads."""
+    # A slice: query heads and key-value heads, start and stop each.
+    # [slices, n, columns]: slices go along the first axis, pairs along the second
+    pairs = np.empty((len(slices), len(queries), Pair.WIDTH), dtype=np.int64)
+    pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = queries, keys
+    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
+    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
+    return pairs.reshape(-1, Pair.WIDTH)
+
+
+def held_rows(zone: int, ranks: Ints | int, fragments: Ints) -> Ints:
+    """`Held` rows of `fragments` (seq, start, stop) of the zone with this index."""
+    rows = np.zeros((len(fragments), Held.WIDTH), dtype=np.int64)
+    rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = ranks, fragments, zone
+    return rows
 
 
 def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:

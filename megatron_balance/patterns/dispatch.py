@@ -13,52 +13,45 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Held, Message, Pair, Placed, Task, Transfer, Value
-from megatron_balance.ir.intervals import held_twice, union
+from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer, Value
+from megatron_balance.ir.intervals import Rectangles, held_twice, num_pairs, trim, union
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import Rectangles, num_pairs, trim
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
-    Launches,
-    PointToPoint,
     Startable,
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
+    pairs_of,
 )
-from megatron_balance.patterns.rows import intersections, transfers_of
-from megatron_balance.patterns.sends import Blocks, Sends, table_of
+from megatron_balance.patterns.sends import Blocks, Sends, intersections, table_of, transfers_of
 
 
 class Dispatch(CommPattern[TaskTable]):
-    """Every rank sends what the tasks of others need, attends its own tasks, and sends the outputs
-    back.
-    """
+    """Every rank sends what others' tasks need, attends its own tasks, and sends the outputs back."""
 
     routing = "by_load"
     starts_beside = True
 
     def ranks(self, zone: TaskTable, num_ranks: int) -> Sequence[int]:
-        """All ranks of the plan."""
         del zone
         return range(num_ranks)
 
     def num_exchanges(self, zone: TaskTable) -> int:
-        """In and back, whether or not anything moves (unused ids cost nothing)."""
+        # In and back, whether or not anything moves (unused ids cost nothing).
         return 2 if zone.fragments else 0
 
     def place(self, zone: TaskTable, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`, as the planner listed them."""
         del lengths
         table = as_array(zone.fragments)
         return table[table[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
     def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Queries and keys in, outputs back."""
+        # Queries and keys in, outputs back.
         del across
         if rank is None:
             there, back = map(as_array, transfers(zone, *_heads(context), context.mask))
@@ -67,9 +60,10 @@ class Dispatch(CommPattern[TaskTable]):
         return sends_of(there, back)
 
     def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """The rank's tasks, then the merges of its own queries, of which outputs came back."""
+        # The rank's tasks, then the merges of its own queries, of which outputs came back.
         tasks, last = _visible(zone, context.mask, rank), self.num_exchanges(zone)
-        yield ZoneWork(last - 1, as_rows(_pairs(tasks, context)))
+        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        yield ZoneWork(last - 1, as_rows(pairs))
         _, back = _transfers_with(zone, _heads(context), context.mask, rank)
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
@@ -78,12 +72,10 @@ class Dispatch(CommPattern[TaskTable]):
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         del lengths
         return listed(zones, wanted)
 
     def sequences(self, zone: TaskTable, context: Context) -> Iterator[tuple[int, list[int]]]:
-        """Each sequence with the ranks that hold or attend some of it, ascending."""
         del context
         columns = [(Placed.RANK, Placed.SEQ), (Task.RANK, Task.SEQ)]
         both = [as_array(rows)[:, of] for rows, of in zip((zone.fragments, zone.tasks), columns, strict=True)]
@@ -95,46 +87,34 @@ class Dispatch(CommPattern[TaskTable]):
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[TaskTable], context: Context) -> Ints:
-        """Visible pairs of each rank: int64 [num_ranks]."""
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tasks = as_array(zone.tasks)
-            columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
-            pairs = num_pairs(Rectangles(*(tasks[:, column] for column in columns)), context.mask)
+            pairs = num_pairs(Rectangles(*tasks[:, Task.SPANS].T), context.mask)
             attended += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
         return attended
 
     # Starting early, coupling
 
     def startable(self, zone: TaskTable) -> Startable:
-        """The inputs and their replay, and the gradients of the outputs that came back."""
+        # The inputs and their replay, and the gradients of the outputs that came back.
         del zone
         return Startable(forward=(0,), gradients=(1,), replays=(0,))
 
     def num_tasks(self, zone: TaskTable, rank: int) -> int:
-        """Rows of the table that name `rank`."""
         return int((as_array(zone.tasks)[:, Task.RANK] == rank).sum())
 
     def coupled(self, zone: TaskTable, context: Context) -> Iterable[tuple[int, int]]:
-        """Source and target of all inputs."""
         there, _ = transfers(zone, *_heads(context), context.mask)
         return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
 
     # Simulation
 
     def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
-        """Inputs, one launch of every rank, outputs."""
-        ranks = np.arange(context.num_ranks)
+        # Inputs, one launch of every rank, outputs.
         tasks = _visible(zone, context.mask)
-        launches = Launches(
-            _pairs(tasks, context),
-            tasks[:, Task.RANK],
-            np.zeros(len(ranks)),
-            ranks[:, None],
-        )
-        rows = self.sends(zone, context).messages()
-        is_output = rows[:, Message.KIND] == Kind.OUT
-        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
+        pairs = pairs_of(tasks[:, Task.QUERY], tasks[:, Task.KEYS], [context.all_heads])
+        return self.one_round(zone, context, pairs, tasks[:, Task.RANK])
 
 
 def sends_of(*exchanges: Ints) -> Sends:
@@ -153,42 +133,26 @@ def _heads(context: Context) -> tuple[int, int]:
 
 
 def listed(zones: Sequence[ZoneAt[TaskTable]] | Sequence[ZoneAt[SharedZone]], wanted: Bools) -> Ints:
-    """Rows of `ir.columns.Held` of zones that list their fragments, on the ranks that are `wanted`
-    [num_ranks].
-    """
+    """`Held` rows, on the ranks that are `wanted` [num_ranks], of zones that list their fragments."""
     tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
     for index, zone in zones:
         placed = as_array(zone.fragments)
         placed = placed[wanted[placed[:, Placed.RANK]]]
-        rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
-        rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
-        tables.append(rows)
+        tables.append(held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
     return np.concatenate(tables)
 
 
 def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
-    """The tasks (of a rank) without queries that see none of their keys and keys that none of their
-    queries sees.
-
-    Those stay at the owner.
-    """
+    # The tasks (of a rank) without queries that see none of their keys and keys that none of their
+    # queries sees.
+    # Those stay at the owner.
     table = as_array(zone.tasks)
     tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
     if mask == FULL:
         return tasks
-    columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
-    shown = trim(tasks[:, Task.SEQ], Rectangles(*(tasks[:, column] for column in columns)), mask)
-    for column, values in zip(columns, shown, strict=True):
-        tasks[:, column] = values
+    shown = trim(tasks[:, Task.SEQ], Rectangles(*tasks[:, Task.SPANS].T), mask)
+    tasks[:, Task.SPANS] = np.stack(shown, axis=1)
     return tasks[(shown.q_start < shown.q_stop) & (shown.k_start < shown.k_stop)]
-
-
-def _pairs(tasks: Ints, context: Context) -> Ints:
-    """Pairs of tasks, all heads."""
-    pairs = np.zeros((len(tasks), Pair.WIDTH), dtype=np.int64)
-    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_SPAN] = tasks[:, Task.QUERY], tasks[:, Task.KEYS]
-    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    return pairs
 
 
 @lru_cache(maxsize=64)
@@ -201,9 +165,8 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int, mask: Mask = C
 
 @lru_cache(maxsize=4)
 def _transfers_with(zone: TaskTable, of_heads: tuple[int, int], mask: Mask, rank: int) -> tuple[Ints, Ints]:
-    """Those of `transfers` of which `rank` is an end, without working out all others: of a window on
-    many ranks these are millions.
-    """
+    # Those of `transfers` of which `rank` is an end, without working out all others: of a window on
+    # many ranks these are millions.
     owned = as_array(zone.fragments)
     held = owned[owned[:, Placed.RANK] == rank]
     there: list[Ints] = []
@@ -214,21 +177,19 @@ def _transfers_with(zone: TaskTable, of_heads: tuple[int, int], mask: Mask, rank
 
 
 def _needs(zone: TaskTable, mask: Mask, heads: tuple[int, int]) -> Iterator[tuple[Ints, Kind, int]]:
-    """Queries and keys that tasks read: rows of `Placed` by the rank that reads them, kind, heads."""
+    # Queries and keys that tasks read: rows of `Placed` by the rank that reads them, kind, heads.
     tasks = _visible(zone, mask)
     for kind, start_column, count in zip((Kind.Q, Kind.KV), (Task.Q_START, Task.K_START), heads, strict=True):
         yield union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]]), kind, count
 
 
 def _sent(needs: Ints, owned: Ints, kind: Kind, heads: int) -> Ints:
-    """Transfers of what is needed on another rank than its owner's."""
     need, source, both = intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
     rows = transfers_of(kind, both, (0, heads), owned[source, Placed.RANK], needs[need, Placed.RANK])
     return rows[rows[:, Transfer.SRC] != rows[:, Transfer.DST]]
 
 
 def _sent_back(queries: Ints) -> Ints:
-    """Transfers of the outputs of queries that were sent."""
     back = queries.copy()
     back[:, Transfer.KIND] = Kind.OUT
     back[:, Transfer.SRC], back[:, Transfer.DST] = queries[:, Transfer.DST], queries[:, Transfer.SRC]
@@ -236,11 +197,9 @@ def _sent_back(queries: Ints) -> Ints:
 
 
 def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
-    """Regions of which a rank holds two partials or more once all outputs are at the owner.
-
-    `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of
-    outputs to it.
-    """
+    # Regions of which a rank holds two partials or more once all outputs are at the owner.
+    # `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers
+    # of outputs to it.
     # One partial however many pairs the launch had; only what stays here is not among the
     # transfers.
     computed = union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
@@ -252,7 +211,5 @@ def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
 
 
 def task_table(name: str, fragments: Ints, tasks: Ints) -> TaskTable:
-    """A `TaskTable` from integer arrays [n, 4] (`ir.columns.Placed`) and [m, 6]
-    (`ir.columns.Task`).
-    """
+    """A `TaskTable` from integer arrays of `Placed` and `Task` rows."""
     return TaskTable(name, as_rows(fragments), as_rows(tasks))

@@ -1,13 +1,5 @@
 """Dispatch, once per node: rows that several ranks of a node need cross to one of them, and it
 passes them on inside.
-
-A comm pattern of task tables (`patterns.dispatch`) with one exchange more: in, on, back. The rank
-that passes rows on needs them too, so no rank holds what it does not use. In the backward the way is
-turned: gradients of the rows are sent to that rank inside the node, added to its own there, and
-cross once.
-
-A replayed backward brings the rows the same way, the first exchange before anything else, since the
-second one needs what it brings.
 """
 
 from __future__ import annotations
@@ -19,11 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.columns import Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import Context, Startable
 from megatron_balance.patterns.dispatch import Dispatch, sends_of, transfers
 from megatron_balance.patterns.sends import Sends
@@ -31,17 +22,24 @@ from megatron_balance.patterns.sends import Sends
 _IN, _ON, _BACK = range(3)
 
 
+# A comm pattern of task tables (`patterns.dispatch`) with one exchange more: in, on, back. The rank
+# that passes rows on needs them too, so no rank holds what it does not use. In the backward the way
+# is turned: gradients of the rows are sent to that rank inside the node, added to its own there,
+# and cross once.
+#
+# A replayed backward brings the rows the same way, the first exchange before anything else, since
+# the second one needs what it brings.
 class DispatchOnce(Dispatch):
     """Every rank sends what the tasks of others need, once to each node; it is passed on inside."""
 
     merges_remap = False
 
     def num_exchanges(self, zone: TaskTable) -> int:
-        """In, on and back, whether or not anything moves (unused ids cost nothing)."""
+        # In, on and back, whether or not anything moves (unused ids cost nothing).
         return 3 if zone.fragments else 0
 
     def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Those of the dispatch, the way in cut in two."""
+        # Those of the dispatch, the way in cut in two.
         del across
         there, on = map(
             as_array, once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node, context.mask)
@@ -58,16 +56,15 @@ class DispatchOnce(Dispatch):
         return replace(sends_of(there, on, back), again=again, silent=(_IN,))
 
     def startable(self, zone: TaskTable) -> Startable:
-        """The way in, its replay in the place of the way back, and the gradients of the outputs."""
+        # The way in, its replay in the place of the way back, and the gradients of the outputs.
         del zone
         return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
 
 
 @lru_cache(maxsize=64)
 def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int, mask: Mask = CAUSAL) -> tuple[Rows, Rows]:
-    """All transfers in, each row once to a node, and all inside nodes that pass them on; `heads`: of
-    queries and of keys.
-    """
+    """All transfers in, each row once to a node, and all inside nodes that pass them on."""
+    # `heads`: of queries and of keys.
     rows = as_array(transfers(zone, *heads, mask)[0])
     src_node, dst_node = (rows[:, Transfer.ENDS] // ranks_per_node).T
     crossing = src_node != dst_node
@@ -98,9 +95,8 @@ def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int, mask: Mas
 
 
 def _by_node(rows: Ints, node: Ints) -> tuple[Ints, list[tuple[tuple[int, int, int], list[tuple[int, int, int]]]]]:
-    """Rows that a node needs one of from a rank and sequence, and of all others (kind, seq, src) with
-    their spans (start, stop, dst); `node`: of each row's receiver.
-    """
+    # Rows that a node needs one of from a rank and sequence, and of all others (kind, seq, src)
+    # with their spans (start, stop, dst); `node`: of each row's receiver.
     keys = np.column_stack([rows[:, [Transfer.KIND, Transfer.SEQ, Transfer.SRC]], node])
     order = np.lexsort(keys.T[::-1])
     rows, keys = rows[order], keys[order]
@@ -123,9 +119,8 @@ def _sorted(rows: Ints) -> Ints:
 
 
 def _pieces(spans: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Spans (start, stop, rank) cut where any begins or ends: each piece with all its ranks; of
-    neighbours with the same ranks one.
-    """
+    # Spans (start, stop, rank) cut where any begins or ends: each piece with all its ranks; of
+    # neighbours with the same ranks one.
     edges = sorted({edge for start, stop, _ in spans for edge in (start, stop)})
     begin, holders = 0, ()
     for a, b in zip(edges, edges[1:], strict=False):

@@ -1,23 +1,15 @@
-"""Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses).
-
-The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a
-rank; with `chunk_exchange` every sequence is divided into G near-equal contiguous chunks instead
-(KnapFormer, section 3.3), and tokens left over are dealt round robin over the zone. Query heads are
-divided into G near-equal spans; a rank gets the key-value heads that its span needs, so with fewer
-of those than ranks (GQA) a key-value head goes to several ranks and its gradients are summed at the
-owner. With fewer query heads than ranks some ranks attend nothing.
-"""
+"""Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_rows
-from megatron_balance.ir.columns import Fragment, Held, Pair
+from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
@@ -31,10 +23,18 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
+    pairs_of,
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
 
+# The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a
+# rank; with `chunk_exchange` every sequence is divided into G near-equal contiguous chunks instead
+# (KnapFormer, section 3.3), and tokens left over are dealt round robin over the zone. Query heads
+# are divided into G near-equal spans; a rank gets the key-value heads that its span needs, so with
+# fewer of those than ranks (GQA) a key-value head goes to several ranks and its gradients are
+# summed at the owner. With fewer query heads than ranks some ranks attend nothing.
 class HeadSlice(NamedTuple):
     """Query heads and the key-value heads that they need."""
 
@@ -45,11 +45,9 @@ class HeadSlice(NamedTuple):
 
 
 def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadSlice]]:
-    """The slices that each of `size` ranks attends.
-
-    Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole
-    groups), as kernels need.
-    """
+    """The slices that each of `size` ranks attends."""
+    # A slice maps its query heads evenly onto its key-value heads (one of these, or whole groups),
+    # as kernels need.
     ratio = num_heads // num_kv_heads
     slices: list[list[HeadSlice]] = []
     for i in range(size):
@@ -75,9 +73,7 @@ def head_counts(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
 
 
 def run_of(rows: Ints, size: int, index: int) -> Ints:
-    """Run `index` of `size` near-equal runs of the tokens of `rows` (seq, start, stop), one row
-    after the other; rows (seq, start, stop).
-    """
+    """Run `index` of `size` near-equal runs of the tokens of `rows` (seq, start, stop), in order."""
     ends = np.cumsum(rows[:, Fragment.STOP] - rows[:, Fragment.START])
     total = int(ends[-1]) if len(ends) else 0
     first, last = total * index // size, total * (index + 1) // size
@@ -90,7 +86,6 @@ def run_of(rows: Ints, size: int, index: int) -> Ints:
 
 
 def runs_of(rows: Ints, size: int) -> list[Ints]:
-    """All runs (`run_of`)."""
     return [run_of(rows, size, index) for index in range(size)]
 
 
@@ -127,9 +122,8 @@ class Trade:
     among: Callable[[Ints, Ints], Bools] | None = None
 
     def inputs(self, first: int, block: int) -> Ints:
-        """`Send` rows of queries, keys and values to the ranks that attend; exchanges from `first` on,
-        a group each. Blocks are what each rank holds, rank by rank, from `block` on.
-        """
+        # `Send` rows of queries, keys and values to the ranks that attend; exchanges from `first`
+        # on, a group each. Blocks are what each rank holds, rank by rank, from `block` on.
         group, src, dst = self._ends(attends_at="dst")
         ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + src
         kinds = (Kind.Q, self.heads.query_start, self.heads.query_stop), (Kind.KV, *self.heads[2:])
@@ -137,14 +131,14 @@ class Trade:
         return np.stack(both, axis=1).reshape(-1, Send.WIDTH)
 
     def outputs(self, first: int, block: int) -> Ints:
-        """Outputs back to the ranks that hold the tokens; as `inputs`."""
+        # Outputs back to the ranks that hold the tokens; as `inputs`.
         group, src, dst = self._ends(attends_at="src")
         ends, of_run = (self.ranks[group, src], self.ranks[group, dst]), block + group * self.ranks.shape[1] + dst
         heads = self.heads.query_start[src], self.heads.query_stop[src]
         return table_of(first + group, *ends, Kind.OUT, *heads, of_run, 0)
 
     def calls(self, first: int, tokens: Ints, *, moves: bool = False) -> dict[int, Call]:
-        """Those of the groups in which anything moves; `tokens` [groups, size]: that are held."""
+        # Those of the groups in which anything moves; `tokens` [groups, size]: that are held.
         holds, attends = tokens > 0, self.heads.attends
         # Every holder sends to every rank with heads, but none to itself.
         num_pairs = holds.sum(axis=1) * attends.sum() - (holds & attends).sum(axis=1)
@@ -153,7 +147,7 @@ class Trade:
         return {first + at: Call("all_to_all", tuple(self.ranks[at].tolist()), moves) for at in groups}
 
     def _ends(self, *, attends_at: str) -> tuple[Ints, Ints, Ints]:
-        """(group, place that sends, place that receives) of every two ranks of a group."""
+        # (group, place that sends, place that receives) of every two ranks of a group.
         num_groups, size = self.ranks.shape
         attends = np.flatnonzero(self.heads.attends)
         if self.place is None:
@@ -183,23 +177,21 @@ class HeadExchange(CommPattern[Zone]):
         return zone.ranks
 
     def num_exchanges(self, zone: Zone) -> int:
-        """There and back, where there are other ranks."""
+        # There and back, where there are other ranks.
         return 2 if len(zone.ranks) > 1 else 0
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`: its run of the concatenated tokens."""
+        # Rows (seq, start, stop) of `rank`: its run of the concatenated tokens.
         return run_of(_sequences(zone, lengths), len(zone.ranks), zone.ranks.index(rank))
 
     def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
-        """Rows (seq, start, stop) of every group index."""
         return runs_of(_sequences(zone, lengths), len(zone.ranks))
 
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
-        """Tokens of every group index: int64 [G]."""
         return np.diff(_run_bounds(zone, lengths))
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Queries, keys and values there, outputs back."""
+        # Queries, keys and values there, outputs back.
         place = None if rank is None else (0, zone.ranks.index(rank))
         ranks, runs = np.array([zone.ranks]), self.run_tokens(zone, context.lengths)
         trade = Trade(ranks, HeadShares.of(slices_of(zone, context)), place, context.crosses if across else None)
@@ -208,15 +200,15 @@ class HeadExchange(CommPattern[Zone]):
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """Whole sequences with the rank's heads."""
-        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)[zone.ranks.index(rank)]
+        # Whole sequences with the rank's heads.
+        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
-            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(_whole_pairs(seqs, context.lengths, slices)))
+            pairs = pairs_of(whole, whole[:, 1:], slices)
+            yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
 
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
@@ -226,15 +218,12 @@ class HeadExchange(CommPattern[Zone]):
             begin, end = edges[:-1], edges[1:]
             seq = np.searchsorted(ends, begin, side="right")
             first = (ends - lengths[seqs])[seq]
-            rows = np.zeros((len(begin), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.RANK] = ranks[np.searchsorted(bounds, begin, side="right") - 1]
-            rows[:, Held.SEQ], rows[:, Held.START], rows[:, Held.STOP] = seqs[seq], begin - first, end - first
-            rows[:, Held.ZONE] = index
-            tables.append(rows[wanted[rows[:, Held.RANK]]])
+            rank = ranks[np.searchsorted(bounds, begin, side="right") - 1]
+            rows = held_rows(index, rank, np.stack([seqs[seq], begin - first, end - first], 1))
+            tables.append(rows[wanted[rank]])
         return np.concatenate(tables)
 
     def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Tokens that the zones place on each rank: int64 [num_ranks]."""
         tokens = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             tokens[np.array(zone.ranks)] += self.run_tokens(zone, context.lengths)
@@ -243,7 +232,7 @@ class HeadExchange(CommPattern[Zone]):
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Each rank attends all pairs with its share of the heads."""
+        # Each rank attends all pairs with its share of the heads.
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             total = int(context.mask.num_pairs(context.lengths[list(zone.seqs)]).sum())
@@ -253,32 +242,32 @@ class HeadExchange(CommPattern[Zone]):
     # Closed forms of what the table of sends says, which planning asks for often
 
     def receive(self, load: Load, zone: Zone, context: Context) -> None:
-        """Add what both all-to-alls bring."""
+        # Add what both all-to-alls bring.
         receive_trade(
             load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], slices_of(zone, context)
         )
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """All keys and values of others with the heads of a rank."""
+        # All keys and values of others with the heads of a rank.
         runs = self.run_tokens(zone, context.lengths)
         return (runs.sum() - runs) * head_counts(slices_of(zone, context))[1]
 
     # Starting early
 
     def startable(self, zone: Zone) -> Startable:
-        """The inputs and their replay, and the gradients of the outputs that came back."""
+        # The inputs and their replay, and the gradients of the outputs that came back.
         del zone
         return Startable(forward=(0,), gradients=(1,), replays=(0,))
 
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """An all-to-all, a launch and an all-to-all; on one rank the launch alone."""
+        # An all-to-all, a launch and an all-to-all; on one rank the launch alone.
         size = len(zone.ranks)
-        seqs, slices = np.array(zone.seqs, dtype=np.int64), slices_of(zone, context)
+        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
-        pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
-        launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
+        pairs = pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
+        launches = Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
         (traffic,) = traded(self.run_tokens(zone, context.lengths)[None], slices)
         return ZoneRounds(np.array(zone.ranks), launches, traffic if size > 1 else None)
 
@@ -287,40 +276,34 @@ class ChunkExchange(HeadExchange):
     """Head exchange where every rank holds a contiguous chunk of each sequence."""
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`: its chunk of each sequence."""
+        # Rows (seq, start, stop) of `rank`: its chunk of each sequence.
         return self.runs(zone, lengths)[zone.ranks.index(rank)]
 
     def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
-        """Rows (seq, start, stop) of every group index."""
         seqs = np.array(zone.seqs, dtype=np.int64)
-        edges = chunk_edges(lengths[seqs], len(zone.ranks))
+        edges = _chunk_edges(lengths[seqs], len(zone.ranks))
         rows = [np.stack([seqs, start, stop], 1) for start, stop in zip(edges.T[:-1], edges.T[1:], strict=True)]
         return [own[own[:, Fragment.START] < own[:, Fragment.STOP]] for own in rows]
 
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
-        """Tokens of every group index: int64 [G]."""
         size = len(zone.ranks)
         whole, over = divmod(int(lengths[np.array(zone.seqs, dtype=np.int64)].sum()), size)
         return whole + (np.arange(size) < over)
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
-        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-        for index, zone in zones:
-            for rank, own in zip(zone.ranks, self.runs(zone, lengths), strict=True):
-                if wanted[rank]:
-                    rows = np.zeros((len(own), Held.WIDTH), dtype=np.int64)
-                    rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, own, index
-                    tables.append(rows)
-        return np.concatenate(tables)
+        # Rank by rank: the closed form of `HeadExchange` is for runs of the concatenated tokens.
+        return CommPattern.place_all(self, zones, lengths, wanted)
+
+    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        # All runs at once: they are cut from one another.
+        each = zip(zone.ranks, self.runs(zone, lengths), strict=True)
+        return ((rank, own) for rank, own in each if wanted[rank])
 
 
-def chunk_edges(lengths: Ints, size: int) -> Ints:
-    """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1].
-
-    Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
-    so that the sums of all i-th chunks differ by one token at most.
-    """
+def _chunk_edges(lengths: Ints, size: int) -> Ints:
+    """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1]."""
+    # Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
+    # so that the sums of all i-th chunks differ by one token at most.
     whole, over = np.divmod(lengths, size)
     first = ((np.cumsum(over) - over) % size)[:, None]
     last = first + over[:, None]
@@ -330,9 +313,7 @@ def chunk_edges(lengths: Ints, size: int) -> Ints:
 
 
 def receive_trade(load: Load, ranks: Ints, runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> None:
-    """Add what the all-to-alls of `Trade` bring; `ranks`, `runs` [groups, size]: tokens that each rank
-    holds.
-    """
+    """Add what the all-to-alls of `Trade` bring; `ranks`, tokens held `runs`: [groups, size]."""
     queries, keys = head_counts(slices)
     attends = (queries > 0).astype(np.int64)
     others = (runs.sum(axis=1, keepdims=True) - runs) * attends
@@ -355,9 +336,8 @@ def traded(runs: Ints, slices: Sequence[Sequence[HeadSlice]]) -> list[GroupTraff
 
 
 def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context: Context) -> Ints:
-    """Pairs of each rank [groups, size], in units of all heads; a group attends `pairs` [groups].
-    Cumulative rounding keeps the sum of the ranks' shares exact.
-    """
+    """Pairs of each rank [groups, size], in units of all heads; a group attends `pairs` [groups]."""
+    # Cumulative rounding keeps the sum of the ranks' shares exact.
     stops = np.cumsum(head_counts(slices)[0])
     return np.diff(pairs[:, None] * stops // context.num_heads, prepend=0)
 
@@ -378,24 +358,12 @@ def kv_heads_of(slices: Sequence[HeadSlice]) -> tuple[int, int]:
 
 
 def _run_bounds(zone: Zone, lengths: Ints) -> Ints:
-    """Tokens of the concatenated sequences at which the runs begin, and their number: int64 [G +
-    1].
-    """
+    # Tokens of the concatenated sequences at which the runs begin, and their number: int64 [G + 1].
     total = int(lengths[np.array(zone.seqs, dtype=np.int64)].sum())
     return total * np.arange(len(zone.ranks) + 1) // len(zone.ranks)
 
 
 def _sequences(zone: Zone, lengths: Ints) -> Ints:
-    """Whole sequences as rows (seq, start, stop)."""
+    # Whole sequences as rows (seq, start, stop).
     seqs = np.array(zone.seqs, dtype=np.int64)
     return np.stack([seqs, np.zeros_like(seqs), lengths[seqs]], 1)
-
-
-def _whole_pairs(seqs: Ints, lengths: Ints, slices: Sequence[HeadSlice]) -> Ints:
-    """Pairs of whole sequences with each slice of the heads in turn."""
-    pairs = np.zeros((len(slices), len(seqs), Pair.WIDTH), dtype=np.int64)
-    pairs[:, :, Pair.SEQ] = seqs
-    pairs[:, :, Pair.Q_STOP] = pairs[:, :, Pair.K_STOP] = lengths[seqs]
-    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
-    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
-    return pairs.reshape(-1, Pair.WIDTH)

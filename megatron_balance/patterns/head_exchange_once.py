@@ -1,14 +1,5 @@
 """Head exchange, once per node: a key-value head that several ranks of a node attend with crosses to
 one of them, and it passes it on inside.
-
-A head exchange (`patterns.head_exchange`) with one exchange more: in, on, back. The ranks of a node
-that share a key-value head receive it from other nodes in turns, one the tokens of one source, the
-next those of the next, so that all their NICs carry an equal part; inside the node of its owner a
-token goes straight to all of them. In the backward the way is turned: gradients of keys and values
-are added up inside the node, and cross once.
-
-A replayed backward brings the inputs the same way, the first exchange before anything else, since the
-second one passes on what it brings.
 """
 
 from __future__ import annotations
@@ -39,17 +30,15 @@ from megatron_balance.patterns.sends import Call, Send, Sends, table_of
 _IN, _ON, _BACK = range(3)
 
 
-class Way:
-    """Columns of a table of key-value heads on their way: group indices of the tokens' owner, of who
-    sends them and who receives them, and the heads.
-    """
+class _Way:
+    """Columns of a table of key-value heads on their way; ranks are group indices in the zone."""
 
     WIDTH = 5
     OWNER, SRC, DST, HEAD_START, HEAD_STOP = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class _Shared:
     """A node's ranks [n], as group indices, that all attend with key-value heads [start, stop)."""
 
     node: int
@@ -58,7 +47,9 @@ class Shared:
     stop: int
 
 
-def shared_heads(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> Iterator[Shared]:
+def _shared_heads(
+    ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int
+) -> Iterator[_Shared]:
     """The key-value heads of each node, cut where the ranks that need them differ."""
     needs: dict[int, list[tuple[int, int, int]]] = {}
     for index, (rank, own) in enumerate(zip(ranks, slices, strict=True)):
@@ -69,16 +60,14 @@ def shared_heads(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ra
         for start, stop in zip(edges, edges[1:], strict=False):
             members = [index for a, b, index in spans if a <= start and stop <= b]
             if members:
-                yield Shared(node, np.array(members, dtype=np.int64), start, stop)
+                yield _Shared(node, np.array(members, dtype=np.int64), start, stop)
 
 
 def ways(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_node: int) -> tuple[Ints, Ints]:
-    """All key-value heads that the ranks of a zone send one another, and those that are passed on
-    inside nodes behind that: `Way` rows each.
-    """
+    """`_Way` rows: heads that a zone's ranks send one another, and those passed on inside nodes."""
     nodes = np.array(ranks, dtype=np.int64) // ranks_per_node
-    there, on = ([np.empty((0, Way.WIDTH), dtype=np.int64)] for _ in range(2))
-    for shared in shared_heads(ranks, slices, ranks_per_node):
+    there, on = ([np.empty((0, _Way.WIDTH), dtype=np.int64)] for _ in range(2))
+    for shared in _shared_heads(ranks, slices, ranks_per_node):
         heads, members = (shared.start, shared.stop), shared.members
         here = np.flatnonzero(nodes == shared.node)
         there.append(_rows(here[:, None], here[:, None], members, heads))
@@ -90,16 +79,14 @@ def ways(ranks: Sequence[int], slices: Sequence[Sequence[HeadSlice]], ranks_per_
 
 
 def _rows(owner: Ints, src: Ints, dst: Ints, heads: tuple[int, int]) -> Ints:
-    """`Way` rows of all that moves; the columns are broadcast against one another."""
+    # `_Way` rows of all that moves; the columns are broadcast against one another.
     columns = np.broadcast_arrays(owner, src, dst, *(np.int64(head) for head in heads))
     rows = np.stack([column.ravel() for column in columns], axis=1)
-    return rows[rows[:, Way.SRC] != rows[:, Way.DST]]
+    return rows[rows[:, _Way.SRC] != rows[:, _Way.DST]]
 
 
 class Rates(NamedTuple):
-    """Bytes of a zone's inputs for each of its tokens, which lie evenly on its ranks: over the busiest
-    NIC in or out of a node, `plain` and `once`; and `passed_on` by the rank that passes on most.
-    """
+    """Bytes of inputs a token: over the busiest NIC, `plain` and `once`; `passed_on` by a rank."""
 
     plain: float
     once: float
@@ -123,7 +110,7 @@ def rates(
     here = np.bincount(at_node, minlength=num_nodes)
     far = (size - here)[at_node] / size  # of the tokens
     came, passed_on, distinct = np.zeros(size), np.zeros(size), np.zeros(num_nodes)
-    for shared in shared_heads(ranks, slices, per_node):
+    for shared in _shared_heads(ranks, slices, per_node):
         count, share = shared.stop - shared.start, len(shared.members)
         distinct[shared.node] += count
         came[shared.members] += count / share
@@ -131,7 +118,7 @@ def rates(
     nic = at_node * -(-per_node // per_nic) + place // per_nic
 
     def busiest(into: Floats, leaving: Floats) -> float:
-        """`into` by rank, `leaving` by the node that it is for."""
+        # `into` by rank, `leaving` by the node that it is for.
         out = (leaving.sum() - leaving)[at_node] / size
         return float(max(np.bincount(nic, each).max() for each in (into * far, out)))
 
@@ -144,17 +131,23 @@ def rates(
     return Rates(busiest(plain, by_node(plain)), once, float((passed_on * far).max() * key))
 
 
+# A head exchange (`patterns.head_exchange`) with one exchange more: in, on, back. The ranks of a
+# node that share a key-value head receive it from other nodes in turns, one the tokens of one
+# source, the next those of the next, so that all their NICs carry an equal part; inside the node of
+# its owner a token goes straight to all of them. In the backward the way is turned: gradients of
+# keys and values are added up inside the node, and cross once.
+#
+# A replayed backward brings the inputs the same way, the first exchange before anything else, since
+# the second one passes on what it brings.
 class HeadExchangeOnce(HeadExchange):
-    """Two all-to-alls around one launch; what several ranks of a node share is passed on between the
-    first and the launch.
-    """
+    """A head exchange; what a node's ranks share is passed on before the launch."""
 
     def num_exchanges(self, zone: Zone) -> int:
-        """In, on and back, where there are other ranks (unused ids cost nothing)."""
+        # In, on and back, where there are other ranks (unused ids cost nothing).
         return 3 if len(zone.ranks) > 1 else 0
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """Those of the head exchange, with keys and values that cross once and are passed on."""
+        # Those of the head exchange, with keys and values that cross once and are passed on.
         plain, ranks = super().sends(zone, context, rank, across=across), np.array(zone.ranks)
         keys: list[Ints] = []
         for step, rows in enumerate(ways(zone.ranks, slices_of(zone, context), context.ranks_per_node)):
@@ -172,16 +165,16 @@ class HeadExchangeOnce(HeadExchange):
         return replace(plain, rows=rows, calls=_renamed(plain.calls, {0: _IN, 1: _BACK}), again=made, silent=(_IN,))
 
     def startable(self, zone: Zone) -> Startable:
-        """The way in, its replay in the place of the way back, and the gradients of the outputs."""
+        # The way in, its replay in the place of the way back, and the gradients of the outputs.
         del zone
         return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """In the first all-to-all or behind it, whichever is more."""
+        # In the first all-to-all or behind it, whichever is more.
         return super(HeadExchange, self).largest_exchange(zone, context)  # by the table
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """An all-to-all, what is passed on, a launch and an all-to-all."""
+        # An all-to-all, what is passed on, a launch and an all-to-all.
         found = super().rounds(zone, context)
         if not isinstance(found.traffic, GroupTraffic):
             return found
@@ -198,14 +191,12 @@ class HeadExchangeOnce(HeadExchange):
 
 
 def _as_exchange(sends: Ints, number: int) -> Ints:
-    """A copy of the sends, in another exchange."""
     sends = sends.copy()
     sends[:, Send.EXCHANGE] = number
     return sends
 
 
 def _renamed(calls: Mapping[int, Call], numbers: Mapping[int, int]) -> dict[int, Call]:
-    """Calls by their new numbers."""
     return {number: calls[at] for at, number in numbers.items() if at in calls}
 
 

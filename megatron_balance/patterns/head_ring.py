@@ -3,22 +3,6 @@ groups of one rank it is a ring: Ring Attention, Transformer Engine's context pa
 
 LoongTrain (arXiv 2406.18485) calls it 2D attention; here each zone has its own groups. It is
 Zeppelin's ring between nodes (section 3.2) with all ranks of a node in place of one.
-
-The zone's ranks, `group_size` in a row, form groups. Tokens are placed zigzag over the groups
-(`patterns.zigzag`), and what a group holds lies in near-equal runs on its ranks. An all-to-all gives
-every rank of a group all of its tokens with a slice of the heads (`patterns.head_exchange`); then
-each slice goes round the ranks of the same place in the other groups (`patterns.ring`), and outputs
-go back. So a ring has as many rounds as groups, every rank sends over its own NIC, and a rank
-receives only the keys of its own heads.
-
-With one group it is a head exchange. With fewer key-value heads than ranks in a group (GQA), several
-ranks receive the same one. A rank without query heads attends nothing.
-
-A replayed backward makes the first all-to-all again before anything else, since all rounds need what
-it brings; the ring then turns the other way.
-
-With a remap the owner of tokens makes their first hop in a ring for the rank that attends to them.
-The replay's first hop is another, so there it stays with the holder.
 """
 
 from __future__ import annotations
@@ -34,12 +18,11 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, sums
-from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Rows, Transfer, Value
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -69,32 +52,28 @@ from megatron_balance.patterns.head_exchange import (
     traded,
 )
 from megatron_balance.patterns.ring import arriving, attention, forward_hops, hops_of, ring_launches, walks
-from megatron_balance.patterns.rows import transfers_of
-from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
+from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of, transfers_of
 from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
 
+# Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
-"""Cells of (rank, sequence) worked on at once, which bounds memory."""
 
+# Zones of at most this many cells are listed together, fragment by fragment: a plan may have a zone
+# for each rank.
 _LISTED = 1 << 12
-"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a
-zone for each rank.
-"""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A zone's groups: `ranks` [groups, group size]; the zigzag of its sequences over the groups;
-    the heads of each place in a group.
-    """
+class _Shape:
+    """A zone's groups: `ranks` [groups, group size]; its zigzag over them; each place's heads."""
 
     ranks: tuple[tuple[int, ...], ...]
     placed: Zigzag
     slices: list[list[HeadSlice]]
 
     @classmethod
-    def of(cls, zone: Zone, size: int, context: Context) -> Shape:
-        """The shape of a zone whose groups have `size` ranks."""
+    def of(cls, zone: Zone, size: int, context: Context) -> _Shape:
+        # The shape of a zone whose groups have `size` ranks.
         groups = tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
         placed = _placed(zone, size, context.lengths, context.mask)
         return cls(groups, placed, head_slices(context.num_heads, context.num_kv_heads, size))
@@ -105,19 +84,16 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
         return len(self.ranks[0])
 
     @property
     def trades(self) -> int:
-        """Exchange ids of the first all-to-alls, and of the last: one a group, none in groups of
-        one rank.
-        """
+        # Exchange ids of the first all-to-alls, and of the last: one a group, none in groups of one
+        # rank.
         return self.num_groups if self.size > 1 else 0
 
     @property
     def last(self) -> int:
-        """The first id of the last all-to-alls."""
         return self.trades + self.num_groups - 1
 
     def hops(
@@ -126,9 +102,8 @@ class Shape:
         among: Callable[[Ints, Ints], Bools] | None,
         step: Literal[1, -1] = 1,
     ) -> Ints:
-        """`Send` rows of the blocks that go round, to the group `step` further; `place` and `among` as
-        in `Trade`.
-        """
+        # `Send` rows of the blocks that go round, to the group `step` further; `place` and `among`
+        # as in `Trade`.
         size, ranks = self.num_groups, np.array(self.ranks)
         sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
         hop = np.arange(1, size)[::step]
@@ -147,13 +122,12 @@ class Shape:
 
     @property
     def num_runs(self) -> int:
-        """Blocks of ranks, before those of groups; in a ring they are not sent."""
+        # Blocks of ranks, before those of groups; in a ring they are not sent.
         return self.num_groups * self.size if self.size > 1 else 0
 
     def tokens(self) -> Ints:
-        """Tokens of what each rank holds, in hop 0, and of the block of each group in each hop: int64
-        [num_runs + groups, groups].
-        """
+        # Tokens of what each rank holds, in hop 0, and of the block of each group in each hop:
+        # int64 [num_runs + groups, groups].
         walks = forward_hops(self.placed)
         if self.size == 1:
             return walks
@@ -162,7 +136,7 @@ class Shape:
         return np.concatenate([runs, walks])
 
     def blocks(self, *, group: int | None = None, back: bool = False) -> Blocks:
-        """Rows that each rank holds, if asked of one `group` alone, and the block of each group."""
+        # Rows that each rank holds, if asked of one `group` alone, and the block of each group.
         hops, nothing = hops_of(self.placed, back=back), np.empty((0, 3), dtype=np.int64)
         if self.size == 1:
             return hops
@@ -175,20 +149,33 @@ class Shape:
         )
 
     def group_tokens(self) -> Ints:
-        """Tokens of each group: int64 [groups]."""
+        # Tokens of each group: int64 [groups].
         return tokens(self.placed.lengths, self.num_groups)
 
     def run_tokens(self) -> Ints:
-        """Tokens of each rank: int64 [groups, group size]."""
+        # Tokens of each rank: int64 [groups, group size].
         return _runs(self.group_tokens(), self.size)
 
     def heads(self) -> tuple[Ints, Ints]:
-        """Numbers of query and of key-value heads of each place in a group: int64 [group size]
-        each.
-        """
+        # Numbers of query and of key-value heads of each place in a group: int64 [group size] each.
         return head_counts(self.slices)
 
 
+# The zone's ranks, `group_size` in a row, form groups. Tokens are placed zigzag over the groups
+# (`patterns.zigzag`), and what a group holds lies in near-equal runs on its ranks. An all-to-all
+# gives every rank of a group all of its tokens with a slice of the heads
+# (`patterns.head_exchange`); then each slice goes round the ranks of the same place in the other
+# groups (`patterns.ring`), and outputs go back. So a ring has as many rounds as groups, every rank
+# sends over its own NIC, and a rank receives only the keys of its own heads.
+#
+# With one group it is a head exchange. With fewer key-value heads than ranks in a group (GQA),
+# several ranks receive the same one. A rank without query heads attends nothing.
+#
+# A replayed backward makes the first all-to-all again before anything else, since all rounds need
+# what it brings; the ring then turns the other way.
+#
+# With a remap the owner of tokens makes their first hop in a ring for the rank that attends to
+# them. The replay's first hop is another, so there it stays with the holder.
 class HeadRing(CommPattern[Zone]):
     """An all-to-all inside each group, a ring of every slice of the heads, an all-to-all back.
 
@@ -205,11 +192,7 @@ class HeadRing(CommPattern[Zone]):
         self.hops_again = grouped
 
     def size(self, zone: Zone) -> int:
-        """Ranks of a group of the zone.
-
-        Raises:
-            InvalidProgramError: the group size does not divide the ranks.
-        """
+        # Ranks of a group of the zone.
         if not self._grouped:
             return 1
         size = zone.group_size
@@ -225,20 +208,20 @@ class HeadRing(CommPattern[Zone]):
         return zone.ranks
 
     def num_exchanges(self, zone: Zone) -> int:
-        """Two all-to-alls of each group of several ranks, and the rounds between groups."""
+        # Two all-to-alls of each group of several ranks, and the rounds between groups.
         size = self.size(zone)
         groups = len(zone.ranks) // size
         return (2 * groups if size > 1 else 0) + groups - 1
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`: its run of its group's fragments."""
+        # Rows (seq, start, stop) of `rank`: its run of its group's fragments.
         size = self.size(zone)
         group, index = divmod(zone.ranks.index(rank), size)
         return run_of(fragments(_placed(zone, size, lengths), group), size, index)
 
     def sends(self, zone: Zone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """The all-to-alls of each group, and the blocks that go round between them."""
-        shape = Shape.of(zone, self.size(zone), context)
+        # The all-to-alls of each group, and the blocks that go round between them.
+        shape = _Shape.of(zone, self.size(zone), context)
         place = None if rank is None else divmod(zone.ranks.index(rank), shape.size)
         among = context.crosses if across else None
         forward = shape.hops(place, among)
@@ -260,8 +243,8 @@ class HeadRing(CommPattern[Zone]):
         return Sends(rows, shape.tokens, blocks, calls, made, range(shape.last))
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """The own keys of the group, then those that each round brings."""
-        shape = Shape.of(zone, self.size(zone), context)
+        # The own keys of the group, then those that each round brings.
+        shape = _Shape.of(zone, self.size(zone), context)
         group, index = divmod(zone.ranks.index(rank), shape.size)
         if shape.slices[index]:
             rounds = zip(*attention(shape.placed, group, shape.slices[index]), strict=True)
@@ -271,25 +254,22 @@ class HeadRing(CommPattern[Zone]):
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         rings = [(number, zone) for number, zone in zones if self.size(zone) == 1]
-        tables = [self._place_rings(rings, lengths, wanted)]
-        for number, zone in zones:
-            size = self.size(zone)
-            placed = _placed(zone, size, lengths)
-            for group in range(len(zone.ranks) // size) if size > 1 else ():
-                ranks = zone.ranks[group * size : (group + 1) * size]
-                if not wanted[list(ranks)].any():
-                    continue
-                for rank, run in zip(ranks, runs_of(fragments(placed, group), size), strict=True):
-                    if wanted[rank]:
-                        rows = np.zeros((len(run), Held.WIDTH), dtype=np.int64)
-                        rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, run, number
-                        tables.append(rows)
-        return np.concatenate(tables)
+        others = [(number, zone) for number, zone in zones if self.size(zone) > 1]
+        return np.concatenate([self._place_rings(rings, lengths, wanted), super().place_all(others, lengths, wanted)])
+
+    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
+        # Group by group: the runs of a group are cut from what it holds.
+        size = self.size(zone)
+        placed = _placed(zone, size, lengths)
+        for group in range(len(zone.ranks) // size):
+            ranks = zone.ranks[group * size : (group + 1) * size]
+            if wanted[list(ranks)].any():
+                each = zip(ranks, runs_of(fragments(placed, group), size), strict=True)
+                yield from ((rank, run) for rank, run in each if wanted[rank])
 
     def _place_rings(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """As `place_all`, of zones with groups of one rank: a plan may have one for each rank."""
+        # As `place_all`, of zones with groups of one rank: a plan may have one for each rank.
         sizes, counts = (
             np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
             for of in (attrgetter("ranks"), attrgetter("seqs"))
@@ -323,7 +303,6 @@ class HeadRing(CommPattern[Zone]):
         return np.concatenate(tables)
 
     def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Tokens that the zones place on each rank: int64 [num_ranks]."""
         listed: list[Zone] = []
         others: list[Zone] = []
         for zone in zones:
@@ -337,8 +316,8 @@ class HeadRing(CommPattern[Zone]):
         return held
 
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        """Each sequence with the ranks of the groups that hold some of it, ascending."""
-        shape = Shape.of(zone, self.size(zone), context)
+        # Each sequence with the ranks of the groups that hold some of it, ascending.
+        shape = _Shape.of(zone, self.size(zone), context)
         for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
             groups: list[int] = [(first + at) % shape.num_groups for at in range(parts)]
             yield seq, sorted(rank for group in groups for rank in shape.ranks[group])
@@ -346,32 +325,30 @@ class HeadRing(CommPattern[Zone]):
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[Zone], context: Context) -> Ints:
-        """Visible pairs of each rank, in units of all heads: int64 [num_ranks]."""
         local = [zone for zone in zones if len(zone.ranks) == 1]  # together: a plan may have one for each rank
         ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
         seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
         pairs = sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
         for zone in zones:
             if len(zone.ranks) > 1:
-                shape = Shape.of(zone, self.size(zone), context)
+                shape = _Shape.of(zone, self.size(zone), context)
                 pairs[np.array(shape.ranks)] += shared_by_heads(pairs_per_rank(shape.placed), shape.slices, context)
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
 
     def receive(self, load: Load, zone: Zone, context: Context) -> None:
-        """Add what the all-to-alls and all hops bring."""
-        shape = Shape.of(zone, self.size(zone), context)
+        # Add what the all-to-alls and all hops bring.
+        shape = _Shape.of(zone, self.size(zone), context)
         ranks, (queries, keys) = np.array(shape.ranks), shape.heads()
         if shape.size > 1:
             receive_trade(load, ranks, shape.run_tokens(), shape.slices)
         load.bring(Kind.KV, ranks, arriving(shape.placed).sum(axis=1)[:, None] * (queries > 0), keys)
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
-        """Keys and values of the others of the group, or the largest block that comes round, with the
-        heads of a rank.
-        """
-        shape = Shape.of(zone, self.size(zone), context)
+        # Keys and values of the others of the group, or the largest block that comes round, with
+        # the heads of a rank.
+        shape = _Shape.of(zone, self.size(zone), context)
         most = arriving(shape.placed).max(axis=1)[:, None]
         if shape.size > 1:
             most = np.maximum(most, shape.group_tokens()[:, None] - shape.run_tokens())
@@ -380,13 +357,13 @@ class HeadRing(CommPattern[Zone]):
     # The remap
 
     def first_senders(self, zone: Zone, rank: int, num_ranks: int) -> Ints:
-        """The rank before `rank`, in a ring."""
+        # The rank before `rank`, in a ring.
         del num_ranks
         before = [zone.ranks[zone.ranks.index(rank) - 1]] if self.merges_remap else []
         return np.array(before, dtype=np.int64)
 
     def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
-        """First hops to the rank after the holder, whole fragments divided by owner."""
+        # First hops to the rank after the holder, whole fragments divided by owner.
         own = remote_of(zones, remote)
         sent_on = own[:, RemoteHeld.SENT_ON]
         own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
@@ -405,10 +382,9 @@ class HeadRing(CommPattern[Zone]):
     # Starting early, routing
 
     def startable(self, zone: Zone) -> Startable:
-        """The first all-to-all, the gradients of what the last one brings, and the replay of the
-        first in its place. Of a ring the first hop, and that of the replay, which brings what the
-        last exchange brought.
-        """
+        # The first all-to-all, the gradients of what the last one brings, and the replay of the
+        # first in its place. Of a ring the first hop, and that of the replay, which brings what the
+        # last exchange brought.
         size = self.size(zone)
         groups = len(zone.ranks) // size
         if size == 1:
@@ -418,7 +394,7 @@ class HeadRing(CommPattern[Zone]):
         return Startable(forward=first, gradients=last, replays=last)
 
     def reaches_out(self, zone: Zone, rank: int, ranks_per_node: int) -> bool:
-        """Whether its group, or a neighbour in another group, is on another node."""
+        # Whether its group, or a neighbour in another group, is on another node.
         size, at = self.size(zone), zone.ranks.index(rank)
         own = zone.ranks[at - at % size : at - at % size + size]
         neighbours = (zone.ranks[at - size], zone.ranks[(at + size) % len(zone.ranks)])
@@ -427,10 +403,9 @@ class HeadRing(CommPattern[Zone]):
     # Simulation
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
-        """Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
-        between them.
-        """
-        shape = Shape.of(zone, self.size(zone), context)
+        # Launches of all rounds; the all-to-alls of each group, and the blocks that walk round
+        # between them.
+        shape = _Shape.of(zone, self.size(zone), context)
         inside = traded(shape.run_tokens(), shape.slices) if shape.size > 1 else []
         hops = None
         if shape.num_groups > 1:
@@ -443,18 +418,18 @@ class HeadRing(CommPattern[Zone]):
 
 
 def _runs(of_group: Ints, size: int) -> Ints:
-    """Tokens of each rank [groups, group size] whose groups have so many [groups]."""
+    # Tokens of each rank [groups, group size] whose groups have so many [groups].
     edges = of_group[:, None] * np.arange(size + 1) // size
     return edges[:, 1:] - edges[:, :-1]
 
 
 def _placed(zone: Zone, size: int, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
-    """The zigzag of a zone over its groups of `size` ranks."""
+    # The zigzag of a zone over its groups of `size` ranks.
     return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks) // size, mask)
 
 
-def _launches(shape: Shape) -> Launches:
-    """Launches of all groups, rounds and places; those of places with as many heads are alike."""
+def _launches(shape: _Shape) -> Launches:
+    # Launches of all groups, rounds and places; those of places with as many heads are alike.
     queries, keys = shape.heads()
     alike, place = np.unique(np.stack([queries, keys], 1), axis=0, return_inverse=True)
     pairs: list[Ints] = []

@@ -1,10 +1,5 @@
 """Blocks of keys and values that go round a ring of groups, one hop a round, while queries stay (Ring
 Attention; Zeppelin, section 3.2); comm pattern `patterns.head_ring`.
-
-Round t of G: group i attends to the block that started at group i - t. A fragment goes round only as
-far as some group still needs it. A replayed backward turns the other way, so that the block needed
-last in the forward pass, which the backward needs first, comes from its own group, and its gradient
-walks the forward path back. Placement is zigzag (`patterns.zigzag`).
 """
 
 from __future__ import annotations
@@ -14,22 +9,24 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, sums
-from megatron_balance.ir.columns import Pair, Value
+from megatron_balance.ir.columns import Pair, Rows, Value
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import Floats, Launches
 from megatron_balance.patterns.head_exchange import HeadSlice
-from megatron_balance.patterns.rows import split_rows
-from megatron_balance.patterns.sends import Blocks
+from megatron_balance.patterns.sends import Blocks, split_rows
 from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 
-EXACT = 1 << 18
-"""Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
-launch.
-"""
+# Round t of G: group i attends to the block that started at group i - t. A fragment goes round only
+# as far as some group still needs it. A replayed backward turns the other way, so that the block
+# needed last in the forward pass, which the backward needs first, comes from its own group, and its
+# gradient walks the forward path back. Placement is zigzag (`patterns.zigzag`).
 
+# Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
+# launch.
+EXACT = 1 << 18
+
+# About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
-"""About so many rows are made at once, which keeps them in the cache."""
 
 
 def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
@@ -39,40 +36,35 @@ def hops_of(placed: Zigzag, *, back: bool = False) -> Blocks:
     rows = np.empty((*position.shape, 2, 3), dtype=np.int64)
     rows[..., 0] = placed.seqs[:, None]
     rows[..., 0, 1], rows[..., 0, 2], rows[..., 1, 1], rows[..., 1, 2] = *lo, *hi
-    reach = np.stack((reach_backward if back else reach_forward)(placed, position), 2)
+    reach = np.stack((_reach_backward if back else _reach_forward)(placed, position), 2)
     reach[(position >= placed.parts)[..., None] | (rows[..., 1] == rows[..., 2])] = 0
     begin = np.arange(placed.size + 1) * 2 * len(placed.seqs)
     return Blocks(rows.reshape(-1, 3), begin, reach.ravel())
 
 
-def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that the low and the high chunk of a position make, turning forward.
-
-    The low chunk at position j is needed by all other positions, the high one by those below j;
-    turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
-    low chunk ends at the last position and its high chunk stays. Under a full mask both are needed
-    by all.
-    """
+def _reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    """Hops [..., S] that the low and the high chunk of a position make, turning forward."""
+    # The low chunk at position j is needed by all other positions, the high one by those below j;
+    # turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
+    # low chunk ends at the last position and its high chunk stays. Under a full mask both are
+    # needed by all.
     first = position == 0
     low = np.where(first, placed.parts - 1, placed.size - 1)
     return low, np.where(first, 0, placed.size - 1) if placed.causal else low
 
 
-def reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
-    """Hops [..., S] that both chunks make, turning the other way.
-
-    High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1 if
-    there is one.
-    """
+def _reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    """Hops [..., S] that both chunks make, turning the other way."""
+    # High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1
+    # if there is one.
     last = position >= placed.parts - 1
     low = np.where(last, position, placed.size - 1)
     return low, position if placed.causal else low
 
 
 def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each
-    round.
-    """
+    # Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each
+    # round.
     ends = np.append(0, counts.cumsum())
     step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
     for first in range(0, len(counts), step):
@@ -81,14 +73,12 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
 
 
 _CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
+# (query chunk, key chunk) that may be visible; chunk 0 is the low one.
 _FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
-"""(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
 def attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[list[bytes], list[bytes]]:
-    """Per round: the pairs that a rank of group `index` attends with its `slices` of the heads, and
-    the query regions to merge.
-    """
+    """By round: pairs of a rank of group `index` with `slices` of the heads, and queries to merge."""
     mine, source = placed.position(np.array(index)), (index - np.arange(placed.size)) % placed.size
     own = mine < placed.parts
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
@@ -133,7 +123,6 @@ def attention(placed: Zigzag, index: int, slices: Sequence[HeadSlice]) -> tuple[
 
 
 def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
-    """Pairs of the first slice of the heads, and of each other in turn."""
     if len(slices) == 1:
         return pairs
     rows = np.repeat(as_array(Rows(Pair.WIDTH, pairs))[None], len(slices), axis=0)
@@ -146,12 +135,9 @@ def _of_each(pairs: bytes, slices: Sequence[HeadSlice]) -> bytes:
 
 
 def forward_hops(placed: Zigzag) -> Ints:
-    """Tokens [G, G] of the block of each group index in its n-th hop, turning forward; hop 0 is
-    none.
-
-    All that several ranks hold goes all the way round, but for the chunks of position 0
-    (`reach_forward`).
-    """
+    """Tokens [G, G] of each group index's block in its n-th hop, turning forward; hop 0 is none."""
+    # All that several ranks hold goes all the way round, but for the chunks of position 0
+    # (`_reach_forward`).
     size, several = placed.size, placed.parts > 1
     first = np.zeros_like(placed.lengths)
     (lo0, lo1), (hi0, hi1) = placed.lo(first), placed.hi(first)
@@ -171,18 +157,16 @@ def arriving(placed: Zigzag) -> Ints:
 
 
 def walks(placed: Zigzag) -> tuple[Ints, Ints]:
-    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the
-    other way.
-    """
+    """Tokens [G, G] of each group index's block in its n-th hop, turning forward and the other way."""
     position = placed.position(np.arange(placed.size)[:, None])
     there = position < placed.parts
     lo, hi = (np.where(there, stop - start, 0) for start, stop in (placed.lo(position), placed.hi(position)))
-    lo_reach, hi_reach = reach_backward(placed, position)
+    lo_reach, hi_reach = _reach_backward(placed, position)
     return forward_hops(placed), _walked(lo, lo_reach) + _walked(hi, hi_reach)
 
 
 def _walked(tokens: Ints, reach: Ints) -> Ints:
-    """Tokens [G, S] summed over sequences in each hop [G, G] up to their reach; hop 0 is none."""
+    # Tokens [G, S] summed over sequences in each hop [G, G] up to their reach; hop 0 is none.
     size = len(tokens)
     place = np.arange(size)[:, None] * (size + 1) + np.minimum(reach, size - 1) + 1
     gone = np.bincount(place.ravel(), weights=tokens.ravel(), minlength=size * (size + 1)).reshape(size, size + 1)
@@ -233,13 +217,11 @@ _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunk
 
 
 def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
-    """Launches by kind: whose keys come first, and how many short sequences both ranks hold.
-
-    A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank shares
-    are alike on all of them, up to a token a chunk, and those too short for that are chunks of a
-    token or two. A pair that occurs n times in a launch is one row with n times the heads, which
-    costs the same.
-    """
+    # Launches by kind: whose keys come first, and how many short sequences both ranks hold.
+    # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank
+    # shares are alike on all of them, up to a token a chunk, and those too short for that are
+    # chunks of a token or two. A pair that occurs n times in a launch is one row with n times the
+    # heads, which costs the same.
     size = placed.size
     index = np.arange(size)
     short = placed.parts < size

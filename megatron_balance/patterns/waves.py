@@ -1,30 +1,4 @@
-"""Waves: all sequences that are cut over groups of ranks, attended in one schedule.
-
-A ring (`patterns.ring`, `patterns.head_ring`) works through one zone after another, and every rank of
-a zone holds an equal share of its sequences. Here a sequence is cut anywhere, over any groups
-(`ir.plan.SharedZone`), and all that a group attends, of whatever sequence, is one program:
-
-1. An all-to-all gives every rank of a group all tokens of the group with a slice of the heads
-   (`patterns.head_exchange`). Groups of one rank need none.
-2. Own work: a group's queries over the keys that it holds itself. With a `lead` it is in two parts,
-   each with an all-to-all of its own: the first tokens of the longest sequences, which are attended
-   while the all-to-all of all others is under way. In the backward the gradients of these others go
-   home behind that first part, which comes last there.
-3. Waves: the keys of other groups come in parts, all of a wave in one exchange, each straight from
-   the rank of the same place in the group that holds them. A launch and a merge follow.
-4. Outputs go back to the ranks that hold the tokens.
-
-A wave brings the same part of what every group needs of every other one. So no wave has a busier
-source than all of them together; were a wave to bring all keys of some sources, groups would wait in
-rows for the same ones, whatever the order. Keys of a wave are sent while the one before is attended
-(`compile.order`), and an exchange stands right before its first use, so that the gradients of the
-backward, which is the transpose, go home wave by wave behind the launches.
-
-Nothing but keys, values and their gradients crosses between groups, each once for every group that
-needs it; queries and outputs stay in their group. Keys leave for other groups behind both
-all-to-alls. Masks are causal or full. A lead takes a causal one: then the first tokens that a group
-has of a sequence need none of its later ones, and no launch is cut into two that must be merged.
-"""
+"""Waves: all sequences that are cut over groups of ranks, attended in one schedule."""
 
 from __future__ import annotations
 
@@ -37,12 +11,11 @@ import numpy as np
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
+from megatron_balance.ir.intervals import Rectangles, num_pairs, ranges, union
 from megatron_balance.ir.intervals import key as key_of
-from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -54,6 +27,7 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    pairs_of,
 )
 from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
@@ -70,8 +44,8 @@ from megatron_balance.patterns.head_exchange import (
 )
 from megatron_balance.patterns.sends import Blocks, Call, Send, Sends, table_of
 
+# Keys are divided between waves at multiples of a kernel's tile.
 ALIGN = 128
-"""Keys are divided between waves at multiples of a kernel's tile."""
 
 
 class Need:
@@ -84,6 +58,31 @@ class Need:
     SPAN = slice(2, 5)
 
 
+# A ring (`patterns.ring`, `patterns.head_ring`) works through one zone after another, and every
+# rank of a zone holds an equal share of its sequences. Here a sequence is cut anywhere, over any
+# groups (`ir.plan.SharedZone`), and all that a group attends, of whatever sequence, is one program:
+#
+# 1. An all-to-all gives every rank of a group all tokens of the group with a slice of the heads
+#    (`patterns.head_exchange`). Groups of one rank need none.
+# 2. Own work: a group's queries over the keys that it holds itself. With a `lead` it is in two parts,
+#    each with an all-to-all of its own: the first tokens of the longest sequences, which are attended
+#    while the all-to-all of all others is under way. In the backward the gradients of these others go
+#    home behind that first part, which comes last there.
+# 3. Waves: the keys of other groups come in parts, all of a wave in one exchange, each straight from
+#    the rank of the same place in the group that holds them. A launch and a merge follow.
+# 4. Outputs go back to the ranks that hold the tokens.
+#
+# A wave brings the same part of what every group needs of every other one. So no wave has a busier
+# source than all of them together; were a wave to bring all keys of some sources, groups would wait
+# in rows for the same ones, whatever the order. Keys of a wave are sent while the one before is
+# attended (`compile.order`), and an exchange stands right before its first use, so that the
+# gradients of the backward, which is the transpose, go home wave by wave behind the launches.
+#
+# Nothing but keys, values and their gradients crosses between groups, each once for every group
+# that needs it; queries and outputs stay in their group. Keys leave for other groups behind both
+# all-to-alls. Masks are causal or full. A lead takes a causal one: then the first tokens that a
+# group has of a sequence need none of its later ones, and no launch is cut into two that must be
+# merged.
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A zone's groups and waves.
@@ -113,46 +112,43 @@ class Schedule:
 
     @property
     def trades(self) -> int:
-        """Number of the first all-to-alls, of all groups and parts; their ids are part by part."""
+        # Number of the first all-to-alls, of all groups and parts; their ids are part by part.
         return len(self.parts) * self.num_groups if self.size > 1 else 0
 
     @property
     def last(self) -> int:
-        """The first id of the last all-to-alls."""
         return self.trades + self.num_waves
 
     def ranks(self, index: int) -> tuple[int, ...]:
-        """Ranks of the group number `index` of `groups`."""
+        # Ranks of the group number `index` of `groups`.
         first = self.groups[index] * self.size
         return tuple(range(first, first + self.size))
 
     def all_ranks(self) -> Ints:
-        """Ranks of every group: int64 [groups, group size]."""
+        # Ranks of every group: int64 [groups, group size].
         return np.array(self.groups, dtype=np.int64)[:, None] * self.size + np.arange(self.size)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """(number of its group, place in it) of a rank."""
+        # (number of its group, place in it) of a rank.
         group, place = divmod(rank, self.size)
         return self.groups.index(group), place
 
     def run_tokens(self) -> Ints:
-        """Tokens of each rank: int64 [groups, group size]."""
+        # Tokens of each rank: int64 [groups, group size].
         return self.tokens.sum(axis=0)
 
     # Blocks: what each rank holds of each part, of all parts if there are two, and every need
 
     @property
     def num_runs(self) -> int:
-        """Blocks that are no needs."""
         return self.num_groups * self.size * (3 if len(self.parts) > 1 else 1)
 
     def block_tokens(self) -> Ints:
-        """Tokens of every block."""
         whole = [self.run_tokens().ravel()] if len(self.parts) > 1 else []
         return np.concatenate([self.tokens.ravel(), *whole, self.needs[:, Need.STOP] - self.needs[:, Need.START]])
 
     def blocks(self, index: int | None = None) -> Blocks:
-        """Rows of every block, of runs only those of the group number `index` if there is one."""
+        # Rows of every block, of runs only those of the group number `index` if there is one.
         parts = (*self.parts, self.runs) if len(self.parts) > 1 else self.parts
         counts = np.zeros((len(parts), self.num_groups, self.size), dtype=np.int64)
         rows: list[Ints] = []
@@ -212,7 +208,7 @@ def schedule(zone: SharedZone, mask: Mask = CAUSAL) -> Schedule:
 
 
 def _by_rank(placed: Ints, ranks: Ints) -> tuple[tuple[Ints, ...], ...]:
-    """Rows (seq, start, stop) of each of `ranks` [groups, group size]; `placed`: by rank."""
+    # Rows (seq, start, stop) of each of `ranks` [groups, group size]; `placed`: by rank.
     bounds = np.searchsorted(placed[:, Placed.RANK], [ranks, ranks + 1])
     rows = placed[:, Placed.FRAGMENT]
     return tuple(
@@ -254,9 +250,8 @@ def lead_cuts(held: Ints, num_groups: int, lead: int) -> Ints:
 
 
 def _needs(held: Ints, num_groups: int, num_waves: int, mask: Mask) -> tuple[Ints, int]:
-    """`Need` rows by wave, and the number of waves in which anything would come under a full mask;
-    `held`: rows (group, seq, start, stop) of disjoint tokens.
-    """
+    # `Need` rows by wave, and the number of waves in which anything would come under a full mask;
+    # `held`: rows (group, seq, start, stop) of disjoint tokens.
     held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
     columns = (Placed.RANK, Placed.SEQ, Placed.START, Placed.STOP)
     group, seq, start, stop = (np.asarray(held[:, column], dtype=np.int64) for column in columns)
@@ -289,16 +284,14 @@ def _needs(held: Ints, num_groups: int, num_waves: int, mask: Mask) -> tuple[Int
 def _tasks(
     held_in: Sequence[Ints], needs: Ints, num_groups: int, num_waves: int, mask: Mask
 ) -> tuple[tuple[Ints, ...], ...]:
-    """Tasks by group and launch, as in `Schedule`; `held_in`: rows (group, seq, start, stop) of each
-    part, ascending.
-    """
+    # Tasks by group and launch, as in `Schedule`; `held_in`: rows (group, seq, start, stop) of each
+    # part, ascending.
     queries = np.concatenate(held_in)
     queries = queries[np.argsort(queries[:, Placed.RANK], kind="stable")]
     num_seqs = int(queries[:, Placed.SEQ].max(initial=-1)) + 1
     known = np.unique(queries[:, Placed.RANK] * num_seqs + queries[:, Placed.SEQ])
 
     def number(group: Ints, seq: Ints) -> Ints:
-        """Of a sequence in a group, among those there are."""
         return np.searchsorted(known, group * num_seqs + seq)
 
     launches: list[list[Ints]] = []
@@ -318,10 +311,9 @@ def _tasks(
 
 
 def _seen(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints, mask: Mask) -> tuple[Ints, Ints]:
-    """Numbers of queries, and spans of keys [n, 2] that have the same number (`of_query`, `of_key`)
-    and under a causal mask begin no later. Rows (group, seq, start, stop); keys of one number are
-    disjoint.
-    """
+    # Numbers of queries, and spans of keys [n, 2] that have the same number (`of_query`, `of_key`)
+    # and under a causal mask begin no later. Rows (group, seq, start, stop); keys of one number are
+    # disjoint.
     order = np.lexsort((keys[:, Placed.START], of_key))
     starts, spans = key_of(of_key, keys[:, Placed.START])[order], keys[order, Placed.START :]
     begin = np.searchsorted(starts, key_of(of_query, 0))
@@ -332,7 +324,7 @@ def _seen(queries: Ints, of_query: Ints, keys: Ints, of_key: Ints, mask: Mask) -
 
 
 def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints) -> list[Ints]:
-    """Rows (seq, q_start, q_stop, k_start, k_stop) of each of `groups`, by which `queries` ascend."""
+    # Rows (seq, q_start, q_stop, k_start, k_stop) of each of `groups`, by which `queries` ascend.
     rows = np.concatenate([queries[query, Placed.SEQ :], spans], axis=1)
     bounds = np.searchsorted(queries[query, Placed.RANK], [groups, groups + 1]).tolist()
     return [rows[a:b] for a, b in zip(*bounds, strict=True)]
@@ -346,25 +338,24 @@ class WavesPattern(CommPattern[SharedZone]):
     traffic = WaveTraffic
 
     def ranks(self, zone: SharedZone, num_ranks: int) -> Sequence[int]:
-        """All ranks of the groups that hold anything."""
+        # All ranks of the groups that hold anything.
         del num_ranks
         size = max(1, zone.group_size)
         groups = np.unique(as_array(zone.fragments)[:, Placed.RANK] // size)
         return (groups[:, None] * size + np.arange(size)).ravel().tolist()
 
     def num_exchanges(self, zone: SharedZone) -> int:
-        """All-to-alls of each group of several ranks there and back, and the waves."""
+        # All-to-alls of each group of several ranks there and back, and the waves.
         own = schedule(zone)
         return own.last + (own.num_groups if own.size > 1 else 0)
 
     def place(self, zone: SharedZone, lengths: Ints, rank: int) -> Ints:
-        """Rows (seq, start, stop) of `rank`, as the planner listed them."""
         del lengths
         placed = as_array(zone.fragments)
         return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
     def sends(self, zone: SharedZone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
-        """The all-to-alls of each group, inputs in one part or two, and between them the waves."""
+        # The all-to-alls of each group, inputs in one part or two, and between them the waves.
         made, among = schedule(zone, context.mask), context.crosses if across else None
         place, slices = None if rank is None else made.place_of(rank), _slices(made, context)
         num_runs, whole, again = made.num_groups * made.size, made.run_tokens(), None
@@ -389,7 +380,7 @@ class WavesPattern(CommPattern[SharedZone]):
         return Sends(rows, made.block_tokens, blocks, calls, again, range(made.trades))
 
     def _waves(self, made: Schedule, slices: Sequence[Sequence[HeadSlice]], place: tuple[int, int] | None) -> Ints:
-        """Keys from rank to rank, wave by wave; `place`: of the rank that is asked for."""
+        # Keys from rank to rank, wave by wave; `place`: of the rank that is asked for.
         block, needs = np.arange(len(made.needs)) + made.num_runs, made.needs
         if place is not None:
             own = (needs[:, [Need.FROM, Need.TO]] == place[0]).any(axis=1)
@@ -404,11 +395,7 @@ class WavesPattern(CommPattern[SharedZone]):
         return np.concatenate(tables)
 
     def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[ZoneWork]:
-        """Own work, then a launch and a merge behind each wave.
-
-        Raises:
-            InvalidProgramError: the mask is neither causal nor full.
-        """
+        # Own work, then a launch and a merge behind each wave.
         if context.mask.name not in MASKS:
             raise InvalidProgramError(
                 f"zone {zone.name}: waves attend causally or fully, the plan's mask is {context.mask.name}"
@@ -417,27 +404,26 @@ class WavesPattern(CommPattern[SharedZone]):
         index, place = made.place_of(rank)
         own, num_parts = _slices(made, context)[place], len(made.parts)
         for launch, tasks in enumerate(made.tasks[index] if own else ()):
-            wave = launch - num_parts
+            wave, pairs = launch - num_parts, as_rows(pairs_of(tasks[:, :3], tasks[:, 3:], own))
             if wave < 0:
-                yield ZoneWork((launch + 1) * made.trades // num_parts, as_rows(_pairs(tasks, own)))
+                yield ZoneWork((launch + 1) * made.trades // num_parts, pairs)
                 continue
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
-            yield ZoneWork(made.trades + wave + 1, as_rows(_pairs(tasks, own)), as_rows(values))
+            yield ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
 
     # Placement
 
     def place_all(self, zones: Sequence[ZoneAt[SharedZone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         del lengths
         return listed(zones, wanted)
 
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[SharedZone], context: Context) -> Ints:
-        """Each rank attends all pairs of its group with its share of the heads."""
+        # Each rank attends all pairs of its group with its share of the heads.
         attended = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             made = schedule(zone, context.mask)
@@ -449,7 +435,7 @@ class WavesPattern(CommPattern[SharedZone]):
     # Closed forms of what the table of sends says, which planning asks for often
 
     def receive(self, load: Load, zone: SharedZone, context: Context) -> None:
-        """Add what the all-to-alls and all waves bring."""
+        # Add what the all-to-alls and all waves bring.
         made = schedule(zone, context.mask)
         slices, needs, ranks = _slices(made, context), made.needs, made.all_ranks()
         if made.size > 1:
@@ -459,9 +445,8 @@ class WavesPattern(CommPattern[SharedZone]):
         load.bring(Kind.KV, ranks, come[:, None] * (queries > 0), keys)
 
     def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
-        """Keys and values of the others of a group, in the larger part, or those of the largest wave,
-        with the heads of a rank.
-        """
+        # Keys and values of the others of a group, in the larger part, or those of the largest
+        # wave, with the heads of a rank.
         made = schedule(zone, context.mask)
         needs, shape = made.needs, (max(1, made.num_waves), made.num_groups)
         others = (made.tokens.sum(axis=2, keepdims=True) - made.tokens).max(axis=0)
@@ -472,9 +457,8 @@ class WavesPattern(CommPattern[SharedZone]):
     # Starting early
 
     def startable(self, zone: SharedZone) -> Startable:
-        """The first all-to-alls, the gradients of what the last ones bring, and the replay of the
-        first in their place.
-        """
+        # The first all-to-alls, the gradients of what the last ones bring, and the replay of the
+        # first in their place.
         made = schedule(zone)
         last = tuple(made.last + group for group in range(made.num_groups if made.size > 1 else 0))
         first = tuple(range(made.num_groups if made.size > 1 else 0))  # a launch may come before others
@@ -483,9 +467,8 @@ class WavesPattern(CommPattern[SharedZone]):
     # Simulation
 
     def rounds(self, zone: SharedZone, context: Context) -> ZoneRounds:
-        """Own launches and those of the waves; the all-to-alls of each group, and the messages of
-        each wave.
-        """
+        # Own launches and those of the waves; the all-to-alls of each group, and the messages of
+        # each wave.
         made = schedule(zone, context.mask)
         slices = _slices(made, context)
         rows = Sends(self._waves(made, slices, None), made.block_tokens, made.blocks).messages()
@@ -504,17 +487,8 @@ def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
     return head_slices(context.num_heads, context.num_kv_heads, made.size)
 
 
-def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:
-    """Pairs of tasks (seq, q_start, q_stop, k_start, k_stop), for each slice of the heads in turn."""
-    pairs = np.zeros((len(slices), len(tasks), Pair.WIDTH), dtype=np.int64)
-    pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = tasks[:, :3], tasks[:, 3:]
-    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
-    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
-    return pairs.reshape(-1, Pair.WIDTH)
-
-
 def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
-    """Launches of all groups, own and by wave; those of places with as many heads are alike."""
+    # Launches of all groups, own and by wave; those of places with as many heads are alike.
     alike, place = np.unique(np.stack(head_counts(slices), axis=1), axis=0, return_inverse=True)
     rounds = len(made.parts) + made.num_waves
     pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
@@ -523,7 +497,7 @@ def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches
     for index, tasks in enumerate(made.tasks):
         for kind, (queries, keys) in enumerate(alike.tolist()):
             for at, rows in enumerate(tasks if queries else ()):
-                pairs.append(_pairs(rows, [HeadSlice(0, queries, 0, keys)]))
+                pairs.append(pairs_of(rows[:, :3], rows[:, 3:], [(0, queries, 0, keys)]))
                 number = int(np.ravel_multi_index((index, kind, at), shape))
                 launch.append(np.full(len(rows), number, dtype=np.int64))
     numbers = np.arange(np.prod(shape)).reshape(shape)

@@ -1,10 +1,5 @@
 """Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section
 3.2; TE CP).
-
-Chunks are near equal (their sizes differ by at most one token), so any length is legal without
-padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into 2p
-chunks, p = max(1, length // 2), on p neighbouring ranks; each such sequence begins where the last
-one ended, so that many short sequences do not pile up on the first ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +10,21 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
-from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
-from megatron_balance.patterns.rows import causal_pairs
 
+# Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20
-"""Cells of (rank, sequence) worked on at once, which bounds memory."""
 
+# Fields of `Zigzag` with an entry a sequence.
 _BY_SEQUENCE = ("seqs", "lengths", "parts", "first")
-"""Fields of `Zigzag` with an entry a sequence."""
 
+# With fewer ranks, 2 G^2 fits 32 bits.
 _NARROW = 1 << 15
-"""With fewer ranks, 2 G^2 fits 32 bits."""
 
 
+# Chunks are near equal (their sizes differ by at most one token), so any length is legal without
+# padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into
+# 2p chunks, p = max(1, length // 2), on p neighbouring ranks; each such sequence begins where the
+# last one ended, so that many short sequences do not pile up on the first ranks.
 @dataclass(frozen=True, slots=True)
 class Zigzag:
     """The division of the sequences of one zone among its `size` ranks. Arrays over the zone's
@@ -124,7 +121,7 @@ def fragments(placed: Zigzag, index: int) -> Ints:
 
 
 def chunks(lengths: Ints, size: int) -> Ints:
-    """The chunks of `lengths` on all ranks: a table as `patterns.even_chunks` makes them."""
+    """The chunks of `lengths` on all ranks: a table as `of_documents` makes it."""
     placed = zigzag(lengths, np.arange(len(lengths)), size)
     index = np.arange(size)[:, None]
     position = placed.position(index)
@@ -154,7 +151,7 @@ def pairs_per_rank(placed: Zigzag) -> Ints:
     for begin in range(0, len(whole), step):
         block = whole[begin : begin + step]
         lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
-        pairs += np.diff((causal_pairs(lo) - causal_pairs(hi)).sum(axis=0))
+        pairs += np.diff((CAUSAL.num_pairs(lo) - CAUSAL.num_pairs(hi)).sum(axis=0))
     # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last
     # query of an odd number of tokens is on the first holder, too; a lone token is all of its
     # sequence.
@@ -169,3 +166,70 @@ def shared_tokens(placed: Zigzag) -> Ints:
     """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
     held, alone = tokens(placed.lengths, placed.size), placed.parts == 1
     return held - sums(placed.first[alone], placed.lengths[alone], placed.size)
+
+
+# Columns of a table of chunks: group index, place of the sequence in its zone, tokens.
+INDEX, PLACE, START, STOP = range(4)
+
+
+# Even chunks: zigzag placement in which every rank has the same number of tokens, within one, and
+# nothing is padded (WLB-LLM, section 5.1). Each of G ranks holds chunks i and 2G - 1 - i of what is
+# cut: of every sequence ("per-document sharding"), or of all sequences of a zone one after the other
+# ("per-sequence sharding", Llama 3's context parallelism). A length that 2G does not divide leaves
+# tokens over; they are dealt to the ranks round robin, on from sequence to sequence.
+#
+# DEVIATION: a token that is left over makes a chunk of its rank one token longer, the high chunk in
+# one turn and the low one in the next.
+# Reason: the paper cuts them all off a sequence's end, a fragment of one query each: up to two kernel
+# tiles more for every rank and sequence, each with all of the sequence's keys before it.
+
+
+def _chunk_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
+    """Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
+
+    `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod G:
+    to its high chunk in even turns (n // G), to its low chunk in odd ones. So a round of 2G of them
+    goes to chunks 2G - 1, ..., G, 0, ..., G - 1.
+    """
+    width = 2 * size
+    whole, over = np.divmod(lengths, width)
+    first = (dealt % width)[:, None]
+    last = first + over[:, None]
+    chunk = np.arange(width + 1)
+    # Those in chunks below `chunk`: of the turn of low chunks the first ones, of high chunks the last.
+    begin, end = np.where(chunk <= size, size, width - chunk), np.where(chunk <= size, size + chunk, width)
+    below = sum(np.maximum(np.minimum(last, end + turn) - np.maximum(first, begin + turn), 0) for turn in (0, width))
+    return whole[:, None] * chunk + below
+
+
+def of_documents(lengths: Ints, size: int) -> Ints:
+    """Chunks of each of `lengths` on its own: rows (group index, place, start, stop), by rank, then
+    by place, then by start.
+    """
+    over = lengths % (2 * size)
+    edges = _chunk_edges(lengths, np.cumsum(over) - over, size)
+    index, place = np.arange(size), np.arange(len(lengths))
+    rows = np.empty((size, len(lengths), 2, 4), dtype=np.int64)
+    rows[..., INDEX], rows[..., PLACE] = index[:, None, None], place[:, None]
+    rows[:, :, 0, START], rows[:, :, 0, STOP] = edges[:, index].T, edges[:, index + 1].T
+    rows[:, :, 1, START], rows[:, :, 1, STOP] = edges[:, 2 * size - 1 - index].T, edges[:, 2 * size - index].T
+    # The two chunks of the last rank touch: one fragment.
+    rows[-1, :, 0, STOP] = rows[-1, :, 1, STOP]
+    rows[-1, :, 1, START] = rows[-1, :, 1, STOP]
+    table = rows.reshape(-1, 4)
+    return table[table[:, START] < table[:, STOP]]
+
+
+def of_sequence(lengths: Ints, size: int) -> Ints:
+    """Chunks of `lengths` one after the other; as `of_documents`."""
+    ends = np.cumsum(lengths)
+    total = ends[-1:] if len(ends) else np.zeros(1, dtype=np.int64)
+    edges = _chunk_edges(total, np.zeros_like(total), size)[0]
+    bounds = np.delete(edges, size)  # the two chunks of the last rank touch: one fragment
+    cuts = np.unique(np.concatenate([bounds, ends]))
+    begin, end = cuts[:-1], cuts[1:]
+    place = np.searchsorted(ends, begin, side="right")
+    chunk = np.searchsorted(bounds, begin, side="right") - 1
+    before = (ends - lengths)[place]
+    rows = np.column_stack([np.minimum(chunk, 2 * size - 2 - chunk), place, begin - before, end - before])
+    return rows[np.argsort(rows[:, INDEX], kind="stable")]

@@ -18,11 +18,11 @@ from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.step import Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 

@@ -32,10 +32,10 @@ from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.packing import best_fit
 

@@ -34,11 +34,10 @@ from megatron_balance.cost.remap import remap_s
 from megatron_balance.cost.remap import token_bytes as _token_bytes
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Message, Move
+from megatron_balance.ir.columns import Message, Move, Rows
 from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import ONCE_PER_NODE, head_exchange_once, pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.solvers import remap

@@ -17,10 +17,10 @@ from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt
 from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext
 from megatron_balance.planning.layers import with_layers

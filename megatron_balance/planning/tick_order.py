@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.tick import Cell, Tick
+from megatron_balance.ir.step import Cell, Tick
 
 
 def ticks(

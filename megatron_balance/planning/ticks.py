@@ -11,9 +11,9 @@ import numpy as np
 
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.ir.arrays import Ints, as_rows
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.tick import Tick, TickPlan
+from megatron_balance.ir.step import Tick, TickPlan
 
 PlanOwned: TypeAlias = Callable[[tuple[int, ...], Rows], MicrobatchPlan]
 """A plan for sequences of these lengths whose owners are rows (rank, seq, start, stop), those of a

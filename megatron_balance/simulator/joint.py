@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_balance.analysis.backward import MicrobatchBytes, StepBytes, decide, microbatch_bytes, step_bytes
 from megatron_balance.analysis.received import ReceivedBytes
-from megatron_balance.ir.tick import TickPlan
+from megatron_balance.ir.step import TickPlan
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import linear_tokens
 from megatron_balance.simulator.machine import Machine

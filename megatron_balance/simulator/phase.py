@@ -25,14 +25,14 @@ from megatron_balance.compile.order import (
     stream_name,
 )
 from megatron_balance.compile.pipeline import CompiledRank
-from megatron_balance.compile.zones import places
+from megatron_balance.compile.transpose import places
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.sends import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Bools, Machine

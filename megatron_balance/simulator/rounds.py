@@ -22,7 +22,7 @@ from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns.base import PointToPoint
-from megatron_balance.patterns.rows import messages_from
+from megatron_balance.patterns.sends import messages_from
 from megatron_balance.simulator import host
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome

@@ -32,7 +32,7 @@ from megatron_balance.patterns.base import (
     ZoneTraffic,
     spared_messages,
 )
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.sends import messages_of
 from megatron_balance.simulator.machine import Bools, Machine
 from megatron_balance.simulator.work import launches
 

@@ -18,7 +18,7 @@ from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.tick import Tick, TickPlan
+from megatron_balance.ir.step import Tick, TickPlan
 from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
 from megatron_balance.simulator.around import Around

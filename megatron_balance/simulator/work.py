@@ -15,8 +15,8 @@ import numpy as np
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.intervals import sees
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.visible import sees
 from megatron_balance.simulator.machine import Bools, Machine
 
 STORED = (Kind.OUT, Kind.OUT_GRAD)

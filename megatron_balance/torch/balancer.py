@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
-from megatron_balance.ir.whole import at_least
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner

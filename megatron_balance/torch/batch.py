@@ -20,10 +20,10 @@ from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.whole import at_least
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.torch.exchange import back
 from megatron_balance.training.figures import imbalance_after, imbalance_before

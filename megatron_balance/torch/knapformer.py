@@ -27,13 +27,12 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.gamma import GAMMA_H100_FLUX
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.batch import Batch, at_least
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.whole import at_least
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan

@@ -12,11 +12,11 @@ import torch
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire
-from megatron_balance.ir.whole import at_least
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 

@@ -19,7 +19,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.tick import TickPlan
+from megatron_balance.ir.step import TickPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName

@@ -15,8 +15,8 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import TickPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.ir.tick import TickPlan
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.plans import PlannedStep

@@ -19,8 +19,7 @@ from types import MappingProxyType
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
-from megatron_balance.ir.tick import TickPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, TickPlan
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner

@@ -18,10 +18,10 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand, dense, jobs
 from tests.support.jobs import Ran, Run, Widths
 from tests.support.masks import NAMES, visible

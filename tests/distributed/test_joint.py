@@ -15,8 +15,8 @@ from megatron_balance.compile import ping_pong
 from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
 from megatron_balance.reference import owned_rows

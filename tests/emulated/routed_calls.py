@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups, make_groups

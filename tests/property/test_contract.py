@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.pipeline import compile_ranks, expand, layout
+from megatron_balance.compile.pipeline import compile_ranks, layout
 from megatron_balance.compile.proof.issued import verify_issue_order
-from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
-from megatron_balance.compile.tidy import tidy
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
@@ -49,18 +47,6 @@ def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Ca
     assert_tokens_have_one_owner(planned, case, program)
     assert parse(text(program)) == program
     assert_equals_dense(program)
-
-
-@each_planner
-@examples(7)
-@given(case=cases(masks=NAMES, max_length=40, max_sequences=4), policy=policies)
-def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
-    program = expand(plan(planner, case), policy)
-    tidied = tidy(program)
-    assert tidy(tidied) == tidied
-    assert len(text(tidied)) <= len(text(program))
-    verify(tidied)
-    assert_equals_dense(tidied)
 
 
 @each_planner

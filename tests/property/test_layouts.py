@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from megatron_balance.compile.layouts import fragments, layouts, remote
-from megatron_balance.compile.pipeline import attention_layout, layout
+from megatron_balance.compile.pipeline import Projector, layout
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -26,7 +26,7 @@ def test_layouts_of_all_ranks_are_those_of_each_and_remote_tokens_those_of_the_m
         layout(planned, rank).tolist() for rank in ranks
     ]
     by_rank = [held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist() for rank in ranks]
-    assert by_rank == [attention_layout(planned, rank).tolist() for rank in ranks]
+    assert by_rank == [Projector(planned).attention_layout(rank).tolist() for rank in ranks]
     some = np.arange(0, planned.num_ranks, 2)
     assert fragments(planned, some).tolist() == held[held[:, Held.RANK] % 2 == 0].tolist()
     if planned.moves:

@@ -12,9 +12,9 @@ from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Program
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.columns import Move, Rows
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 
 FRAGMENT_ROW, TASK_ROW = 4, 6
 """Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start,

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import PlanMismatchError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind

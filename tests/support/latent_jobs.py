@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import balanced_attention, latent_attention
 from megatron_balance.runtime.bind import AttentionShape, bind

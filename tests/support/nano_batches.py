@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import AttentionCall, BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind

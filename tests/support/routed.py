@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.compile.order import Issue, streams
-from megatron_balance.compile.pipeline import compile_rank
+from megatron_balance.compile.pipeline import compile_policies
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import ranges
@@ -75,7 +75,7 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
     forward = list(trace)
     out.sum().backward()
-    program = compile_rank(plan, world.rank, policy).program
+    program = compile_policies(plan, world.rank, [policy])[0].program
     return [
         _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.forward),
         _phase_trace(trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.backward),

@@ -12,15 +12,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron_balance.compile.halo import under
-from megatron_balance.compile.pipeline import attention_layout
+from megatron_balance.compile.pipeline import Projector
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.columns import Move, Rows
 from megatron_balance.ir.mask import CAUSAL, kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
 from tests.support.task_tables import (
@@ -126,7 +125,7 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
     rng = random.Random(seed)
     rows: list[tuple[int, int, int]] = []
     for src in range(planned.num_ranks):
-        held = sum(stop - start for _, start, stop in attention_layout(planned, src).tolist())
+        held = sum(stop - start for _, start, stop in Projector(planned).attention_layout(src).tolist())
         targets = [r for r in range(planned.num_ranks) if r != src]
         for dst in sorted(rng.sample(targets, rng.randint(0, len(targets)))):
             tokens = rng.randint(0, held)

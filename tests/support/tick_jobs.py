@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.tick import Cell, TickPlan
+from megatron_balance.ir.step import Cell, TickPlan
 from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind

@@ -8,7 +8,7 @@ import pytest
 from megatron_balance import reference
 from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import dense, programs
 

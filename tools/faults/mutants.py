@@ -17,11 +17,10 @@ from megatron_balance.compile.proof.runs import verify_runs
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Merge, Op, Policy, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 from tools.faults.cases import Outcome, SlowError, within
 from tools.faults.plans import HEADS
 

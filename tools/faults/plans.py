@@ -213,7 +213,7 @@ def on_gloo() -> Iterator[Callable[[int], Outcome]]:
 def try_on_gloo(pool: Any, number: int) -> Outcome:
     """One plan of a planner, product's or tests', under either policy, in fp64."""
     from megatron_balance.compile.pipeline import layout
-    from megatron_balance.ir.rows import Rows
+    from megatron_balance.ir.columns import Rows
     from megatron_balance.reference import owned_rows
     from tests.support import dense, jobs
     from tests.support.masks import visible

@@ -20,9 +20,9 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from tests.support import dense, jobs
 from tools.gpu.rows import Context, Device, Figure, Row, Target

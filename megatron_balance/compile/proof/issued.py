@@ -1,8 +1,5 @@
 """The group calls of a rank in the order in which it issues them, and a proof that all ranks issue
 them in one order.
-
-A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
-collective. `runtime.transport.streams` issues these, in this order.
 """
 
 from __future__ import annotations
@@ -30,14 +27,16 @@ from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.program import Exchange, Op
 
+# In the order of their issue.
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
-"""In the order of their issue."""
 _CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 _STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
 _BITS = 20  # more than a rank takes
 _MASK = (1 << _BITS) - 1
 
 
+# A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
+# collective. `runtime.transport.streams` issues these, in this order.
 class GroupCall(NamedTuple):
     """Identity of a group call, the same on all of its ranks.
 
@@ -75,12 +74,12 @@ class IssuedCall(NamedTuple):
         return frozenset(self.group) if self.group else frozenset(rank for pair in self.pairs for rank in pair)
 
 
+# Whether a collective's ranks have a process group; its transfers go point to point if not.
 OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
-"""Whether a collective's ranks have a process group; its transfers go point to point if not."""
 
 
+# (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
 Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
-"""(leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call."""
 
 
 def batches(
@@ -127,7 +126,6 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
 
 
 def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
-    """The group calls of a rank in an exchange without routes."""
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
     own = ((src == rank) | (dst == rank)) & (src != dst)
     codes: list[int] = (((src << _BITS | dst) << 1) | is_moved(rows[:, Transfer.KIND]))[own].tolist()
@@ -145,7 +143,7 @@ def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool
     """Group calls of every rank in one phase of a plan."""
     return [
         list(batches(ops, phase.steps, rank, ranks_per_node))
-        for rank, (ops, phase) in enumerate(_phases(ranks, backward=backward))
+        for rank, (ops, phase) in enumerate(phases_of(ranks, backward=backward))
     ]
 
 
@@ -157,14 +155,12 @@ def interleaved(
     backward: bool,
     own_group: OwnGroup = lambda _: True,
 ) -> list[list[IssuedCall]]:
-    """Group calls of every rank in a pass of several plans through some layers, segment by segment
-    (`compile.ping_pong`).
-    """
+    """Every rank's group calls in a pass of several plans, by segment (`compile.ping_pong`)."""
     made: list[list[IssuedCall]] = []
     for rank in range(len(nano_batches[0])):
         segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
         for nano_batch, ranks in enumerate(nano_batches):
-            ops, (steps, (attend, end), _) = _phases(ranks[rank : rank + 1], backward=backward)[0]
+            ops, (steps, (attend, end), _) = phases_of(ranks[rank : rank + 1], backward=backward)[0]
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
             for part, own in of.items():
                 segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
@@ -178,7 +174,8 @@ def interleaved(
     return made
 
 
-def _phases(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+def phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+    """Ops of each rank in one phase, with the order of its steps."""
     return [
         (each.program.backward, each.backward) if backward else (each.program.forward, each.forward) for each in ranks
     ]
@@ -187,13 +184,12 @@ def _phases(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequ
 def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
     """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
 
-    So any two ranks that share two calls issue them in one order, and if every call held its ranks'
-    hosts until all of them have come to it, all would go through.
-
     Raises:
-        InvalidProgramError: naming the ranks that wait for one another, and the exchanges; or a
+        InvalidProgramError: names the ranks that wait for one another, and the exchanges; or a
             transfer that only one of its ranks issues.
     """
+    # So any two ranks that share two calls issue them in one order, and if every call held its
+    # ranks' hosts until all of them have come to it, all would go through.
     members: defaultdict[GroupCall, set[int]] = defaultdict(set)
     needed: defaultdict[GroupCall, set[int]] = defaultdict(set)
     for rank, own in enumerate(calls):
@@ -229,7 +225,7 @@ def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
 
 
 def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: dict[GroupCall, set[int]]) -> str:
-    """Ranks that wait for one another: each stands in a call that another has not come to."""
+    # Ranks that wait for one another: each stands in a call that another has not come to.
     rank = next(rank for rank, own in enumerate(calls) if at[rank] < len(own))
     path: list[int] = []
     while rank not in path:
@@ -242,14 +238,3 @@ def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: d
         for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)
-
-
-def verify_order_of(ranks: Sequence[CompiledRank], ranks_per_node: int, policy: str | None) -> None:
-    """Prove that all ranks of a plan issue their exchanges in one order, forward and, with a policy,
-    backward.
-
-    Raises:
-        InvalidProgramError: as `verify_issue_order`.
-    """
-    for backward in (False, True) if policy else (False,):
-        verify_issue_order(issued(ranks, ranks_per_node, backward=backward))

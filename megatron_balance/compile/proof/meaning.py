@@ -1,33 +1,21 @@
 """Prove, without tensors, that a program computes attention under its mask, and the gradient,
 exactly once.
-
-All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
-
-* A rank reads only what it holds.
-* A partial output travels or is returned only when it is a single one.
-* Every (query, key, head) that the mask shows is computed at most once.
-* Transfers and merges conserve contributions.
-
-So an output is complete exactly when the count at its owner equals the number of keys that it may
-see, and likewise for the gradients. Every op is needed: an exchange that brings nothing new or
-nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
-that verifies makes one that does not.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import assert_never
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from megatron_balance.compile.proof.places import Places, ProgramTables
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
-from megatron_balance.ir.columns import Pair, Region, Transfer, Value
-from megatron_balance.ir.intervals import Atoms, ranges
+from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
+from megatron_balance.ir.intervals import Atoms, ranges, sees, trim_pairs
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -41,7 +29,6 @@ from megatron_balance.ir.program import (
     is_remap_move,
 )
 from megatron_balance.ir.text import op_lines
-from megatron_balance.ir.visible import sees, trim_pairs
 
 _NEVER = -1
 COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source
@@ -53,14 +40,7 @@ def verify(program: Program) -> None:
     Raises InvalidProgramError: naming the op, its text and what is wrong.
     """
     _check_shape(program)
-    state = State(program)
-    state.place_owned()
-    state.run("forward", program.forward)
-    state.finish("forward", (Kind.OUT,))
-    if program.policy is not None:
-        state.start_backward()
-        state.run("backward", program.backward)
-        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+    State(program).prove()
 
 
 def _check_shape(program: Program) -> None:
@@ -81,10 +61,21 @@ def _check_shape(program: Program) -> None:
         )
 
 
+# All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
+#
+# * A rank reads only what it holds.
+# * A partial output travels or is returned only when it is a single one.
+# * Every (query, key, head) that the mask shows is computed at most once.
+# * Transfers and merges conserve contributions.
+#
+# So an output is complete exactly when the count at its owner equals the number of keys that it may
+# see, and likewise for the gradients. Every op is needed: an exchange that brings nothing new or
+# nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
+# that verifies makes one that does not.
 class State:
     """The values that every rank holds, while ops run one after the other.
 
-    Arrays are flat over `Places`; heads are counted in query heads.
+    Arrays are flat over `_Places`; heads are counted in query heads.
     """
 
     def __init__(self, program: Program) -> None:
@@ -98,7 +89,7 @@ class State:
         self.first, self.last = self.atoms.tokens(
             every, np.zeros_like(self.lengths), self.lengths
         )  # atoms of each sequence
-        self.places = Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
+        self.places = _Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
         size = self.places.size
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
@@ -118,10 +109,19 @@ class State:
             [tables.owned, np.tile([0, program.num_heads], (len(tables.owned), 1))], axis=1
         )
 
+    def prove(self) -> None:
+        program = self.program
+        self.place_owned()
+        self.run("forward", program.forward)
+        self.finish("forward", (Kind.OUT,))
+        if program.policy is not None:
+            self.start_backward()
+            self.run("backward", program.backward)
+            self.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+
     def _visible_keys(self) -> tuple[Ints, Ints]:
-        """First and one past the last key atom of which each query atom sees any key:
-        [num_token_atoms] each.
-        """
+        # First and one past the last key atom of which each query atom sees any key:
+        # [num_token_atoms] each.
         first, last = np.zeros((2, self.atoms.num_token_atoms), dtype=np.int64)
         _, query = ranges(self.first, self.last)  # the atoms between the end of a sequence and the next are none
         seq = self.atoms.seq(query)
@@ -132,11 +132,11 @@ class State:
         return first, last
 
     def computed(self, tables: ProgramTables) -> Bools:  # noqa: ARG002  one rank's state looks
-        """Whether launches that are looked at attend for each query atom, [num_token_atoms]."""
+        # Whether launches that are looked at attend for each query atom, [num_token_atoms].
         return np.ones(self.atoms.num_token_atoms, dtype=bool)
 
     def _cut(self, program: Program, tables: ProgramTables) -> Atoms:
-        """Atoms of all regions of the program; regions that the mask trims are cut there, too."""
+        # Atoms of all regions of the program; regions that the mask trims are cut there, too.
         seqs, starts, stops, heads = (
             [np.arange(len(self.lengths))],
             [np.zeros_like(self.lengths)],
@@ -190,7 +190,7 @@ class State:
     # Reading regions
 
     def index(self, ranks: Ints, kind: Kind, regions: Ints) -> tuple[Ints, Ints]:
-        """(row, flat state index) of every atom of `Region` rows [n, 5] on `ranks` [n]."""
+        # (row, flat state index) of every atom of `Region` rows [n, 5] on `ranks` [n].
         scale = self.ratio if kind in KEY_SIDE else 1
         seq, start, stop, head_start, head_stop = regions.T
         row, atom = self.atoms.expand(seq, start, stop, head_start * scale, head_stop * scale)
@@ -252,11 +252,11 @@ class State:
                 raise self.error(0, "nothing that it brings is ever used; drop it")
 
     def brings_copies(self, rows: Ints) -> bool:
-        """Whether `Transfer` rows bring anything that is to be used, to a rank that is looked at."""
+        # Whether `Transfer` rows bring anything that is to be used, to a rank that is looked at.
         return bool(np.isin(rows[:, Transfer.KIND], COPIED).any())
 
     def check_ids(self, phase: str, ops: Sequence[Op]) -> None:
-        """Check that exchange ids rise, so that all ranks issue theirs in one order."""
+        # Check that exchange ids rise, so that all ranks issue theirs in one order.
         last = -1
         for index, op in enumerate(ops):
             if isinstance(op, Exchange):
@@ -266,7 +266,6 @@ class State:
                 last = op.id
 
     def check_ops(self, ops: Sequence[Op]) -> None:
-        """Check that every op does something, on ranks that are there."""
         for which, op in enumerate(ops):
             match op:
                 case Exchange(_, rows, _, ranks, _):
@@ -283,7 +282,7 @@ class State:
                 raise self.error(which, f"it names a rank that is not there; there are {self.program.num_ranks}")
 
     def check_rows(self, phase: str, op: Exchange) -> Ints:
-        """The `Transfer` rows of an exchange, whose ranks, kinds and ways have been checked."""
+        # The `Transfer` rows of an exchange, whose ranks, kinds and ways have been checked.
         rows = as_array(op.transfers)
         kinds, (src, dst) = rows[:, Transfer.KIND], rows[:, Transfer.ENDS].T
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
@@ -367,9 +366,8 @@ class State:
                 pass
 
     def differing(self, op: Exchange, one: Ints, others: Ints, rows: Ints) -> int | None:
-        """The first rank of `one` whose rows differ between the other ranks of the group; None if
-        there is none.
-        """
+        # The first rank of `one` whose rows differ between the other ranks of the group; None if
+        # there is none.
         order = np.lexsort((others, one))
         group = np.sort(op.group)
         size = len(group)
@@ -387,9 +385,8 @@ class State:
         return None
 
     def check_routes(self, op: Exchange, rows: Ints) -> None:
-        """Check that pieces are counted from 0, of pairs that move something, over ranks that are
-        there.
-        """
+        # Check that pieces are counted from 0, of pairs that move something, over ranks that are
+        # there.
         if not op.routes:
             return
         if op.collective != "p2p":
@@ -451,7 +448,7 @@ class State:
             self.contribute(Kind.KV_GRAD, place + key * self.num_heads, keys, ranks)
 
     def contribute(self, kind: Kind, places: Ints, regions: Ints, ranks: Ints) -> None:
-        """Count contributions at `places`; the launch leaves one partial of each region."""
+        # Count contributions at `places`; the launch leaves one partial of each region.
         np.add.at(self.count[kind], places, 1)
         row, flat = self.index(ranks, kind, regions)
         if (self.parts[kind][flat] > 1).any():
@@ -482,7 +479,7 @@ class State:
             self.parts[kind][flat] = 1
 
     def finish(self, phase: str, kinds: tuple[Kind, ...]) -> None:
-        """Check that everything is complete at its owner, and that nothing is left elsewhere."""
+        # Check that everything is complete at its owner, and that nothing is left elsewhere.
         num_keys = self.key_last - self.key_first
         seeing = num_keys > 0
         begin, end = (np.bincount(side[seeing], minlength=len(num_keys)) for side in (self.key_first, self.key_last))
@@ -509,11 +506,10 @@ class State:
                 )
 
     def incomplete(self, kind: Kind, want: Ints) -> Bools:
-        """Whether what the owner has in each of its places is not all of it, in one partial."""
+        # Whether what the owner has in each of its places is not all of it, in one partial.
         return (self.count[kind][self.owned_index] != want) | (self.parts[kind][self.owned_index] != 1)
 
     def named(self, place: int) -> tuple[int, str]:
-        """The rank and, as text, the tokens of a place."""
         rank, atom = self.places.at(place)
         one = np.array([atom // self.num_heads])
         return rank, f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
@@ -524,9 +520,8 @@ class State:
         self.used[self.brought[kind][flat]] = True
 
     def distinct(self, flat: Ints) -> bool:
-        """Whether no index occurs twice. Of two that write their number to one place, one does not
-        find it again.
-        """
+        # Whether no index occurs twice. Of two that write their number to one place, one does not
+        # find it again.
         number = np.arange(len(flat), dtype=np.int32)
         self.scratch[flat] = number
         return bool((self.scratch[flat] == number).all())
@@ -563,9 +558,8 @@ def kinds_in(column: Ints) -> list[Kind]:
 
 
 def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:
-    """Indices of ops that can be checked together: an exchange alone; between two, the j-th op of
-    every rank if of one kind.
-    """
+    # Indices of ops that can be checked together: an exchange alone; between two, the j-th op of
+    # every rank if of one kind.
     start = 0
     while start < len(ops):
         if isinstance(ops[start], Exchange):
@@ -587,3 +581,82 @@ def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:
                     by_kind[type(ops[queue[depth]])].append(queue[depth])
             yield from by_kind.values()
         start = stop
+
+
+class ProgramTables(NamedTuple):
+    """All rows of a program below one another, and the ranks of those that do not name theirs.
+
+    `owned` with `owners`; `moved`: `Transfer` rows; `merged`: `Value` rows, with `merging`; `pairs`
+    with `attending`.
+    """
+
+    owned: Ints
+    owners: Ints
+    moved: Ints
+    merged: Ints
+    merging: Ints
+    pairs: Ints
+    attending: Ints
+
+    @classmethod
+    def of(cls, program: Program) -> ProgramTables:
+        ops = (*program.forward, *program.backward)
+        merges = [op for op in ops if isinstance(op, Merge)]
+        # A backward launch has the very table of its forward launch; looking at it once will do.
+        launches = {(op.rank, id(op.pairs)): op for op in ops if isinstance(op, Attend | AttendGrad)}.values()
+        return cls(
+            concat(list(program.owned), Fragment.WIDTH),
+            np.repeat(np.arange(program.num_ranks), [len(rows) for rows in program.owned]),
+            concat([op.transfers for op in ops if isinstance(op, Exchange)], Transfer.WIDTH),
+            concat([op.values for op in merges], Value.WIDTH),
+            _repeated([op.rank for op in merges], [len(op.values) for op in merges]),
+            concat([op.pairs for op in launches], Pair.WIDTH),
+            _repeated([op.rank for op in launches], [len(op.pairs) for op in launches]),
+        )
+
+
+def _repeated(ranks: list[int], counts: list[int]) -> Ints:
+    return np.repeat(np.array(ranks, dtype=np.int64), np.array(counts, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Indices of what the ranks may hold: a run of atoms for each (sequence, rank) that occur
+    together.
+
+    So a plan of many small zones takes the sum of them, not all ranks times all sequences.
+
+    `cells` [n], ascending: sequence * num_ranks + rank; `base` [n + 1]: where the run of each begins;
+    `first` [S]: the first atom of each sequence.
+    """
+
+    num_ranks: int
+    cells: Ints
+    base: Ints
+    first: Ints
+
+    @classmethod
+    def of(cls, tables: ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> _Places:
+        # `first`, `last` [S]: token atoms of each sequence; ranks that are not there are left out.
+        met = [np.empty((0, 2), dtype=np.int64)]
+        met += [tables.moved[:, [Transfer.SEQ, side]] for side in (Transfer.SRC, Transfer.DST)]
+        met += [np.column_stack([tables.merged[:, Value.SEQ], tables.merging])]
+        met += [np.column_stack([tables.pairs[:, Pair.SEQ], tables.attending])]
+        met += [np.column_stack([tables.owned[:, Fragment.SEQ], tables.owners])]
+        seqs, ranks = np.concatenate(met).T
+        cells = np.unique((seqs * num_ranks + ranks)[(ranks >= 0) & (ranks < num_ranks)])
+        sizes = (last - first)[cells // num_ranks] * num_heads
+        return cls(num_ranks, cells, np.append(0, np.cumsum(sizes)), first * num_heads)
+
+    @property
+    def size(self) -> int:
+        return int(self.base[-1])
+
+    def offset(self, ranks: Ints, seqs: Ints) -> Ints:
+        # Offsets [n] that turn atoms of `seqs` [n] into indices on `ranks` [n].
+        return self.base[np.searchsorted(self.cells, seqs * self.num_ranks + ranks)] - self.first[seqs]
+
+    def at(self, place: int) -> tuple[int, int]:
+        cell = int(np.searchsorted(self.base, place, side="right")) - 1
+        seq, rank = divmod(int(self.cells[cell]), self.num_ranks)
+        return rank, place - int(self.base[cell] - self.first[seq])

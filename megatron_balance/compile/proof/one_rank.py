@@ -1,23 +1,4 @@
-"""Prove what one rank does, from its own program and those of the ranks that it exchanges with.
-
-The program of a ring of G ranks has G x G launches, so its whole proof (`proof.runs`) takes G x G
-steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
-
-* Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
-  share an exchange have the same key for it. So of all exchanges that have not met, the one with
-  the least key has all its ranks: nobody waits for ever.
-* What a rank is brought is what the other rank's program sends, row by row; that the sender has it
-  is part of the sender's own proof, from exchanges with smaller ids only.
-* Outputs and gradients of queries travel only when they are complete, so a rank that is brought one
-  may take it as such. Each is complete at its owner in the end, in one piece, and lies nowhere
-  else: so each query meets its keys at one rank, and that rank proves that it meets each of them
-  once.
-* Partial gradients of keys travel as they are. They are added up, handed on whole, and lie with
-  their owner alone in the end; so nothing of them is lost, and no part is in them twice.
-
-Where outputs travel before they are complete (`provable`), or collectives demand that ranks send or
-are sent the same, a rank cannot be proved alone.
-"""
+"""Prove what one rank does, from its own program and those of the ranks that it exchanges with."""
 
 from __future__ import annotations
 
@@ -30,22 +11,19 @@ import numpy as np
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
-from megatron_balance.compile.proof.meaning import State, kinds_in
-from megatron_balance.compile.proof.places import ProgramTables
+from megatron_balance.compile.proof.meaning import ProgramTables, State, kinds_in
 from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
-from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Transfer
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Rows, Transfer
+from megatron_balance.ir.intervals import ranges, trim_pairs
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
+# In which no partial output travels.
 PATTERNS = frozenset({"ring", "waves"})
-"""In which no partial output travels."""
 
 
 class NotAloneError(InvalidProgramError):
@@ -57,6 +35,23 @@ def provable(plan: MicrobatchPlan) -> bool:
     return all(zone.pattern in PATTERNS for zone in plan.zones)
 
 
+# The program of a ring of G ranks has G x G launches, so its whole proof (`proof.runs`) takes G x G
+# steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
+#
+# * Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
+#   share an exchange have the same key for it. So of all exchanges that have not met, the one with
+#   the least key has all its ranks: nobody waits for ever.
+# * What a rank is brought is what the other rank's program sends, row by row; that the sender has it
+#   is part of the sender's own proof, from exchanges with smaller ids only.
+# * Outputs and gradients of queries travel only when they are complete, so a rank that is brought one
+#   may take it as such. Each is complete at its owner in the end, in one piece, and lies nowhere
+#   else: so each query meets its keys at one rank, and that rank proves that it meets each of them
+#   once.
+# * Partial gradients of keys travel as they are. They are added up, handed on whole, and lie with
+#   their owner alone in the end; so nothing of them is lost, and no part is in them twice.
+#
+# Where outputs travel before they are complete (`provable`), or collectives demand that ranks send
+# or are sent the same, a rank cannot be proved alone.
 def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
     holds. `passing`: as in `compile.issue_order`.
@@ -124,27 +119,18 @@ def verify_rank(
         program.remap_in,
         program.mask,
     )
-    state = _OwnState(alone, program.rank)
-    state.place_owned()
-    state.run("forward", program.forward)
-    state.finish("forward", (Kind.OUT,))
-    if policy is not None:
-        state.start_backward()
-        state.run("backward", program.backward)
-        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+    _OwnState(alone, program.rank).prove()
 
 
 class _OwnState(State):
-    """The values that one rank holds, while its ops run one after the other. Outputs and gradients
-    of queries that it is brought are complete: those that send them prove it.
-    """
+    """The values that one rank holds, while its ops run one after the other."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.rank = rank
         super().__init__(program)
 
     def computed(self, tables: ProgramTables) -> Bools:
-        """As in `State`: the query atoms that this rank attends for."""
+        # As in `State`: the query atoms that this rank attends for.
         marks = np.zeros(self.atoms.num_token_atoms, dtype=bool)
         queries = trim_pairs(tables.pairs, self.program.mask)[:, Pair.Q_SPAN]
         _, atom = ranges(*self.atoms.tokens(tables.pairs[:, Pair.SEQ], *queries.T))
@@ -152,7 +138,7 @@ class _OwnState(State):
         return marks
 
     def place_owned(self) -> None:
-        """Place what the rank owns; `verify_owned` has looked at what all ranks own."""
+        # Place what the rank owns; `verify_owned` has looked at what all ranks own.
         row, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
         seq = self.owned_regions[row, Region.SEQ]
         self.owned_atom = flat - self.places.offset(self.owner_ranks[row], seq)
@@ -161,24 +147,22 @@ class _OwnState(State):
             self.held[kind][flat] = True
 
     def brings_copies(self, rows: Ints) -> bool:
-        """As in `State`, to this rank."""
+        # As in `State`, to this rank.
         return super().brings_copies(rows[rows[:, Transfer.DST] == self.rank])
 
     def incomplete(self, kind: Kind, want: Ints) -> Bools:
-        """As in `State`. What all ranks' parts of a gradient of keys add up to, no rank sees alone."""
         if kind == Kind.KV_GRAD:
             return self.parts[kind][self.owned_index] != 1
         return super().incomplete(kind, want)
 
     def check_ops(self, ops: Sequence[Op]) -> None:
-        """As in `State`, and that they are this rank's."""
+        # As in `State`, and that they are this rank's.
         super().check_ops(ops)
         for which, op in enumerate(ops):
             if not isinstance(op, Exchange) and op.rank != self.rank:
                 raise self.error(which, f"it is an op of rank {op.rank} in the program of rank {self.rank}")
 
     def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
-        """Give away what the rank sends, and take what it is brought."""
         if op.collective not in ("p2p", "all_to_all"):
             raise NotAloneError(f"{op.collective} in exchange {op.id} is proved of all its ranks at once, not of one")
         rows = self.check_rows(phase, op)
@@ -209,11 +193,10 @@ class _OwnState(State):
                 np.add.at(self.count[kind], here, self._whole(here))
 
     def _index(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints]:
-        """(row, place) of every atom of `Transfer` rows that this rank sends or is brought."""
+        # (row, place) of every atom of `Transfer` rows that this rank sends or is brought.
         return self.index(np.full(len(rows), self.rank), kind, rows[:, Transfer.REGION])
 
     def _give(self, kind: Kind, sent: Ints) -> Ints:
-        """The places of what the rank sends, which it must have."""
         row, there = self._index(kind, sent)
         if kind in self.held:
             self.require(self.held[kind][there], sent[row], "the source does not hold it")
@@ -230,7 +213,6 @@ class _OwnState(State):
         return there
 
     def _whole(self, places: Ints) -> Ints:
-        """The parts that an output or gradient of queries has when it is complete."""
         cell = np.searchsorted(self.places.base, places, side="right") - 1
         seq = self.places.cells[cell] // self.places.num_ranks
         atom = (places - self.places.base[cell] + self.places.first[seq]) // self.num_heads
@@ -290,7 +272,7 @@ class _Listed(NamedTuple):
         return cls(rows, routes, calls)
 
     def shared(self, rank: int) -> tuple[Ints, Ints, dict[int, tuple[bool, str, tuple[int, ...]]]]:
-        """Rows by id and ends, routes, and calls that concern `rank`, too."""
+        # Rows by id and ends, routes, and calls that concern `rank`, too.
         way = self.routes[(self.routes[:, 1:][:, _STATIONS] == rank).any(axis=1)]
         ends = _ends(self.rows, (1 + Transfer.SRC, 1 + Transfer.DST))
         chosen = (self.rows[:, 1:][:, Transfer.ENDS] == rank).any(axis=1)
@@ -308,7 +290,6 @@ _BITS = 20  # more than a rank takes
 
 
 def _ends(rows: Ints, columns: tuple[int, int]) -> Ints:
-    """One number for exchange, source and destination."""
     return rows[:, 0] << 2 * _BITS | rows[:, columns[0]] << _BITS | rows[:, columns[1]]
 
 
@@ -318,7 +299,7 @@ def _with_ids(exchanges: Sequence[Exchange], tables: Sequence[Rows], width: int)
 
 
 def _first_difference(mine: Ints, yours: Ints) -> int | None:
-    """The id of the first exchange of which two tables have different rows; None: they are equal."""
+    # The id of the first exchange of which two tables have different rows; None: they are equal.
     if mine.shape == yours.shape and (mine == yours).all():
         return None
     for one, other in zip(mine.tolist(), yours.tolist(), strict=False):

@@ -1,9 +1,5 @@
 """Prove a plan as it will run: its structure, its program, and that what each rank runs is what was
 proved.
-
-`compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own, lowered to
-steps. Here both are held against each other, and the steps of all ranks against what the executor
-needs of them (`compile.proof.steps`, `compile.proof.issued`).
 """
 
 from __future__ import annotations
@@ -16,20 +12,21 @@ from typing import cast
 import numpy as np
 
 from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import compile_ranks, expand
-from megatron_balance.compile.projector import Projector
-from megatron_balance.compile.proof.issued import verify_order_of
+from megatron_balance.compile.pipeline import Projector, compile_ranks, expand
+from megatron_balance.compile.proof.issued import issued, phases_of, verify_issue_order
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array, as_rows
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, RankProgram
-from megatron_balance.ir.rows import Rows
 
 
+# `compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own,
+# lowered to steps. Here both are held against each other, and the steps of all ranks against what
+# the executor needs of them (`compile.proof.steps`, `compile.proof.issued`).
 def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:
     """Prove a plan, forward and, with a policy, backward; its program. `passing`: as in
     `compile.issue_order`.
@@ -59,20 +56,17 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
         check_same(rank, "forward", proved.forward, compiled.program.forward)
         check_same(rank, "backward", proved.backward, compiled.program.backward)
     for backward in (False, True) if program.policy else (False,):
-        lowered = [
-            (each.program.backward, each.backward.steps) if backward else (each.program.forward, each.forward.steps)
-            for each in ranks
-        ]
+        lowered = [(ops, phase.steps) for ops, phase in phases_of(ranks, backward=backward)]
         for rank, (ops, steps) in enumerate(lowered):
             verify_steps(ops, steps, rank, plan.mask)
         verify_meeting(lowered)
-    verify_order_of(ranks, plan.ranks_per_node, program.policy)
+        verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))
 
 
 def check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op]) -> None:
-    """Reject a difference between what was proved and what a rank runs. Rows of an exchange may come
-    in another order, but for those between two ranks; gradients are merged where they arrive.
-    """
+    """Reject a difference between what was proved and what a rank runs."""
+    # Rows of an exchange may come in another order, but for those between two ranks; gradients are
+    # merged where they arrive.
     one = [op for op in proved if phase == "forward" or not isinstance(op, Merge)]
     other = runs
     for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):
@@ -122,7 +116,7 @@ def verify_routes(plan: MicrobatchPlan, program: Program | RankProgram) -> None:
 
 
 def _routed_pairs(plan: MicrobatchPlan, op: Exchange) -> set[tuple[int, int]]:
-    """The (src, dst) of an exchange that go over all NICs of both nodes."""
+    # The (src, dst) of an exchange that go over all NICs of both nodes.
     assert plan.routing is not None
     if -(-plan.ranks_per_node // plan.routing.ranks_per_nic) == 1:
         return set()
@@ -135,7 +129,7 @@ def _routed_pairs(plan: MicrobatchPlan, op: Exchange) -> set[tuple[int, int]]:
 
 
 def _check_ways(plan: MicrobatchPlan, op: Exchange, ends: set[tuple[int, int]], phase: str) -> None:
-    """Check that the pieces of `ends`, and of no others, go by their proxies."""
+    # Check that the pieces of `ends`, and of no others, go by their proxies.
     got: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for src, dst, _, send_proxy, receive_proxy in op.routes:
         got[src, dst].append((send_proxy, receive_proxy))
@@ -149,7 +143,7 @@ def _check_ways(plan: MicrobatchPlan, op: Exchange, ends: set[tuple[int, int]], 
 
 
 def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
-    """(send proxy, receive proxy) of each piece: one for each NIC of a node, in turns."""
+    # (send proxy, receive proxy) of each piece: one for each NIC of a node, in turns.
     assert plan.routing is not None
     per_node, per_nic = plan.ranks_per_node, plan.routing.ranks_per_nic
 

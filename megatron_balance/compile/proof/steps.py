@@ -1,9 +1,5 @@
 """Check the lowered steps of all ranks: each op once, nothing read before it is there, no wait in a
 circle.
-
-`compile.order` moves starts of exchanges to the front and their ends to the back. These checks read
-its result alone. A send takes what is there at its start, and what an exchange brings is there from
-its end on.
 """
 
 from __future__ import annotations
@@ -17,17 +13,18 @@ import numpy as np
 from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, concat
-from megatron_balance.ir.columns import Pair, Region, Transfer
-from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.columns import Pair, Region, Rows, Transfer
+from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.visible import trim_pairs
 
+# Ops of one phase of a rank, and the order of its steps.
 Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
-"""Ops of one phase of a rank, and the order of its steps."""
 
 
+# `compile.order` moves starts of exchanges to the front and their ends to the back. These checks
+# read its result alone. A send takes what is there at its start, and what an exchange brings is
+# there from its end on.
 class _OpRegions(NamedTuple):
     """Regions of one kind that ops read, give or take: `op` [n], `rows` [n, 5] of `Region`."""
 
@@ -63,17 +60,15 @@ class _PhaseTables(NamedTuple):
         )
 
     def moving(self, rank: int, kind: Kind, side: int) -> _OpRegions:
-        """Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`)."""
+        # Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`).
         chosen = (self.moved[:, side] == rank) & (self.moved[:, Transfer.KIND] == kind)
         return _OpRegions(self.moving_op[chosen], self.moved[chosen, Transfer.REGION])
 
     def read(self, kind: Kind) -> _OpRegions:
-        """Of Q, KV or OUT_GRAD, what launches read."""
         chosen = self.of_backward if kind == Kind.OUT_GRAD else np.ones_like(self.of_backward)
         return self._of_launches(chosen, Pair.KEY if kind == Kind.KV else Pair.QUERY)
 
     def launched(self, kind: Kind) -> _OpRegions:
-        """Of OUT, Q_GRAD or KV_GRAD, what launches leave."""
         chosen = ~self.of_backward if kind == Kind.OUT else self.of_backward
         return self._of_launches(chosen, Pair.KEY if kind == Kind.KV_GRAD else Pair.QUERY)
 
@@ -82,7 +77,6 @@ class _PhaseTables(NamedTuple):
 
 
 def _rows_ops(tables: Sequence[tuple[int, Rows]]) -> Ints:
-    """The op of each row of tables below one another."""
     ops = np.array([at for at, _ in tables], dtype=np.int64)
     return np.repeat(ops, np.array([len(rows) for _, rows in tables], dtype=np.int64))
 
@@ -152,7 +146,7 @@ def verify_meeting(ranks: Sequence[Lowered]) -> None:
 
 
 def _senders(ops: Sequence[Op], rank: int) -> dict[int, list[int]]:
-    """By op, the ranks that must start an exchange before `rank` has all of it."""
+    # By op, the ranks that must start an exchange before `rank` has all of it.
     exchanges = [(at, op) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     tables = [(at, op.transfers) for at, op in exchanges if op.collective == "p2p"]
     rows = concat([table for _, table in tables], Transfer.WIDTH)
@@ -176,7 +170,7 @@ def _senders(ops: Sequence[Op], rank: int) -> dict[int, list[int]]:
 
 
 def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, Ints]:
-    """By op, the step that takes what it needs, and the one from which on its results are there."""
+    # By op, the step that takes what it needs, and the one from which on its results are there.
     times = np.full((2, len(ops)), -1)
     for at, step in enumerate(steps):
         op = ops[step.op]
@@ -199,7 +193,7 @@ def _joined(one: _OpRegions, other: _OpRegions) -> _OpRegions:
 
 
 def _pairs(there: _OpRegions, reads: _OpRegions) -> tuple[Ints, Ints]:
-    """(op that leaves, op that reads) of every two different ones that share a token and a head."""
+    # (op that leaves, op that reads) of every two different ones that share a token and a head.
     kept = there.rows[:, Region.START] < there.rows[:, Region.STOP]
     there = _OpRegions(there.op[kept], there.rows[kept])
     read, left = overlaps(reads.rows, there.rows)

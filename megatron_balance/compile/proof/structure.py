@@ -1,15 +1,11 @@
 """Check the structure of a plan, in about the time of sorting it: what can be said before it is a
 program.
-
-Every plan of a training job goes through this, in the planning process. That the program of a plan
-computes what it shall is proved by `compile.proof.meaning`, which takes longer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -18,19 +14,18 @@ from megatron_balance.ir.arrays import Ints, as_array, run_bounds
 from megatron_balance.ir.columns import Move, Placed, Task
 from megatron_balance.ir.intervals import key, key_bounds, key_position, key_seq, ranges
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTable, Zone
-from megatron_balance.ir.step import Carry, Lengths, StepPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import PATTERNS
 
+# Every plan of a training job goes through this, in the planning process. That the program of a
+# plan computes what it shall is proved by `compile.proof.meaning`, which takes longer.
+
+# Complaints of one plan that its error lists.
 MOST_NAMED = 4
-"""Complaints of one plan that its error lists."""
 
 
 def verify_plans(step: StepPlan) -> None:
-    """Check the structure of all plans of a step, those of its ticks included.
-
-    Raises:
-        InvalidProgramError: as `verify_plan`.
-    """
+    """Check the structure of all plans of a step, those of its ticks included, by `verify_plan`."""
     for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
         verify_plan(plan)
 
@@ -117,7 +112,7 @@ def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan
 
 
 def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:
-    """Complaints about queries without all keys that they see, or with some twice."""
+    # Complaints about queries without all keys that they see, or with some twice.
     lengths, held = np.array(plan.lengths), np.array(seqs)
     if len(tasks) and not 0 <= tasks[:, Task.RANK].min() <= tasks[:, Task.RANK].max() < plan.num_ranks:
         yield f"{place}: a task on a rank that is not there"
@@ -169,51 +164,3 @@ def _of_layers(plan: MicrobatchPlan) -> Iterator[str]:
     outside = [at for at in routing.zones if at != REMAP and not 0 <= at < len(plan.zones)]
     if outside:
         yield f"routing of zone {outside[0]}, there are {len(plan.zones)}"
-
-
-def verify_step(
-    step: StepPlan, lengths: Lengths, before: Carry, after: Carry, max_tokens: Sequence[int] | None = None
-) -> None:
-    """Prove that a step trains or holds back each of its sequences, once.
-
-    Args:
-        step: a plan.
-        lengths: of the sequences in tokens, as dealt.
-        before: what the step was planned with, sequences that wait among it.
-        after: what it carries on; the sequences held back are numbered as the next step sees them.
-        max_tokens: by pipeline, the tokens that a microbatch holds; None: not limited.
-
-    Raises:
-        InvalidProgramError: names a sequence that is lost, or in two places, or cut; or a microbatch
-            that holds less than is in it.
-    """
-    dealt = list(chain.from_iterable(lengths))
-    known = dict(before.waiting) | dict(enumerate(dealt))
-    trained = [seq for microbatch in step.members for part in microbatch for seq in part]
-    held = [number + len(dealt) for number, _ in after.waiting]
-    times = Counter([*trained, *held])
-    wrong = sorted(seq for seq in times.keys() | known.keys() if times[seq] != 1 or seq not in known)
-    if wrong:
-        counts = ", ".join(f"s{seq} {times[seq]} times" for seq in wrong[:8])
-        raise InvalidProgramError(f"expected each sequence of a step once, trained or held back; got {counts}")
-    for number, length in after.waiting:
-        if known[number + len(dealt)] != length:
-            raise InvalidProgramError(
-                f"s{number + len(dealt)} is held back with {length} tokens, and has another length"
-            )
-    for m, (microbatch, of) in enumerate(zip(step.members, step.plans_of, strict=True)):
-        for part, at in zip(microbatch, of, strict=True):
-            wanted, got = tuple(known[seq] for seq in part), step.plans[at].lengths
-            if wanted != got:
-                raise InvalidProgramError(
-                    f"microbatch {m} has sequences of {list(wanted)} tokens, and its plan is of {list(got)}"
-                )
-    if max_tokens is None:
-        return
-    for pipeline, (own, most) in enumerate(zip(step.pipelines, max_tokens, strict=True)):
-        for number, m in enumerate(own):
-            tokens = sum(step.plans[at].num_tokens for at in step.plans_of[m])
-            if tokens > most:
-                raise InvalidProgramError(
-                    f"microbatch {number} of pipeline {pipeline} has {tokens} tokens, and holds {most}"
-                )

@@ -48,9 +48,9 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array, as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planners.distca.linear import linear_owned, spread
 from megatron_balance.planners.distca.schedule import Scheduling, schedule
 from megatron_balance.solvers.capacity import check_pool

@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, run_bounds
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.intervals import trim_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
-from megatron_balance.ir.visible import trim_pairs
 
 
 def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:

@@ -14,11 +14,10 @@ import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.intervals import key
+from megatron_balance.ir.intervals import Rectangles, key, num_pairs
 from megatron_balance.ir.intervals import union as union_of
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
-from megatron_balance.ir.visible import Rectangles, num_pairs
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS

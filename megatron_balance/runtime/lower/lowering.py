@@ -16,9 +16,8 @@ import torch
 from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.compile.pipeline import PhaseOrder
-from megatron_balance.compile.transpose import Policy
-from megatron_balance.compile.zones import OpZones
-from megatron_balance.compile.zones import places as places_of
+from megatron_balance.compile.transpose import OpZones, Policy
+from megatron_balance.compile.transpose import places as places_of
 from megatron_balance.ir.arrays import Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Transfer
 from megatron_balance.ir.program import Exchange, Kind, Op, RankProgram

@@ -16,9 +16,8 @@ from megatron_balance.compile.order import LEGS, Leg, Role, TrafficClass, hops, 
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import Exchange, Kind, Op
-from megatron_balance.ir.rows import Rows
 from megatron_balance.runtime.lower.steps import Hop, Piece, ProxyRoute, RelayTask
 
 _RANK_BITS = 20  # more than a rank or the index of an op takes

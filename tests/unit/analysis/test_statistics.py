@@ -15,12 +15,12 @@ from megatron_balance.analysis.received import largest_exchange
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload
-from megatron_balance.compile.pipeline import attention_layout, expand, layout
+from megatron_balance.compile.pipeline import Projector, expand, layout
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import PATTERNS
 from tests.support import by_hand
 from tests.support.masks import NAMES
@@ -49,7 +49,9 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
     exchanges = [op for op in program.forward if isinstance(op, Exchange)]
     remap_out = exchanges[-1].id if plan.moves else None
     routed = 0
-    placed = [{(seq, t) for seq, a, b in attention_layout(plan, r).tolist() for t in range(a, b)} for r in ranks]
+    placed = [
+        {(seq, t) for seq, a, b in Projector(plan).attention_layout(r).tolist() for t in range(a, b)} for r in ranks
+    ]
     for op in exchanges:
         routed += len({row[:2] for row in op.routes})
         for kind, seq, start, stop, head_start, head_stop, src, dst in op.transfers:

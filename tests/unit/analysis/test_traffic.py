@@ -12,10 +12,10 @@ from megatron_balance.analysis import wire
 from megatron_balance.analysis.traffic import Traffic, traffic
 from megatron_balance.analysis.wire import NicOf, Payload, is_collective
 from megatron_balance.compile.pipeline import expand
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 
 MODEL = Model(num_heads=2, num_kv_heads=1, head_dim=8, bytes_per_element=2)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
-from megatron_balance.compile.pipeline import attention_layout, layout
+from megatron_balance.compile.pipeline import Projector, layout
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
@@ -32,7 +32,7 @@ def case(model: Model = CAUSAL_MODEL, **options: object) -> Case:
 
 def needed(planned: MicrobatchPlan, rank: int) -> set[tuple[int, int]]:
     """Keys that the queries of a rank see and that it does not hold, token by token."""
-    held = attention_layout(planned, rank).tolist()
+    held = Projector(planned).attention_layout(rank).tolist()
     own = {(seq, token) for seq, start, stop in held for token in range(start, stop)}
     first = WINDOW.size - 1
     return {(seq, key) for seq, query in own for key in range(max(0, query - first), query)} - own
@@ -55,7 +55,7 @@ def test_a_rank_is_brought_the_keys_that_it_needs_and_no_others(planner: str) ->
         elif isinstance(op, Attend):
             launches[op.rank] += 1
     assert arrived == [needed(windowed, rank) for rank in range(windowed.num_ranks)]
-    assert launches == [int(len(attention_layout(windowed, rank)) > 0) for rank in range(windowed.num_ranks)]
+    assert launches == [int(len(Projector(windowed).attention_layout(rank)) > 0) for rank in range(windowed.num_ranks)]
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)

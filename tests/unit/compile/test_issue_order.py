@@ -10,19 +10,12 @@ import pytest
 from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
 from megatron_balance.compile.order import Start
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.proof.issued import (
-    GroupCall,
-    IssuedCall,
-    issued,
-    parts,
-    verify_issue_order,
-    verify_order_of,
-)
+from megatron_balance.compile.proof.issued import GroupCall, IssuedCall, issued, parts, verify_issue_order
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.rendezvous import calls_of, hanging
 
@@ -77,7 +70,8 @@ def test_a_remap_is_around_all_zones() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_issue_order_is_one_for_all_ranks(name: str, passing: bool, policy: Policy) -> None:
     compiled = compile_ranks(PLANS[name], policy, passing=passing)
-    verify_order_of(compiled, PLANS[name].ranks_per_node, policy)
+    for backward in (False, True):
+        verify_issue_order(issued(compiled, PLANS[name].ranks_per_node, backward=backward))
     assert not hanging(calls_of([PLANS[name]], [compiled]))
 
 
@@ -143,7 +137,8 @@ def test_a_rank_with_no_rows_in_a_collective_issues_it_in_its_place() -> None:
     plan = by_hand.plan((1, 8), 3, few, then, heads=(2, 2))
     for policy in POLICIES:
         ranks = compile_ranks(plan, policy)
-        verify_order_of(ranks, plan.ranks_per_node, policy)
+        for backward in (False, True):
+            verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))
         assert not hanging(calls_of([plan], [ranks]))
     (_, back), _ = (
         [op for op in compiled.program.forward if isinstance(op, Exchange) and op.group == (1, 2, 0)]
@@ -156,4 +151,5 @@ def test_a_rank_with_no_rows_in_a_collective_issues_it_in_its_place() -> None:
 def test_plans_of_one_rank_and_of_no_sequences_have_nothing_to_order() -> None:
     empty: MicrobatchPlan = replace(PLAN, lengths=(), zones=())
     for plan in (empty, by_hand.plan((8,), 1, by_hand.local(0, 0))):
-        verify_order_of(compile_ranks(plan, "replay"), plan.ranks_per_node, "replay")
+        for backward in (False, True):
+            verify_issue_order(issued(compile_ranks(plan, "replay"), plan.ranks_per_node, backward=backward))

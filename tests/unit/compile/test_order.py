@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_balance.compile.order import Finish, Issue, RunLaunches, Start, Step, order, roles, streams
-from megatron_balance.compile.pipeline import compile_rank, project
+from megatron_balance.compile.pipeline import compile_policies, project
 from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -49,7 +49,7 @@ def shown(ops: Sequence[Op], steps: Sequence[Step]) -> list[str]:
 
 
 def bound(plan: MicrobatchPlan, rank: int, policy: Policy = "keep") -> RankProgram:
-    return compile_rank(plan, rank, policy).program
+    return compile_policies(plan, rank, [policy])[0].program
 
 
 def test_the_next_rounds_keys_are_under_way_while_the_current_ones_are_attended() -> None:

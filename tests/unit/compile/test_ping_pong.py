@@ -15,12 +15,11 @@ from megatron_balance.compile.issue_order import IssueOrder, issue_orders
 from megatron_balance.compile.order import RunLaunches, Start, Step, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange, Op
-from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -105,15 +104,18 @@ def _id(op: Op) -> str:
 
 
 def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> None:
-    ahead = prefetchable(DISPATCH, "replay")
+    ahead = issue_orders(DISPATCH, "replay")
     forward, backward = (programs_of(DISPATCH, "replay", backward=b) for b in (False, True))
-    assert cut_text(forward[1], 1, ahead.forward) == "start 0 | finish 0 run start 1 | finish 1"
+    assert cut_text(forward[1], 1, ahead.forward.first) == "start 0 | finish 0 run start 1 | finish 1"
     # Rank 0 only sends and computes its own: it could ask for what comes back to the owner at once,
     # but the others send that in their second part.
-    assert cut_text(forward[0], 0, ahead.forward) == "start 0 | start 1 run | finish 0 finish 1"
-    assert cut_text(backward[1], 1, ahead.backward) == "start 1 start 2 | finish 1 finish 2 run start 3 | finish 3"
+    assert cut_text(forward[0], 0, ahead.forward.first) == "start 0 | start 1 run | finish 0 finish 1"
+    assert (
+        cut_text(backward[1], 1, ahead.backward.first) == "start 1 start 2 | finish 1 finish 2 run start 3 | finish 3"
+    )
     kept = programs_of(DISPATCH, "keep", backward=True)
-    assert cut_text(kept[1], 1, prefetchable(DISPATCH, "keep").backward) == "start 1 | finish 1 run start 3 | finish 3"
+    ahead = issue_orders(DISPATCH, "keep")
+    assert cut_text(kept[1], 1, ahead.backward.first) == "start 1 | finish 1 run start 3 | finish 3"
 
 
 def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
@@ -200,5 +202,5 @@ def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
 
 def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:
     nothing = replace(DISPATCH, lengths=(), zones=())
-    assert prefetchable(nothing, "keep") == (frozenset(), frozenset())
+    assert issue_orders(nothing, "keep") == (IssueOrder(), IssueOrder())
     assert Batch(()).num_tokens == 0

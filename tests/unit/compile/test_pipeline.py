@@ -8,15 +8,15 @@ import pytest
 
 from megatron_balance.compile.issue_order import issue_orders
 from megatron_balance.compile.order import order
-from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_ranks, expand, in_order, project
+from megatron_balance.compile.pipeline import PASSES, compile_policies, compile_ranks, expand, in_order, project
 from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
-from megatron_balance.ir.program import Merge, Program, RankProgram
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.program import Merge, Program
 from megatron_balance.ir.text import parse, text
 
 PLAN = MicrobatchPlan(
@@ -66,18 +66,9 @@ def test_passes_do_nothing_that_a_plan_does_not_ask_for() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_ranks_program_is_the_one_of_the_whole(policy: Policy) -> None:
-    names: list[str] = []
-    last: list[RankProgram] = []
-
-    def after(name: str, program: RankProgram) -> None:
-        names.append(name)
-        last[:] = [program]
-
     for rank, of_all in enumerate(compile_ranks(PLAN, policy)):
-        names.clear()
-        compiled = compile_rank(PLAN, rank, policy, after=after)
-        assert names == [each.name for each in PASSES]
-        assert compiled.program == of_all.program == last[0]
+        (compiled,) = compile_policies(PLAN, rank, [policy])
+        assert compiled.program == of_all.program
         assert compiled.program == transpose(project(PLAN, rank, replays=policy == "replay"), policy, merges=False)
         orders = issue_orders(PLAN, policy)
         for phase, ops, issue in zip(
@@ -92,12 +83,12 @@ def test_one_ranks_program_is_the_one_of_the_whole(policy: Policy) -> None:
 
 
 def test_a_phase_that_will_not_run_has_no_steps() -> None:
-    forward = compile_rank(PLAN, 0, "replay", phases=("forward",))
+    (forward,) = compile_policies(PLAN, 0, ["replay"], phases=("forward",))
     assert forward.program.backward == forward.backward.steps == ()
-    backward = compile_rank(PLAN, 0, "replay", phases=("backward",))
+    (backward,) = compile_policies(PLAN, 0, ["replay"], phases=("backward",))
     assert backward.forward.steps == ()
-    assert backward.backward == compile_rank(PLAN, 0, "replay").backward
-    proof = compile_rank(PLAN, 0, "replay", target="proof")
+    assert backward.backward == compile_policies(PLAN, 0, ["replay"])[0].backward
+    (proof,) = compile_ranks(PLAN, "replay", target="proof", ranks=(0,))
     assert proof.forward.steps == proof.backward.steps == ()
 
 

@@ -14,11 +14,10 @@ from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, Routing
 from megatron_balance.ir.program import Exchange, Program
-from megatron_balance.ir.rows import Rows
 from tests.support.strategies import Case, plan
 
 CASE = Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(4, 2, 4, 32, 64), 50, seed=5, remapped=True, routing=(1, 1))

@@ -24,9 +24,9 @@ from megatron_balance.compile.proof.one_rank import (
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Exchange, RankProgram
-from megatron_balance.ir.rows import Rows
 from tests.support.strategies import Case, plan
 from tools.faults import mutants
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_balance.compile import remap
-from megatron_balance.compile.pipeline import attention_layout, expand, layout, project
+from megatron_balance.compile.pipeline import Projector, expand, layout, project
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.columns import Move, Rows
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
-from tests.support import by_hand, programs
+from tests.support import by_hand
 
 LAYOUT = np.array([[0, 0, 4], [1, 2, 5], [0, 8, 9]])
 
@@ -32,66 +30,25 @@ def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> Microbatch
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 
-def test_the_last_tokens_of_a_layout_are_away_in_the_order_of_their_homes() -> None:
-    moved = np.array([[0, 3, 1], [1, 0, 2], [1, 3, 3]])
-    assert remap.remote(LAYOUT, 1, moved).tolist() == [
-        [0, 3, 4, 0, 1],
-        [1, 2, 3, 0, 1],
-        [1, 3, 5, 3, 1],
-        [0, 8, 9, 3, 1],
-    ]
-    assert remap.remote(LAYOUT, 2, moved).tolist() == []
-
-
-def test_a_rank_keeps_the_first_tokens_and_adds_what_it_gets() -> None:
-    moved = np.array([[1, 0, 5]])
-    received = np.array([[3, 0, 2, 1, 0]])
-    assert remap.linear_layout(LAYOUT, 1, moved, np.empty((0, 5), dtype=np.int64)).tolist() == [[0, 0, 3]]
-    assert remap.linear_layout(LAYOUT, 0, moved, received).tolist() == [[0, 0, 4], [1, 2, 5], [0, 8, 9], [3, 0, 2]]
-
-
 def test_inputs_come_first_and_outputs_go_back_last() -> None:
-    program = remap.with_remap(
-        parse(programs.TWO_LAUNCHES.replace("owner r0 s0[0:4)\n", "owner r0 s0[0:4)\nowner r1\n")), moves((0, 1, 1))
-    )
+    program = expand(by_hand.plan((4,), 2, by_hand.local(0, 0), moves=[(0, 1, 1)]))
     expected = """\
-program lengths 4 heads 1 kv_heads 1 policy none remap_in 1
-owner r0 s0[0:3)
+program lengths 4 heads 2 kv_heads 1 policy none remap_in 1
+owner r0 s0[0:2) s0[2:3)
 owner r1 s0[3:4)
 forward
 exchange 0 p2p
   r0 <- r1 q s0[3:4)
   r0 <- r1 kv s0[3:4)
 attend r0
-  q s0[0:4) over s0[2:4)
   q s0[0:2) over s0[0:2)
-attend r0
-  q s0[2:4) over s0[0:2)
-merge r0
-  out s0[2:4)
+  q s0[2:4) over s0[0:2) s0[2:4)
 exchange 1 p2p
   r1 <- r0 out s0[3:4)
 backward
 """
     assert text(program) == expected
     verify(program)
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),  # a chain written by hand does not say how its keys come again
-    [
-        (name, policy)
-        for name in ("prefix", "dispatch", "heads", "chain")
-        for policy in POLICIES
-        if (name, policy) != ("chain", "replay")
-    ],
-)
-def test_any_small_program_can_be_remapped(name: str, policy: Policy) -> None:
-    program = parse(programs.ALL[name])
-    held = sum(stop - start for _, start, stop in program.owned[0])
-    remapped = remap.with_remap(program, moves((0, 1, held - 1)))
-    assert sum(stop - start for _, start, stop in remapped.owned[0]) == 1
-    verify(with_backward(remapped, policy))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -114,7 +71,7 @@ def test_the_home_makes_the_first_hop_of_a_ring() -> None:
     """Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0,
     too: one transfer, not two."""
     plan = two_zones((1, 3, 14))
-    assert attention_layout(plan, 1).tolist() == [[0, 4, 8], [0, 8, 12], [1, 0, 5], [1, 5, 10]]
+    assert Projector(plan).attention_layout(1).tolist() == [[0, 4, 8], [0, 8, 12], [1, 0, 5], [1, 5, 10]]
     remap_in = expand(plan).forward[0]
     assert isinstance(remap_in, Exchange)
     sent_on = [row for row in remap_in.transfers if row[6:] == (3, 0)]

@@ -10,14 +10,13 @@ import pytest
 from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand, project
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.route import Nics, pairs_between_nodes, routes, with_routes
+from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
-from megatron_balance.ir.program import Exchange, Kind, Op
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.program import Exchange, Kind, Op, Program
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand, programs
 
@@ -32,9 +31,10 @@ def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:
 
 def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
     """Route rows of an exchange of this one transfer."""
-    pairs = pairs_between_nodes([(5, Exchange(5, Rows.of(Transfer.WIDTH, [row])))], nics)
-    assert set(pairs) <= {5}
-    return list(routes(pairs.get(5, {}), nics))
+    program = Program((8,), 1, 1, (), (Exchange(5, Rows.of(Transfer.WIDTH, [row])),))
+    (routed,) = with_routes(program, nics).forward
+    assert isinstance(routed, Exchange)
+    return list(routed.routes)
 
 
 def ring(num_ranks: int = 8, ranks_per_node: int = 4, ranks_per_nic: int = 1, min_tokens: int = 1) -> MicrobatchPlan:

@@ -9,8 +9,8 @@ from hypothesis import given
 
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, SharedZone, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from tests.support.examples import examples
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 

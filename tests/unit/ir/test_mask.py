@@ -9,9 +9,9 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.intervals import Rectangles, num_pairs, sees, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
-from megatron_balance.ir.visible import Rectangles, num_pairs, sees, trim_pairs
 from tests.support.masks import visible
 
 MASKS = (CAUSAL, FULL, SlidingWindow(3))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone, from_json, to_json
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.step import StepPlan
 
 PLAN = MicrobatchPlan(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.ir.arrays import as_array, as_rows, concat
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.columns import Rows
 
 
 def test_rows_give_back_what_they_were_made_of() -> None:

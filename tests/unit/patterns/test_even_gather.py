@@ -14,12 +14,11 @@ from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Attend, Exchange
-from megatron_balance.ir.span import Span, tiles
-from megatron_balance.patterns import even_chunks
-from megatron_balance.patterns.even_chunks import INDEX, START, STOP
+from megatron_balance.patterns import zigzag
+from megatron_balance.patterns.zigzag import INDEX, START, STOP
 from tests.support.by_hand import plan, pool
 
-CUTS = {"documents": even_chunks.of_documents, "sequence": even_chunks.of_sequence}
+CUTS = {"documents": zigzag.of_documents, "sequence": zigzag.of_sequence}
 each_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 each_pattern = pytest.mark.parametrize("pattern", ["gather_documents", "gather_sequence"])
 
@@ -27,7 +26,7 @@ lengths_of = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 40), st.intege
 sizes = st.integers(1, 12)
 
 
-def by_rank(lengths: list[int], size: int, cut=even_chunks.of_documents) -> list[list[tuple[int, int, int]]]:
+def by_rank(lengths: list[int], size: int, cut=zigzag.of_documents) -> list[list[tuple[int, int, int]]]:
     """(place, start, stop) of each rank's chunks."""
     table = cut(np.array(lengths, dtype=np.int64), size)
     return [[(p, a, b) for i, p, a, b in table.tolist() if i == rank] for rank in range(size)]
@@ -38,8 +37,8 @@ def by_rank(lengths: list[int], size: int, cut=even_chunks.of_documents) -> list
 def test_every_token_lies_once_and_ranks_differ_by_one_token_at_most(cut, lengths: list[int], size: int) -> None:
     table = cut(np.array(lengths, dtype=np.int64), size)
     for place, length in enumerate(lengths):
-        spans = [Span(a, b) for _, p, a, b in table.tolist() if p == place]
-        assert tiles(spans, Span(0, length))
+        tokens = [token for _, p, a, b in table.tolist() if p == place for token in range(a, b)]
+        assert sorted(tokens) == list(range(length))
     held = sums(table[:, INDEX], table[:, STOP] - table[:, START], size)
     more = sum(lengths) % size
     assert held.tolist() == [sum(lengths) // size + (rank < more) for rank in range(size)]
@@ -64,13 +63,13 @@ def test_documents_shorter_than_2g_tokens_go_to_the_ranks_whose_turn_it_is() -> 
 
 
 def test_a_packed_sequence_is_cut_where_its_chunks_end_not_where_documents_do() -> None:
-    assert by_rank([6, 10], 2, even_chunks.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
+    assert by_rank([6, 10], 2, zigzag.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
 
 
 @given(lengths=st.lists(st.integers(64, 3000), min_size=1, max_size=12), size=st.integers(2, 8))
 def test_documents_cut_each_on_its_own_give_ranks_nearly_equal_attention(lengths: list[int], size: int) -> None:
     """Pairs differ from the mean by less than the longest documents' rows of a token or two."""
-    table = even_chunks.of_documents(np.array(lengths, dtype=np.int64), size)
+    table = zigzag.of_documents(np.array(lengths, dtype=np.int64), size)
     stop, start = table[:, STOP], table[:, START]
     pairs = sums(table[:, INDEX], (stop * (stop + 1) - start * (start + 1)) // 2, size)
     assert abs(pairs - pairs.mean()).max() <= sum(lengths) + max(lengths)

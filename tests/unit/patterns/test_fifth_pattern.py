@@ -11,9 +11,9 @@ import pytest
 from megatron_balance import patterns
 from megatron_balance.analysis.received import largest_exchange
 from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.compile.issue_order import IssueOrder, issue_orders
 from megatron_balance.compile.layouts import fragments
-from megatron_balance.compile.pipeline import attention_layout, expand
-from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.pipeline import Projector, expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
@@ -90,7 +90,10 @@ def test_it_is_verified_counted_and_laid_out(plan: MicrobatchPlan) -> None:
     assert_figures_are_those_of_the_ops(plan, ranks_per_nic=1)
     held = fragments(plan)
     for rank in range(4):
-        assert held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist() == attention_layout(plan, rank).tolist()
+        assert (
+            held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist()
+            == Projector(plan).attention_layout(rank).tolist()
+        )
     assert from_json(to_json(plan)) == plan
 
 
@@ -124,7 +127,8 @@ def test_it_is_simulated_by_both_engines(plan: MicrobatchPlan, policy: Policy) -
 def test_the_rest_is_answered_too(plan: MicrobatchPlan) -> None:
     assert coupled(plan).tolist() == [0, 0, 0, 0]
     assert largest_exchange(plan).tolist() == [74, 0, 12, 74]  # of two heads
-    assert prefetchable(plan, "replay") == (frozenset(), frozenset({0}))  # the ring alone says what starts at once
+    # the ring alone says what starts at once
+    assert issue_orders(plan, "replay") == (IssueOrder(), IssueOrder(first=frozenset({0})))
     longest = placement.of_plan(plan)["longest"]
     assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
     assert plan_statistics(plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]

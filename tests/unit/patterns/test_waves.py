@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from megatron_balance.compile.order import RunLaunches, Start
-from megatron_balance.compile.pipeline import compile_rank, expand
+from megatron_balance.compile.pipeline import compile_policies, expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.ir.program import Attend, Exchange, Merge
-from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.waves import ALIGN, Need, schedule
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
@@ -76,7 +76,7 @@ def test_a_wave_brings_every_group_the_same_part_of_what_it_needs_of_every_other
 def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
     made = plan(zone(*spread(64, 4, 2), size=2, waves=2), (64,), 4)
     verify(expand(made, "keep"))
-    ops = compile_rank(made, 1, "keep").program.forward
+    ops = compile_policies(made, 1, ["keep"])[0].program.forward
     kinds = [type(op).__name__ for op in ops]
     assert kinds == ["Exchange", "Attend", "Exchange", "Attend", "Merge", "Exchange", "Attend", "Merge", "Exchange"]
     assert [op.collective for op in ops if isinstance(op, Exchange)] == ["all_to_all", "p2p", "p2p", "all_to_all"]
@@ -84,7 +84,7 @@ def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
 
 
 def test_the_next_wave_is_under_way_before_the_launch_that_it_hides_behind() -> None:
-    compiled = compile_rank(plan(zone(*spread(64, 4, 1), waves=2), (64,), 4), 1, "keep")
+    (compiled,) = compile_policies(plan(zone(*spread(64, 4, 1), waves=2), (64,), 4), 1, ["keep"])
     steps = [step for step in compiled.forward.steps if isinstance(step, Start | RunLaunches)]
     assert [type(step).__name__ for step in steps] == ["Start", "Start", "RunLaunches", "RunLaunches", "RunLaunches"]
     # The backward's gradients of a wave leave as soon as its launch is done, the last behind own work.

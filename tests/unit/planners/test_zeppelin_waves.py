@@ -16,7 +16,7 @@ from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.statistics import plan_statistics, tokens_per_rank
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.proof.issued import verify_order_of
+from megatron_balance.compile.proof.issued import issued, verify_issue_order
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
@@ -92,7 +92,8 @@ def test_by_default_work_and_tokens_are_even_at_once() -> None:
     assert zone_of(plan).group_size == 8
     assert statistics["imbalance"]["attention"] < 1.03
     assert statistics["imbalance"]["tokens"] < 1.03
-    verify_order_of(compile_ranks(plan, "keep"), plan.ranks_per_node, "keep")
+    for backward in (False, True):
+        verify_issue_order(issued(compile_ranks(plan, "keep"), plan.ranks_per_node, backward=backward))
 
 
 def test_it_is_faster_than_rings_and_than_rings_of_groups() -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from megatron_balance.analysis.statistics import tokens_per_rank
-from megatron_balance.compile.pipeline import attention_layout, expand, layout
+from megatron_balance.compile.pipeline import Projector, expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.layers import Layers, fewest_routed_tokens, remap_saves_s, with_layers
 from tests.support import by_hand
 
@@ -50,7 +50,7 @@ def test_a_remap_gives_every_rank_as_many_tokens_to_one() -> None:
     remapped = laid(UNEVEN, TWO_NODES, Layers(remap=True))
     assert counts(remapped) == [625] * 8
     assert tokens_per_rank(remapped).tolist() == [4000, 900, 0, 0, 0, 100, 0, 0]
-    assert attention_layout(remapped, 0).tolist() == [[0, 0, 2000], [0, 2000, 4000]]
+    assert Projector(remapped).attention_layout(0).tolist() == [[0, 0, 2000], [0, 2000, 4000]]
     verify(expand(remapped, "keep"))
 
 

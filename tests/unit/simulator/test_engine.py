@@ -16,7 +16,7 @@ from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step, streams
-from megatron_balance.compile.pipeline import compile_rank, expand, in_order
+from megatron_balance.compile.pipeline import compile_policies, expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -25,12 +25,11 @@ from megatron_balance.cost.contention import Contention
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
-from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.rows import messages_of
+from megatron_balance.patterns.sends import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
@@ -259,7 +258,7 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
     policy = POLICIES[case.seed % 2]
     call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
     for rank in range(planned.num_ranks):
-        program = compile_rank(planned, rank, policy).program
+        program = compile_policies(planned, rank, [policy])[0].program
         for outcome, ops in ((call.forward, program.forward), (call.backward, program.backward)):
             expected = {
                 stream: [op.id for issue in issues if isinstance(op := ops[issue.op], Exchange)]

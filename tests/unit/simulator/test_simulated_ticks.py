@@ -11,10 +11,10 @@ from megatron_balance.cost import parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.tick import TickPlan
+from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks

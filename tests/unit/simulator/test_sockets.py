@@ -17,9 +17,8 @@ from megatron_balance.compile.pipeline import expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
-from megatron_balance.ir.rows import Rows
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.emulated import sockets, tcp

@@ -16,8 +16,8 @@ import pytest
 from megatron_balance.compile.proof import runs
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.program import Exchange, Program
-from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.step_planner import StepPlanner

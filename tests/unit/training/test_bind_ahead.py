@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.compile.projector import Projector  # noqa: E402
+from megatron_balance.compile.pipeline import Projector  # noqa: E402
 from megatron_balance.errors import ConfigError, InvalidProgramError  # noqa: E402
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow  # noqa: E402
 from megatron_balance.runtime import bind as binding  # noqa: E402

@@ -13,9 +13,9 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
-from megatron_balance.ir.tick import Tick, TickPlan
+from megatron_balance.ir.step import Tick, TickPlan
 from megatron_balance.lab.papers.distca.cases import ROUNDS, TENSOR, DistcaCase, HeldTokens, chunks
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
 from megatron_balance.planning.tick_order import ticks

@@ -19,8 +19,8 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.collectives import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.rows import Rows
 from megatron_balance.lab.papers.base import Effort, Ours, table
 from megatron_balance.lab.papers.zeppelin.fig12 import serial_round_s
 from megatron_balance.lab.papers.zeppelin.systems import ZEPPELIN, ZeppelinCase
