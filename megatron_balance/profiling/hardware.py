@@ -2,8 +2,8 @@
 write it as a cluster YAML.
 
 Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each
-port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says
-nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
+port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `topo -m` says nothing of
+a NIC, its place on the PCI bus decides (/sys/bus/pci).
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network device with a port that is up.
-
-    `rate`: as the system writes it; `layer`: InfiniBand or Ethernet (RoCE), or plain 'net'.
+    """A network device with a port that is up. `rate`: as the system writes it; `layer`:
+    InfiniBand, Ethernet (RoCE), or plain 'net'.
     """
 
     name: str
@@ -89,20 +88,15 @@ class Node:
 
     @property
     def used_nics(self) -> tuple[Nic, ...]:
-        """The NICs that are nearest to some GPU: what NCCL uses.
-
-        Others serve storage and management.
+        """The NICs that are nearest to some GPU: what NCCL uses. Others serve storage and
+        management.
         """
         used = {name for names, _ in self.nearest for name in names}
         return tuple(nic for nic in self.nics if nic.name in used)
 
 
 def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
-    """This machine.
-
-    Raises:
-        ConfigError: no NVIDIA GPU.
-    """
+    """This machine. Raises ConfigError where it has no NVIDIA GPU."""
     run = run or _run
     listed = run(["nvidia-smi", "--query-gpu=name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"])
     gpus = parse_gpus(listed or "")
@@ -122,9 +116,7 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs of `nvidia-smi --query-gpu=name,memory.total,pci.bus_id --format=csv,noheader,nounits`;
-    memory is in MiB there.
-    """
+    """GPUs of nvidia-smi's CSV of name, memory.total (MiB) and pci.bus_id."""
     gpus: list[Gpu] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -140,9 +132,8 @@ def _pci(address: str) -> str:
 
 
 def parse_topology(text: str) -> HardwareTopology:
-    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend.
-
-    What is no such matrix has no links.
+    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend. What is no such
+    matrix has no links.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
@@ -222,7 +213,7 @@ def _nearest(
     index: int, gpu: Gpu, nics: Sequence[Nic], topology: HardwareTopology, root: Path
 ) -> tuple[tuple[str, ...], str]:
     """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common
-    way from the root of the PCI bus.
+    way on the PCI bus.
     """
     row = topology.links.get(f"GPU{index}", {})
     said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
@@ -241,9 +232,8 @@ def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Bridges that two ways have in common.
-
-    Of devices on different root ports these are only the folders above, which count as none.
+    """Bridges that two ways have in common; of devices on different root ports the folders above
+    count as none.
     """
     same = 0
     for one, other in zip(a, b, strict=False):

@@ -1,4 +1,4 @@
-"""Counters of what a rank's attention calls really did, counted where it is done."""
+"""What a rank's attention calls really did, counted where it is done."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Counters:
 
     def ran(self, work: Work) -> None:
         """Add one finished run of a phase."""
-        for name, count in work.counts:
+        for name, count in work:
             setattr(self, name, getattr(self, name) + count)
 
     def carried(self, traffic: PhaseTraffic, *, forward: bool) -> None:

@@ -14,8 +14,7 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
-from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.issue import IssueQueue
+from megatron_balance.runtime.groups import Groups, IssueQueue
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 from megatron_balance.runtime.pool import BufferPool
 from tools.gpu_model.stand_ins import Communicator, RecordedStreams, Recorder, recording

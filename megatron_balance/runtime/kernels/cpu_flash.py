@@ -100,7 +100,6 @@ def _rows_first(parts: list[Tensor]) -> Tensor:
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of `x` [1, H, T, ...]: a view, `x` itself if that is all of them."""
     return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 

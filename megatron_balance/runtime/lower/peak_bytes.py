@@ -1,6 +1,5 @@
-"""Peak bytes of the pool that one call of a bound plan needs.
-
-Its steps are walked once, with what each takes and lets go.
+"""Peak bytes of the pool that one call of a bound plan needs: its steps are walked once, with what
+each takes and lets go.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 
 from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
-from megatron_balance.runtime.lower.parcels import CallForm
+from megatron_balance.runtime.lower.memory import CallForm
 from megatron_balance.runtime.lower.steps import (
+    INPUTS,
     ExchangeStep,
     FinishStep,
     GradLaunch,
@@ -22,6 +21,8 @@ from megatron_balance.runtime.lower.steps import (
     PeerMessage,
     Phase,
     PhaseName,
+    Value,
+    grads_of,
 )
 
 AHEAD = 2
@@ -33,9 +34,8 @@ Sizes = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """Bytes at once; 0 of a phase that will not run.
-
-    `kept_bytes`: of `forward_bytes`, those that the forward leaves for the backward (policy keep).
+    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: those that the forward leaves
+    for the backward (policy keep).
     """
 
     forward_bytes: int
@@ -88,9 +88,8 @@ def _received(phase: Phase) -> list[PeerMessage]:
 
 
 def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
-    """Most bytes of messages, gathered operands and gradients beside received inputs, at any step.
-
-    `grads`: bytes of each.
+    """Most bytes of messages, gathered operands and gradients (`grads`: of each) beside received
+    inputs, at any step.
     """
     live = peak = 0
     made: dict[Value, int] = {}  # gradients so far
@@ -138,8 +137,6 @@ def _call(exchange: ExchangeStep, form: CallForm) -> int:
 
 
 def _gathered(step: Launch | GradLaunch, form: CallForm) -> int:
-    """Bytes of a launch's operands that are no views."""
-
     def rows(operand: Operand, width: int) -> int:
         if operand.buffer >= 0:
             return 0

@@ -1,22 +1,22 @@
-"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie.
+"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie. NumPy, once per
+microbatch.
 
-NumPy, once per microbatch. A rank holds *instances*: regions that lie as consecutive rows in one
-buffer (its own fragments in buffer 0, each received message in a buffer of its own).
-`RegionIndex.resolve` turns regions into *row ranges*, each in one buffer; `grouped_runs` joins
-those into the runs that are copied.
+A rank holds *instances*: regions that lie as consecutive rows in one buffer (its own fragments in
+buffer 0, each received message in a buffer of its own). `RegionIndex.resolve` turns regions into
+*row ranges*, each in one buffer; `grouped_runs` joins those into the runs that are copied.
 
 Tables here are transposed, a column of the table a row of the array: [columns, n].
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+import torch
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
 from megatron_balance.ir.intervals import key, key_bounds, ranges
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 
 
 class Instance:
@@ -28,10 +28,9 @@ class Instance:
 
 
 class RowRange:
-    """Columns of a part of a region that lies as consecutive rows in one buffer.
-
-    Rows [ROW, ROW + COUNT) and heads [HEAD, HEAD + NUM_HEADS) of region `REGION` are those from
-    `BUFFER_ROW` and `BUFFER_HEAD` on of `BUFFER`.
+    """Columns of a part of a region that lies as consecutive rows in one buffer: rows [ROW, ROW +
+    COUNT) and heads [HEAD, HEAD + NUM_HEADS) of region `REGION` are those from `BUFFER_ROW` and
+    `BUFFER_HEAD` on of `BUFFER`.
     """
 
     WIDTH = 8
@@ -39,9 +38,8 @@ class RowRange:
 
 
 class RegionIndex:
-    """The instances of one kind (queries, or keys) on one rank, sorted to be searched.
-
-    `instances`: [n, `Instance.WIDTH`].
+    """The instances [n, `Instance.WIDTH`] of one kind (queries, or keys) on one rank, sorted to be
+    searched.
     """
 
     def __init__(self, instances: Ints) -> None:
@@ -92,9 +90,8 @@ class RegionIndex:
         return row_ranges
 
     def _resolve_overlapping(self, regions: Ints, begin: Ints, end: Ints) -> Ints:
-        """`resolve`, region by region, for instances that share tokens.
-
-        Other heads of the same tokens, say.
+        """`resolve`, region by region, for instances that share tokens (other heads of the same
+        tokens, say).
         """
         row_ranges: list[tuple[int, ...]] = []
         for index, (region, low, high) in enumerate(zip(regions.T.tolist(), begin.tolist(), end.tolist(), strict=True)):
@@ -137,25 +134,6 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     left[:, Instance.STOP] -= stop[row] - high
     left[:, Instance.ROW] += low - start[row]
     return left[low < high]
-
-
-class RowRun(NamedTuple):
-    """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
-
-    `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads
-    [head, head + num_heads) of the packed rows are heads [buffer_head, buffer_head + num_heads) of
-    the buffer.
-    """
-
-    row: int
-    count: int
-    buffer: int
-    start: int
-    stop: int
-    index: Ints | None
-    head: int
-    num_heads: int
-    buffer_head: int
 
 
 def grouped_runs(
@@ -210,7 +188,17 @@ def grouped_runs(
 
 
 def _repeats(begin: Ints, count: Ints) -> bool:
-    """Whether two of the ranges [begin, begin + count) share anything."""
     order = np.argsort(begin)
     stop = begin[order] + count[order]
     return bool((begin[order[1:]] < stop[:-1]).any())
+
+
+_CONSECUTIVE = (None,)
+
+
+def pack_runs(runs: tuple[RowRun, ...], num_rows: int, num_heads: int) -> Packed:
+    """Runs as `Packed` rows, indices on the host."""
+    if len(runs) == 1 and runs[0].index is None:
+        return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
+    indices = tuple(None if run.index is None else torch.from_numpy(run.index) for run in runs)
+    return Packed(runs, num_rows, num_heads, indices, direct=False)

@@ -45,6 +45,6 @@ def build_variants(device: torch.device, dtype: torch.dtype, head_dim: int) -> i
     """Compile all that the mover of `device` will launch; the number of variants."""
     if choose_mover("auto", device).name != "triton":
         return 0
-    from megatron_balance.runtime.movers.triton.variants import build
+    from megatron_balance.runtime.movers.triton.mover import build
 
     return build(device, dtype, head_dim)

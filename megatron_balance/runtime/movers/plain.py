@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
+from megatron_balance.runtime.lower.memory import CallForm, made
 from megatron_balance.runtime.lower.moves import MoverCall
-from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase
-from megatron_balance.runtime.trace import Mark, Traced
+from megatron_balance.runtime.recorder import Mark, Traced
 
 
 class Exchanged(NamedTuple):

@@ -37,7 +37,7 @@ from megatron_balance.megatron.planning import step_plans
 from megatron_balance.megatron.stage_transfers import PlannedTransfers
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound, Prepared
-from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
+from megatron_balance.runtime.recorder import Trace, exchange_s, hidden_share
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
