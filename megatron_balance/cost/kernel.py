@@ -62,6 +62,7 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
         return blocks * widest, blocks, widest
     before = -(-behind // TILE_TOKENS)
     last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
+    # Block b walks min(before + b, widest) tiles, b = 1 .. blocks - 1; the last one is counted apart.
     walked = _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last
     if isinstance(mask, SlidingWindow):
         # Whole tiles before the first key of a block's first query are left out.

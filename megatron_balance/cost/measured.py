@@ -48,11 +48,13 @@ class PairGrid:
     ) -> None:
         self._q, self._x = np.array(q_tokens, dtype=np.float64), np.array(second, dtype=np.float64)
         times = np.array(seconds)
+        # Times that fall as the work grows are noise: no plan may look better for a token more.
         self._times = np.maximum.accumulate(np.maximum.accumulate(times, axis=0), axis=1)
         self._pairs = pairs
 
     def time_s(self, num_q: Floats, second: Floats) -> Floats:
         q, x = np.clip(num_q, self._q[0], self._q[-1]), np.clip(second, self._x[0], self._x[-1])
+        # (i, j): the lower corner of the cell around each point.
         i = np.clip(np.searchsorted(self._q, q, side="right") - 1, 0, len(self._q) - 2)
         j = np.clip(np.searchsorted(self._x, x, side="right") - 1, 0, len(self._x) - 2)
         left, right = self._along_q(q, i, j), self._along_q(q, i, j + 1)
@@ -75,7 +77,7 @@ def _causal_pairs(num_q: Floats, before: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class _Line:
     """Seconds a + b x, neither negative."""
 
     a: float
@@ -86,10 +88,10 @@ class Line:
         return self.a + self.b * size if size else 0.0
 
 
-def fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> Line:
+def _fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> _Line:
     """The line nearest to measured times; it rises, however little."""
     b, a = least_squares([[size, 1.0] for size in sizes], seconds, what=what, needed=(0,))
-    return Line(a, b)
+    return _Line(a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class MeasuredCost:
     exchanges: bool = False
     _grids: dict[tuple[bool, bool], PairGrid] = field(init=False, repr=False, compare=False)
     _runs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
-    _lines: dict[str, Line] = field(init=False, repr=False, compare=False)
+    _lines: dict[str, _Line] = field(init=False, repr=False, compare=False)
     _links: dict[str, Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -153,10 +155,10 @@ class MeasuredCost:
         runs = np.append(runs[runs < top], top)
         return tuple(runs.tolist()), tuple((grid.time_s(runs, runs) * self._head_ratio).tolist())
 
-    def _fit_lines(self) -> dict[str, Line]:
+    def _fit_lines(self) -> dict[str, _Line]:
         layer, curves = self.table.layer, {"merge": self.table.merge, "pack": self.table.pack}
         curves |= {"forward": Curve(layer.tokens, layer.forward_s), "backward": Curve(layer.tokens, layer.backward_s)}
-        return {name: fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
+        return {name: _fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
 
     @property
     def _head_ratio(self) -> float:

@@ -35,9 +35,9 @@ def profile(
     """Measure this machine for `model`'s heads and layers. Raises ConfigError: no such device, or a
     kernel that does not serve it.
     """
-    device = open_device(device_name)
+    device = _open_device(device_name)
     dtype = torch.float32 if model.bytes_per_element == 4 else torch.bfloat16
-    bench = KernelBench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
+    bench = _KernelBench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
     return CostTable(
         FORMAT,
         _source(device, options),
@@ -55,12 +55,12 @@ def best_device() -> str:
 
 def prepare(device_name: str, threads: int | None) -> None:
     """Check the device and set the threads of the CPU kernels (None: torch's own choice)."""
-    open_device(device_name)
+    _open_device(device_name)
     if threads:
         torch.set_num_threads(threads)
 
 
-def open_device(name: str) -> torch.device:
+def _open_device(name: str) -> torch.device:
     """The device called `name`. Raises ConfigError: unknown, or CUDA where there is none."""
     if name not in DEVICES:
         raise ConfigError(f"--device {name!r}: choose one of {', '.join(DEVICES)}")
@@ -124,7 +124,7 @@ Progress = Callable[[Iterable[Callable[[], None]], int, str], Iterator[Callable[
 """Wraps the points to measure: (points, how many, what they are) -> the same points."""
 
 
-def time_s(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _time_s(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     call()
     if device.type == "cuda":
         return median(events_s(call) for _ in range(repeats))
@@ -162,7 +162,7 @@ MAX_KEYS = 1 << 18
 Of a 7B model's heads 4 GB in bf16, and as much again for their gradients."""
 
 
-class KernelBench:
+class _KernelBench:
     """One model on one device. One entry of the attention kernel is timed inside a launch of
     several alike, as plans launch them, and the launch's fixed part is taken off.
 
@@ -224,10 +224,10 @@ class KernelBench:
         q = self._values(copies * num_q, model.num_heads, model.head_dim)
         k, v = (self._values(copies * num_k, model.num_kv_heads, model.head_dim) for _ in range(2))
         repeats = self.options.repeats
-        forward_s = time_s(lambda: self.kernel.forward(entries, q, k, v, scale), self.device, repeats)
+        forward_s = _time_s(lambda: self.kernel.forward(entries, q, k, v, scale), self.device, repeats)
         out, lse = self.kernel.forward(entries, q, k, v, scale)
         dout = (torch.ones_like(out), out, lse)
-        backward_s = time_s(lambda: self.kernel.backward(entries, dout, q, k, v, scale), self.device, repeats)
+        backward_s = _time_s(lambda: self.kernel.backward(entries, dout, q, k, v, scale), self.device, repeats)
         return forward_s, backward_s
 
     def merge(self) -> Curve:
@@ -236,7 +236,7 @@ class KernelBench:
         for tokens in sizes:
             one, other = (self._partial(tokens) for _ in range(2))
             seconds.append(
-                time_s(lambda one=one, other=other: merge_partials(one, other), self.device, self.options.repeats)
+                _time_s(lambda one=one, other=other: merge_partials(one, other), self.device, self.options.repeats)
             )
         return Curve(sizes, tuple(seconds))
 
@@ -256,7 +256,7 @@ class KernelBench:
             target = source.new_empty(rows, width)
             call = lambda s=source, i=index, t=target: torch.index_select(s, 0, i, out=t)  # noqa: E731  timed as it stands
             sizes.append(rows * row_bytes)
-            seconds.append(time_s(call, self.device, self.options.repeats))
+            seconds.append(_time_s(call, self.device, self.options.repeats))
         return Curve(tuple(sizes), tuple(seconds))
 
     def layer(self, progress: Progress) -> LayerTable:
@@ -268,8 +268,8 @@ class KernelBench:
         def point(tokens: int) -> Callable[[], None]:
             def measure() -> None:
                 x = self._values(tokens, model.hidden_size).requires_grad_()
-                forward_s = time_s(lambda: layer.forward(x.detach()), self.device, self.options.repeats)
-                both_s = time_s(lambda: layer.forward(x).sum().backward(), self.device, self.options.repeats)
+                forward_s = _time_s(lambda: layer.forward(x.detach()), self.device, self.options.repeats)
+                both_s = _time_s(lambda: layer.forward(x).sum().backward(), self.device, self.options.repeats)
                 times.append((forward_s, max(both_s - forward_s, forward_s / 10)))
 
             return measure

@@ -36,7 +36,7 @@ def measure_links(
         ConfigError: a world of one rank, or no way to reach a second process.
     """
     if not dist.is_torchelastic_launched():
-        return loopback_links(options.message_bytes, options.repeats), True
+        return _loopback_links(options.message_bytes, options.repeats), True
     dist.init_process_group("nccl" if device_name == "cuda" else "gloo")
     try:
         rank, device = dist.get_rank(), torch.device(device_name)
@@ -50,7 +50,7 @@ def measure_links(
         dist.destroy_process_group()
 
 
-def loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
+def _loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
     """Times of messages between two processes of this machine over gloo, of which it starts the
     second: its `intra_node` link.
 

@@ -135,12 +135,7 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
     shape = bound.shape
     if not isinstance(bound.kernel, LatentKernel):
         raise ConfigError("the plan was bound for keys and values, not for latents; give AttentionShape(latent=...)")
-    for name, x, wanted in (
-        ("q", q, (bound.num_tokens, shape.num_heads, shape.head_dim)),
-        ("latent", latent, (bound.num_tokens, 1, shape.latent_dim)),
-    ):
-        if tuple(x.shape) != wanted:
-            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {wanted}")
+    _check_rows(bound, ("q", q, (shape.num_heads, shape.head_dim)), ("latent", latent, (1, shape.latent_dim)))
     call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
     return _Attention.apply(call, weight, None, q, latent)
 
@@ -200,11 +195,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound, sink: Tensor | None) -
     shape = bound.shape
     keys, values = shape.widths
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    for name, x, wanted in (("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values))):
-        if tuple(x.shape) != (bound.num_tokens, *wanted):
-            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
+    _check_rows(bound, ("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values)))
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ConfigError(f"the sink is {tuple(sink.shape)}, expected a logit of each head, {(heads,)}")
+
+
+def _check_rows(bound: Bound, *tensors: tuple[str, Tensor, tuple[int | None, ...]]) -> None:
+    for name, x, wanted in tensors:
+        if tuple(x.shape) != (bound.num_tokens, *wanted):
+            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

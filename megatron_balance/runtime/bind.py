@@ -191,13 +191,13 @@ def prepare(  # noqa: PLR0913  as `bind`
         mover: as for `runtime.movers.choose_mover`.
         trace: a list to record in, by wall clock (CPU).
         nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
-            this one; equal on all ranks.
-        gradient_wire: the type that gradients travel in; equal on all ranks.
+            this one.
+        gradient_wire: the type that gradients travel in; equal on all ranks, as `nano_batch` is.
         phases: those that will run; nothing is looked up for the others.
 
     Raises:
-        ConfigError: the plan was made for other heads or another number of ranks, or policy keep
-            without one of the phases.
+        ConfigError: the plan was made for other heads or ranks, or policy keep without one of the
+            phases.
         InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):

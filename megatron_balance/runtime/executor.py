@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Views, is_whole, whole_of
+from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, is_whole, whole_of
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
 from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
@@ -144,7 +144,7 @@ class BackwardRun(PhaseRun):
         return target
 
     def whole(self, value: Value) -> Packed:
-        return whole_of(value, self.bound.query_rows if value[0] == Kind.Q_GRAD else self.bound.key_rows)
+        return whole_of(value, self.sizes(value[0]))
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
@@ -153,9 +153,8 @@ class BackwardRun(PhaseRun):
             self.joined.pop(buffer, None)
         self.held.pop((kind, buffer), None)
 
-    def size(self, value: Value) -> tuple[int, int]:
-        kind, buffer = value
-        return (self.bound.query_rows if kind == Kind.Q_GRAD else self.bound.key_rows)[buffer]
+    def sizes(self, kind: Kind) -> Sizes:
+        return self.bound.query_rows if kind == Kind.Q_GRAD else self.bound.key_rows
 
     def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
@@ -205,7 +204,7 @@ class BackwardRun(PhaseRun):
             self.made_room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
             return
         # Handed to the caller as it is, so that it has memory of its own.
-        kind, size = value[0], self.size(value)
+        kind, size = value[0], self.sizes(value[0])[value[1]]
         if kind == Kind.KV_GRAD and self.form.joined:
             shapes = [(2, *size, self.form.dim)]
         else:
@@ -296,7 +295,11 @@ class BackwardRun(PhaseRun):
         In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
         the pool's memory what is handed to the caller.
         """
-        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, self.size(value)):
+        if (
+            value in self.totals
+            or len(packed.runs) != 1
+            or not is_whole(packed.runs[0], packed, self.sizes(value[0])[value[1]])
+        ):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 

@@ -64,7 +64,7 @@ class ThreadCall:
         self._done.wait(timeout_s)
 
 
-class Workers:
+class _Workers:
     """Threads that stay, as many as were ever needed at once: starting one for every attention call
     would cost more than the call's own Python. They end with the process.
     """
@@ -172,7 +172,7 @@ class Groups:
     ranks: tuple[int, ...]
     pool: dist.ProcessGroup | None
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    workers: Workers = field(default_factory=Workers)
+    workers: _Workers = field(default_factory=_Workers)
     streams: Streams | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     issues: IssueQueue = field(default_factory=IssueQueue)

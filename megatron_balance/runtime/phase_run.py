@@ -95,7 +95,7 @@ def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
     return tuple(slots[at])
 
 
-def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+def _pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
     rows = x if stop - start == x.shape[1] else x[:, start:stop]
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
@@ -405,7 +405,7 @@ class PhaseRun:
         pairs = self.pairs.get(message.kind, {})
         if run.buffer not in pairs:
             return None
-        return pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+        return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
 
     def arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         match arrived[0][0].kind:

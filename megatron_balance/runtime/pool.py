@@ -47,7 +47,7 @@ class Fence(NamedTuple):
     wait: Callable[[Any], None]
 
 
-class Passed:
+class _Passed:
     """How far the compute stream has waited for each other stream."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class BufferPool:
         self._returned: deque[int] = deque()
         self._lock = Lock()
         self._num_fences = 0
-        self.passed = Passed()
+        self.passed = _Passed()
         self.slab_bytes = SLAB
         self.held_bytes = 0
         self.used_bytes = 0

@@ -95,6 +95,7 @@ class PlainKernel:
         for at, ((a, b), (c, d)) in enumerate(zip(entries.q, entries.k, strict=True)):
             scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
             lse = torch.logsumexp(scores, -1)
+            # g: key-value head, r: query head of it, t: query, s: key, d: width
             out = torch.einsum("grts,sgd->tgrd", torch.exp(scores - lse[..., None]), v[c:d].to(scores.dtype))
             outs.append(out.flatten(1, 2).to(q.dtype))
             lses.append(lse.flatten(0, 1).T)

@@ -1,13 +1,5 @@
-"""Varlen attention calls of libraries, one class each.
-
-torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention. Signatures are those of
-
-- torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
-  FlashAttention-4 behind the same operators;
-- flash-attn 2.8.3 (`flash_attn.flash_attn_interface`);
-- flash-attn 3 as of the same tag and of main in August 2026 (`hopper/flash_attn_interface.py`;
-  arguments go by position, since two names differ);
-- Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
+"""Varlen attention calls of libraries, one class each, and which of them can be used on this
+machine.
 
 All align a causal mask at the bottom right and return the natural-log LSE of scaled scores; the
 backward is handed the merged output and LSE. The gradient of the queries is summed with atomics
@@ -100,6 +92,8 @@ def restore_flash_attention() -> None:
         attention.restore_flash_attention_impl()
 
 
+# torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
+# FlashAttention-4 behind the same operators.
 class TorchCalls:
     """FlashAttention behind torch's operators: 2, as torch was built with it, or `impl`.
 
@@ -141,6 +135,7 @@ class TorchCalls:
         )
 
 
+# flash-attn 2.8.3 (`flash_attn.flash_attn_interface`).
 class FlashAttn2Calls:
     """The package flash-attn."""
 
@@ -181,6 +176,8 @@ FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 Its own setup puts one at the top, Transformer Engine's instructions put it into a package."""
 
 
+# flash-attn 3 as of the tag 2.8.3 and of main in August 2026 (`hopper/flash_attn_interface.py`);
+# arguments go by position, since two names differ.
 class FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
@@ -255,6 +252,7 @@ def cudnn_fault() -> str:
     return f"cuDNN {shown}: its fused attention has known faults" if version in CUDNN_WITH_FAULTS else ""
 
 
+# Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
 class TeFusedCalls:
     """Transformer Engine's fused attention, by cuDNN (`cudnn_fault`)."""
 
@@ -336,7 +334,7 @@ class Capabilities:
         return low if self.last == self.first else f"{low} to {'.'.join(map(str, self.last))}"
 
 
-def any_head_dim(_: Capability | None) -> int:
+def _any_head_dim(_: Capability | None) -> int:
     """More than any head dim."""
     return 1 << 30
 
@@ -352,7 +350,7 @@ class Offer:
     # That it serves.
     dtypes: tuple[torch.dtype, ...]
     # Head dim, by compute capability.
-    largest: Callable[[Capability | None], int] = any_head_dim
+    largest: Callable[[Capability | None], int] = _any_head_dim
     # One of them must be there and can be imported.
     modules: tuple[str, ...] = ()
     # How to get it.

@@ -56,7 +56,7 @@ class LookedUp(NamedTuple):
     queries: _Regions
     keys: _Regions
     launch: Ints
-    fused: Fused
+    fused: _Fused
     entries: list[Entries]
     q: list[Operand]
     k: list[Operand]
@@ -89,11 +89,11 @@ class Launching:
             return None
         pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
         count = len(op_of)
-        pairs, launch = simple_pairs(pairs.T, launch, self.mask)
+        pairs, launch = _simple_pairs(pairs.T, launch, self.mask)
         sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)
         queries, keys = (_Regions(regions, index, index.resolve(regions)) for regions, index in sides)
         (q, q_row), (k, k_row) = (self.operands(regions, launch, count) for regions in (queries, keys))
-        fused = fuse(pairs, launch, q_row, k_row, self.mask)
+        fused = _fuse(pairs, launch, q_row, k_row, self.mask)
         reads = [_reads(*operands) for operands in zip(q, k, strict=True)]
         return LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
 
@@ -107,6 +107,7 @@ class Launching:
         row, wanted = begins_at[first], regions[Region.HEAD_STOP] - regions[Region.HEAD_START]
         starts = launch.searchsorted(np.arange(count + 1))
         begin = first[starts[:-1]]  # of each launch, among the row ranges
+        # A launch is a view if all of its row ranges continue the first: one buffer, the same heads.
         in_row = (begins_at == row[region]) & (row_ranges[RowRange.NUM_HEADS] == wanted[region])
         for column in (RowRange.BUFFER, RowRange.BUFFER_HEAD):
             in_row &= row_ranges[column] == np.repeat(row_ranges[column, begin], np.diff(np.append(begin, len(region))))
@@ -124,6 +125,7 @@ class Launching:
             union = _union(regions[:, own])
             sizes = union[Region.STOP] - union[Region.START]
             runs = grouped_runs(sizes, index.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
+            # Row of each region: where its span of the union begins, and how far inside it lies.
             keys = key(regions[Region.SEQ, own], regions[Region.START, own])
             at = key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
             row[own] = (sizes.cumsum() - sizes)[at] + regions[Region.START, own] - union[Region.START, at]
@@ -195,7 +197,7 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
     return pairs, np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), keys[bounds[:-1], 0].tolist()
 
 
-def _entries(fused: Fused, count: int) -> list[Entries]:
+def _entries(fused: _Fused, count: int) -> list[Entries]:
     q = list(zip(fused.q_start.tolist(), fused.q_stop.tolist(), strict=True))
     k = list(zip(fused.k_start.tolist(), fused.k_stop.tolist(), strict=True))
     causal = fused.causal.tolist()
@@ -207,10 +209,11 @@ def _entries(fused: Fused, count: int) -> list[Entries]:
     ]
 
 
-def _with_gradients(entries: list[Entries], fused: Fused, dq: list[Packed]) -> Iterator[Entries]:
+def _with_gradients(entries: list[Entries], fused: _Fused, dq: list[Packed]) -> Iterator[Entries]:
     """Entries with their rows of the output gradient, which lie where `dq` goes."""
     sizes = fused.q_stop - fused.q_start
     bounds = fused.launch.searchsorted(np.arange(len(entries) + 1))
+    # Rows of `dout` are the buffer's where `dq` goes to consecutive ones, else packed from 0 on.
     packed = sizes.cumsum() - sizes
     begins = np.array([to.runs[0].start if to.direct else 0 for to in dq], dtype=np.int64)
     start = packed + np.repeat(begins - packed[bounds[:-1]], np.diff(bounds))
@@ -243,7 +246,7 @@ def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
     return frozenset(buffers)
 
 
-def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:
+def _simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:
     """Pairs, transposed [9, n], each either full or causal at the bottom right, and their launches;
     queries and keys that take no part are left out.
     """
@@ -265,7 +268,7 @@ def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, 
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class _Fused:
     """Kernel entries of many launches, [n] each. Rows are rows of the launch's operands.
 
     `launch` is ascending. `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key)
@@ -288,7 +291,7 @@ class Fused:
         return len(self.q_start)
 
 
-def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSAL) -> Fused:
+def _fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSAL) -> _Fused:
     """Join simple `pairs` [9, n] into entries.
 
     `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions
@@ -299,7 +302,7 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSA
     if isinstance(mask, SlidingWindow):
         behind = pairs[Pair.Q_STOP] - pairs[Pair.K_STOP]  # of a trimmed pair neither negative nor a whole window
         windows, each = np.stack([mask.size - 1 - behind, behind], axis=1), np.arange(len(launch))
-        return Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
+        return _Fused(launch, q_row, q_stop, k_row, k_stop, np.zeros(len(launch), dtype=bool), each, each, windows)
     causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (mask == CAUSAL)
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
@@ -317,5 +320,6 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSA
     top, bottom = bounds[:-1], bounds[1:] - 1
     lengths = last[bottom] - first[bottom] + 1
     offsets = np.cumsum(lengths) - lengths
+    # The ranges [first, last] of each entry's bottom row, one behind the other.
     k_pairs = np.repeat(first[bottom] - offsets, lengths) + np.arange(int(lengths.sum()))
-    return Fused(launch[first[top]], a[top], b[bottom], c[bottom], d[bottom], e[bottom], first, k_pairs)
+    return _Fused(launch[first[top]], a[top], b[bottom], c[bottom], d[bottom], e[bottom], first, k_pairs)

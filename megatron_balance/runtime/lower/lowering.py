@@ -182,7 +182,7 @@ class Lowering:
         if forward:
             steps, blank = self.mark_merges(steps)
         else:
-            steps = mark_sums(steps, self.sizes)
+            steps = _mark_sums(steps, self.sizes)
         remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
         attended = ("attended_pairs", attended_pairs(ops, self.program.mask))
         work = (*counts(steps, forward=forward, remap_out=remap_out), attended)
@@ -252,7 +252,7 @@ _SizesOf = Mapping[Kind, Mapping[int, tuple[int, int]]]
 """(rows, heads) of buffers by kind of input and number."""
 
 
-def mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
+def _mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
     """Say of every gradient that a step brings which of its runs are kept and which are added.
 
     A ring's launch gives the gradients of all keys of the buffer that it read, in order: the first

@@ -111,7 +111,7 @@ def places_of(shapes: Sequence[Shape], behind: BytesPlace | None = None) -> tupl
     return tuple(places)
 
 
-class Layout(NamedTuple):
+class _Layout(NamedTuple):
     """Messages packed one after the other: bytes of all, and the tensors of each."""
 
     num_bytes: int
@@ -119,13 +119,13 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layout(messages: tuple[Carried, ...], form: CallForm) -> Layout:
+def layout(messages: tuple[Carried, ...], form: CallForm) -> _Layout:
     """The layout of messages one after the other; every layer asks for the same ones."""
     of_messages = [shapes(message, form) for message in messages]
     each = places_of(list(chain.from_iterable(of_messages)))
     ends = list(accumulate(map(len, of_messages), initial=0))
     num_bytes = each[-1].begin + each[-1].num_bytes if each else 0
-    return Layout(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
+    return _Layout(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
 
 
 def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
@@ -393,7 +393,7 @@ class ExchangeForm:
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
             taken_together(exchange, len(brought), wide=form.gradient == form.wide),
-            tuple([m.kind == Kind.OUT_GRAD and become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
+            tuple([m.kind == Kind.OUT_GRAD and _become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
         )
 
 
@@ -441,7 +441,7 @@ def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
     return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
 
 
-def become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
+def _become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
     """Whether packed rows that came in a message are all of one or of several buffers, none of them
     the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
     row, of each tensor.

@@ -47,7 +47,7 @@ from megatron_balance.runtime.lower.steps import (
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class _Routed:
     """This rank's own pieces of one exchange, by the peer at the other end."""
 
     sends: dict[int, tuple[Piece, ...]]
@@ -61,7 +61,7 @@ _DIRECT = {
     for moved in _BOTH
 }
 """The stream of a direct message, by whether it crosses nodes and is of traffic class "moved"."""
-_NOT_ROUTED = Routed({}, {})
+_NOT_ROUTED = _Routed({}, {})
 
 
 class Indexes(NamedTuple):
@@ -146,6 +146,7 @@ class MessageLookup:
     def instances(self, received: Messages) -> dict[Kind, Ints]:
         rows, begin = received.rows, received.begin
         sizes = rows[:, Transfer.STOP] - rows[:, Transfer.START]
+        # [n + 1]: rows before each region; a message's buffer begins with its first.
         before = np.append(0, sizes.cumsum())
         totals, heads = np.diff(before[begin]).tolist(), received.num_heads
         for i, kind in enumerate(received.kind):
@@ -157,6 +158,7 @@ class MessageLookup:
         table = np.empty((len(rows), Instance.WIDTH), dtype=np.int64)
         table[:, Instance.REGION] = rows[:, Transfer.REGION]
         table[:, Instance.BUFFER] = np.array(received.buffer, dtype=np.int64)[message]
+        # Row in the buffer: rows before the region less those before its message.
         table[:, Instance.ROW] = before[:-1] - before[begin[message]]
         return {kind: table[rows[:, Transfer.KIND] == kind] for kind in INPUTS}
 
@@ -165,7 +167,7 @@ class MessageLookup:
         ops: Sequence[Op],
         sides: tuple[Messages, Messages],
         zones: Sequence[str],
-        routed: Mapping[int, Routed],
+        routed: Mapping[int, _Routed],
         indexes: Indexes,
         *,
         forward: bool,
@@ -180,7 +182,7 @@ class MessageLookup:
                 own = routed.get(i, _NOT_ROUTED)
                 far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
                 stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
-                tag = tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
+                tag = _tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
                 exchanges[i] = ExchangeStep(
                     *(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far),
                     stream,
@@ -313,7 +315,7 @@ _KINDS = tuple(Kind)
 _TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 
 
-def tag_base(exchange_id: int, *, forward: bool, nano_batch: int = 0) -> int:
+def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int = 0) -> int:
     """First tag of the messages of an exchange, which its direct ones have."""
     return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
@@ -330,7 +332,7 @@ def _hop_tag(leg: Leg, *, first: bool, last: bool) -> int:
 @lru_cache(maxsize=256)
 def routes_of(
     routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]
-) -> tuple[Routed, tuple[ProxyRoute, ...]]:
+) -> tuple[_Routed, tuple[ProxyRoute, ...]]:
     """The pieces of an exchange that this rank sends or receives, and those that it relays, by
     source, target and piece: the order in which both ends of every hop have them.
 
@@ -339,6 +341,7 @@ def routes_of(
     table = as_array(routes)
     table = table[np.lexsort(table.T[::-1])]
     _check_routes(table)
+    # Pieces of a (source, target) pair stand together: their number, beside each of them.
     pairs = table[:, Route.PAIR]
     sizes = np.diff(run_bounds((pairs[1:] != pairs[:-1]).any(axis=1), len(table)))
     counts = np.repeat(sizes, sizes)
@@ -369,7 +372,7 @@ def routes_of(
             receives.setdefault(src, []).append(Piece(index, count, arrives))
         elif arrives is not None and leaves is not None:
             proxy_routes.append(ProxyRoute(relay_role(arrives.leg), src, dst, index, count, arrives, leaves))
-    own = Routed(*({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives)))
+    own = _Routed(*({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives)))
     return own, tuple(proxy_routes)
 
 
@@ -394,6 +397,7 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
     `leg`: a place in `LEGS`, -1: there is none; `first`, `last`: whether it is the first of the
     piece, the last.
     """
+    # [4, n]: source, send proxy, receive proxy, target; a hop goes where two neighbours differ.
     stations = table.T[_STATIONS]
     goes = stations[1:] != stations[:-1]
     leads = np.logical_and.accumulate(~np.insert(goes[:-1], 0, False, axis=0))  # no leg before it
@@ -409,11 +413,11 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
 
 def lower_routes(
     ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, nano_batch: int = 0
-) -> tuple[dict[int, Routed], tuple[tuple[RelayTask, ...], ...]]:
+) -> tuple[dict[int, _Routed], tuple[tuple[RelayTask, ...], ...]]:
     """This rank's own pieces by index of the op, and all relay tasks of the phase, in groups that
     wait for nothing in one another: of one role, traffic class and queue (`queues`: of each op).
     """
-    own: dict[int, Routed] = {}
+    own: dict[int, _Routed] = {}
     groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
     routed = {i: op for i, op in enumerate(ops) if isinstance(op, Exchange) and op.routes}
     if not routed:
@@ -422,7 +426,7 @@ def lower_routes(
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
         own[i], proxy_routes = routes_of(op.routes, rank, ranks_per_node, pairs)
-        tag = tag_base(op.id, forward=forward, nano_batch=nano_batch)
+        tag = _tag_base(op.id, forward=forward, nano_batch=nano_batch)
         for route in proxy_routes:
             messages = carried.get((i, route.src, route.dst))
             if messages is not None:
@@ -443,6 +447,7 @@ def _of_others(
     op_of = np.repeat(np.array(list(routed), dtype=np.int64), [len(t) for t in tables])
     moved: dict[int, set[tuple[int, int]]] = {}
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
+    # Op, source and target in one number, so that one `unique` finds the pairs.
     pairs = ((op_of << 2 * _RANK_BITS) | (src << _RANK_BITS) | dst)[is_moved(rows[:, Transfer.KIND])]
     for pair in np.unique(pairs).tolist():
         moved.setdefault(pair >> 2 * _RANK_BITS, set()).add((pair >> _RANK_BITS & _RANK, pair & _RANK))

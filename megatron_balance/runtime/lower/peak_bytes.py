@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.memory import CallForm
+from megatron_balance.runtime.lower.memory import CallForm, Sizes
 from megatron_balance.runtime.lower.steps import (
     INPUTS,
     ExchangeStep,
@@ -27,9 +27,6 @@ from megatron_balance.runtime.lower.steps import (
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due: the most of any transport."""
-
-Sizes = Mapping[int, tuple[int, int]]
-"""(rows, heads) of buffers by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ def peak_bytes(
     phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
 ) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
-    kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
     forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
     return PeakBytes(forward, backward, kept)
@@ -78,7 +75,7 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) ->
     return owned + finals + _peak(phase, form, grads)
 
 
-def message_bytes(message: PeerMessage, form: CallForm) -> int:
+def _message_bytes(message: PeerMessage, form: CallForm) -> int:
     """Bytes of the tensors that carry a message, each aligned."""
     return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
@@ -93,7 +90,7 @@ def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
     """
     live = peak = 0
     made: dict[Value, int] = {}  # gradients so far
-    held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
+    held: dict[Value, int] = {(m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
     upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
@@ -120,7 +117,7 @@ def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
 
 
 def _side(messages: list[PeerMessage] | tuple[PeerMessage, ...], form: CallForm) -> int:
-    return sum(message_bytes(m, form) for m in messages)
+    return sum(_message_bytes(m, form) for m in messages)
 
 
 def _call(exchange: ExchangeStep, form: CallForm) -> int:
@@ -130,7 +127,7 @@ def _call(exchange: ExchangeStep, form: CallForm) -> int:
     sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
     for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
         for message in side:
-            num_bytes[message.peer] += message_bytes(message, form)
+            num_bytes[message.peer] += _message_bytes(message, form)
     if exchange.collective == "all_gather":  # as wide for every rank as for the widest
         return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
     return sum(sends.values()) + sum(receives.values())

@@ -58,6 +58,7 @@ class RegionIndex:
         begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
+        # [n]: the last instance that begins at or before each region; -1: none does.
         first = self.start.searchsorted(begin, side="right") - 1
         whole = (end <= self.stop[first]).all()  # each lies in one instance, which is the rule
         region, instance = (
@@ -72,6 +73,7 @@ class RegionIndex:
                 head_start[region],
                 head_stop[region],
             )
+        # Keys hold sequence and token in one number, so their differences are tokens.
         low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[instance])
         count = high - low
         if not (
@@ -107,6 +109,7 @@ class RegionIndex:
                         continue
                     buffer_row = row + x - int(self.start[at])
                     row_ranges.append((index, x - low, y - x, u - region[3], v - u, buffer, buffer_row, u - head_start))
+                    # Still missing of tokens x heads: before, behind, above and below.
                     left += [(a, x, c, d), (y, b, c, d), (x, y, c, u), (x, y, v, d)]
                 missing = [m for m in left if m[0] < m[1] and m[2] < m[3]]
             if missing:
@@ -126,6 +129,7 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     begin, end = begin[order], np.maximum.accumulate(end[order])
     begin[1:] = np.maximum(begin[1:], end[:-1])
     start, stop = key_bounds(instances)
+    # What lies between the fragments, with an open gap at either side: [m + 1].
     gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)
     row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
     low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])
@@ -155,6 +159,7 @@ def grouped_runs(
     offsets = sizes.cumsum() - sizes
     region, count, begin = row_ranges[RowRange.REGION], row_ranges[RowRange.COUNT], row_ranges[RowRange.BUFFER_ROW]
     group_of = group[region]
+    # Of each group the packed row, counted over all groups, at which it begins.
     base = offsets[np.minimum(group.searchsorted(np.arange(num_groups)), len(sizes) - 1)]
     row = offsets[region] + row_ranges[RowRange.ROW] - base[group_of]
     behind = begin[1:] == begin[:-1] + count[:-1]
@@ -163,6 +168,7 @@ def grouped_runs(
         same &= row_ranges[column, 1:] == row_ranges[column, :-1]
     bounds = run_bounds(~same, len(row))
     begins, ends = bounds[:-1], bounds[1:]
+    # A run lies consecutively in its buffer if no gap is counted between its first and its last range.
     gaps = np.zeros(len(row), dtype=np.int64)
     np.cumsum(~behind, out=gaps[1:])
     consecutive = gaps[ends - 1] == gaps[begins]

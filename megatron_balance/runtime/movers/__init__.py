@@ -15,9 +15,8 @@ MOVERS = ("auto", "plain", "triton")
 
 
 def choose_mover(name: str, device: torch.device) -> Mover:
-    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere.
-
-    triton on CPU tensors needs its interpreter.
+    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere. Triton on CPU tensors
+    needs its interpreter.
 
     Raises:
         ConfigError: no such mover, or Triton is not installed.

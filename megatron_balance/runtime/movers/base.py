@@ -1,9 +1,8 @@
 """Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
 
-There are two movers. `movers.plain` is torch, run by run: the CPU's, and the one that the other is
-tested against. `movers.triton` does each of these calls in one launch where it can. No mover uses
-atomics: every destination row is written by one thread block, in an order that depends on the plan
-alone.
+`movers.plain` is torch, run by run: the CPU's, and the one that the other is tested against.
+`movers.triton` does each call in one launch where it can. No mover uses atomics: every destination
+row is written by one thread block, in an order that depends on the plan alone.
 
 Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
 """

@@ -58,10 +58,10 @@ class PlainMover:
                     heads_view(target, run.buffer_head, run.num_heads).index_add_(0, index, added.to(target.dtype))
 
     def partials(self, space: Space) -> Partials:
-        return PlainPartials(space, self)
+        return _PlainPartials(space, self)
 
 
-class PlainPartials:
+class _PlainPartials:
     """See `Partials`: accumulated two at a time, as they come."""
 
     def __init__(self, space: Space, mover: PlainMover) -> None:

@@ -112,10 +112,10 @@ def is_block(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether all messages that an exchange sends lie in one block, and all that it brings in
     another: one after the other in the order of peers, each tensor aligned.
     """
-    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not is_summed(exchange, groups)
+    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
 
 
-def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
+def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
 
     gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
@@ -126,7 +126,7 @@ def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
 
 def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
     """The messages that an exchange brings: those of one peer where it sums on the way."""
-    if not is_summed(exchange, groups):
+    if not _is_summed(exchange, groups):
         return exchange.receives
     return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 

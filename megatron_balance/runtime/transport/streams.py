@@ -1,21 +1,12 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
-The host waits for nothing: what ranks must connect they connect when they bind a plan
-(`runtime.transport.connect`). Each stream of `compile.order.streams` has a communicator of its own
-(`runtime.groups.stream_groups`), so that what it carries is only in order with itself: transfers
-between nodes (high priority) beside those inside the node, and moved beside copied traffic. NCCL
-matches messages by their order between two ranks; ranks issue exchanges in one order
+The host waits for nothing: what ranks must connect they connect when they bind a plan (`connect`).
+Each stream of `compile.order.streams` has a communicator of its own
+(`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
+messages by their order between two ranks; ranks issue exchanges in one order
 (`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages
-within a batch by source, target and piece. The legs of a routed exchange are one batch each, on
-streams of their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg
-that brings them. Collectives have streams too, but go by the communicators of their ranks.
-
-Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
-come behind the launch that they travel beside; values that only come back to this rank are received
-behind the last launch. A backward launch is three kernels, each of which waits at the head of a
-single hardware queue for the one before, so a leg behind it reaches the device when the main kernel
-has ended. That is early enough for the next round of a ring. It is late for what other ranks need for
-their first launch, so legs of exchanges before this rank's first backward launch come at once.
+within a batch by source, target and piece. Collectives have streams too, but go by the
+communicators of their ranks.
 """
 
 from __future__ import annotations
@@ -94,8 +85,8 @@ def _relayed(carried: tuple[Carried, ...], form: CallForm, count: int) -> list[t
 
 
 class Streamed:
-    """One run of a phase on NCCL; calls as `Gloo` has them. Relayed pieces are issued with the exchange, in the
-    batches of its legs.
+    """One run of a phase on NCCL; calls as `Gloo` has them. Relayed pieces are issued with the
+    exchange, in the batches of its legs.
     """
 
     ahead = 0
@@ -106,6 +97,11 @@ class Streamed:
         self.streams: Streams = groups.streams
         self.traffic = PhaseTraffic()
         launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
+        # Later legs come behind the launch that they travel beside. A backward launch is three
+        # kernels, each of which waits at the head of a single hardware queue for the one before, so a
+        # leg behind it reaches the device when the main kernel has ended: early enough for the next
+        # round of a ring, late for what other ranks need for their first launch. So legs of exchanges
+        # before this rank's first backward launch come at once.
         self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
         self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
@@ -131,6 +127,7 @@ class Streamed:
         relay_tasks = self.relay_tasks.get(exchange.op, ())
         self.add_relay_tasks(relay_tasks, batches)
         brings_back = all(m.kind in MOVED for m in exchange.receives)
+        # Values that only come back to this rank are received behind the last launch.
         late = not sends and not relay_tasks and brings_back
         under_way = self.under_way[exchange.id] = _UnderWay()
         ready = None if late else self.streams.now()

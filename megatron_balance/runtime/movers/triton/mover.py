@@ -187,7 +187,7 @@ class TritonMover:
         return found
 
     def partials(self, space: Space) -> Partials:
-        return TritonPartials(space, self)
+        return _TritonPartials(space, self)
 
     def row_maps(self, packed: Packed, space: Space) -> tuple[RowMap, ...]:
         maps = self._row_maps.get(id(packed))
@@ -349,7 +349,7 @@ def partial_of(out: Tensor, lse: Tensor) -> _Partial:
 
 
 class _Expected:
-    """The partials that a call will hold, before there are any: as `TritonPartials` holds them."""
+    """The partials that a call will hold, before there are any: as `_TritonPartials` holds them."""
 
     def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         self.sizes = sizes
@@ -361,34 +361,34 @@ class _Expected:
         for row_map in row_maps:
             buffer = row_map.buffer
             held = self.entries.setdefault(buffer, [])
-            if is_full(held):
+            if _is_full(held):
                 held[:] = [self.accumulated(buffer)]
             held.append(Entry(self.number, row_map))
-            if is_much(held, self.sizes[buffer], HELD_PARTS):
+            if _is_much(held, self.sizes[buffer], HELD_PARTS):
                 held[:] = [self.accumulated(buffer)]
 
     def accumulated(self, buffer: int) -> Entry:
         self.number += 1
-        return Entry(self.number, whole_map(buffer, self.sizes[buffer]), owned=True)
+        return Entry(self.number, _whole_map(buffer, self.sizes[buffer]), owned=True)
 
 
-def whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
+def _whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
     return RowMap(buffer, None, 0, size[1], 0, size[0])
 
 
-def is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
+def _is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
     """Whether one merge can take no more partials; an accumulator has a place of its own."""
     return len(held) - held[0].owned >= PARTS[-1] if held else False
 
 
-def is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
+def _is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
     """Whether partials of a buffer are merged at once: their rows and heads are more than `most` of
     all.
     """
     return sum([part.row_map.count * part.row_map.num_heads for part in held]) > most * size[0] * size[1]
 
 
-class TritonPartials:
+class _TritonPartials:
     """See `runtime.movers.base.Partials`. Some are held as they came, and merged in one launch with
     the final conversion.
     """
@@ -402,10 +402,10 @@ class TritonPartials:
         for row_map in self.mover.row_maps(packed, self.space):
             buffer = row_map.buffer
             held = self.held.setdefault(buffer, [])
-            if is_full(held):
+            if _is_full(held):
                 held[:] = [self.accumulated(buffer, held)]
             held.append(_Partial(out, lse, row_map))
-            if is_much(held, self.space.sizes[buffer], self.space.held):
+            if _is_much(held, self.space.sizes[buffer], self.space.held):
                 held[:] = [self.accumulated(buffer, held)]
 
     def accumulated(self, buffer: int, held: list[_Partial]) -> _Partial:
@@ -417,7 +417,7 @@ class TritonPartials:
         if not target.owned:
             out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
             target = _Partial(
-                out, self.space.empty((rows, heads), self.space.wide), whole_map(buffer, (rows, heads)), owned=True
+                out, self.space.empty((rows, heads), self.space.wide), _whole_map(buffer, (rows, heads)), owned=True
             )
         merge_parts(self.mover, held, target.out, target.lse)
         return target
@@ -541,23 +541,23 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     )
 
 
-class LaunchTypes(NamedTuple):
+class _LaunchTypes(NamedTuple):
     source: torch.dtype
     target: torch.dtype
     dim: int
 
 
-def copies(dtype: torch.dtype, head_dim: int) -> list[LaunchTypes]:
+def copies(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
     """Kinds that are copied: inputs and outputs, LSE, gradients, and these converted."""
     wide = wide_dtype(dtype)
     kinds = [(a, b, head_dim) for a in (dtype, wide) for b in (dtype, wide)]
-    return [LaunchTypes(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
+    return [_LaunchTypes(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
 
 
-def additions(dtype: torch.dtype, head_dim: int) -> list[LaunchTypes]:
+def _additions(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
     """Kinds that are added: gradients as a kernel leaves them, and as they travel."""
     wide = wide_dtype(dtype)
-    return [LaunchTypes(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
+    return [_LaunchTypes(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
 
 
 def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
@@ -570,7 +570,7 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     launches = 0
     for kernel, width, kinds in (
         (copy_rows, CopyBlock.WIDTH, copies(dtype, head_dim)),
-        (add_rows, AddBlock.WIDTH, additions(dtype, head_dim)),
+        (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
     ):
         blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
         table = BlockTable((), blocks, mover.blank(torch.int32), 1)

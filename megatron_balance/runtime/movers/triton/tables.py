@@ -264,6 +264,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
     of_buffer = np.concatenate([each.of_buffer + rows[0] for each, (_, rows) in zip(one.added, lies, strict=True)])
     packed = np.concatenate([each.packed + rows[1] for each, (_, rows) in zip(one.added, lies, strict=True)])
     begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
+    # Sources of one target row stand together, in the order of the plan: sums do not depend on time.
     order = np.argsort(of_buffer, kind="stable")
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     sources = launch.listed(packed[order])
@@ -444,6 +445,7 @@ def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints
     """Packed rows by buffer row, [num_rows] each; the k-th for a buffer row in the k-th."""
     order = np.argsort(of_buffer, kind="stable")
     of_buffer, packed_rows = of_buffer[order], packed_rows[order]
+    # How many packed rows of the same buffer row stand before each.
     depth = np.arange(len(of_buffer)) - np.searchsorted(of_buffer, of_buffer)
     maps = [np.full(num_rows, -1, dtype=np.int64) for _ in range(int(depth.max(initial=-1)) + 1)]
     for k, one in enumerate(maps):
