@@ -39,9 +39,8 @@ from megatron_balance.analysis.link import (
     volume,
 )
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
-from megatron_balance.cost.collectives import all_gather_s, group_of, reduce_scatter_s
 from megatron_balance.cost.modules import head_module, layer_modules
-from megatron_balance.cost.parallel import joined_nodes
+from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes, reduce_scatter_s
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model

@@ -18,7 +18,7 @@ from megatron_balance.files import json_text
 if TYPE_CHECKING:
     from megatron_balance.cost.table import CostTable
     from megatron_balance.ir.model import Model
-    from megatron_balance.profiling.options import ProfileOptions
+    from megatron_balance.profiling.cost_table import ProfileOptions
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ProfileOptions:
-    from megatron_balance.profiling.options import QUICK, ProfileOptions
+    from megatron_balance.profiling.cost_table import QUICK, ProfileOptions
 
     given: dict[str, Any] = {
         axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None
@@ -146,8 +146,7 @@ def _progress(points: Iterable[Callable[[], None]], count: int, what: str) -> It
 
 
 def _show(table: CostTable, model: Model, out: Path | None) -> None:
-    from megatron_balance.cost.fits import fit_link
-    from megatron_balance.cost.gamma import gamma_of
+    from megatron_balance.cost.fits import fit_link, gamma_of
     from megatron_balance.cost.measured import MeasuredCost
     from megatron_balance.ir.cluster import Cluster
 

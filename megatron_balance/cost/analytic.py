@@ -1,8 +1,8 @@
 """Costs from data sheets and microbenchmarks: tiles of the attention kernel, FLOPs over rates,
 alpha-beta links.
 
-Where a constant comes from stands beside it here, in `kernel`, `contention` and in configs/cluster;
-docs/costs.md has the whole list. None is fitted to a result that the simulator is compared with.
+Constants stand here with their source, in `kernel`, `base` and in configs/cluster; docs/costs.md
+has the whole list. None is fitted to a result that the simulator is compared with.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from math import ceil, inf
 import numpy as np
 
 from megatron_balance.cost import kernel
-from megatron_balance.cost.base import Floats, Host, Ints, Link, routed_s
-from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s
-from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, routed_s
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
-from megatron_balance.cost.parallel import experts_s
+from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, experts_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
@@ -47,12 +45,9 @@ PARTIAL_BYTES = 4
 class AnalyticCost:
     """Costs of `model` on `cluster`; implements `cost.base.MachineCost`.
 
-    With tensor parallelism a rank of `cluster` is a whole tensor-parallel group
-    (`cost.parallel.wide_ranks`) of `tensor_parallel` GPUs, which split heads and channels evenly;
-    their own communication is part of `layer_s`. `pads`: head dims that no library takes are padded
-    by copies, as the runtime does; how published runs served them is not known. `exchanges`: tokens'
-    way to experts on other ranks (`Model.expert_split`) is part of a layer, as planners weigh it; the
-    simulator adds it itself.
+    With tensor parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`) of
+    `tensor_parallel` GPUs, which split heads and channels evenly; their own communication is part
+    of `layer_s`.
     """
 
     cluster: Cluster
@@ -78,12 +73,11 @@ class AnalyticCost:
         object.__setattr__(self, "_token_s", modules_s + parallel_s + experts_s)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
-        runs of `run_tokens`.
+        """Seconds for (query, key) pairs, all heads, in runs of `run_tokens`.
 
         A run's last tile is padded, and each run of keys costs its queries a thread block. The
-        halves of tiles that the mask wastes are left out: they are 64 pairs for each query wherever
-        it is, so no placement changes them; `attend_s` counts them.
+        halves of tiles that the mask wastes are left out: 64 pairs for each query wherever it is,
+        so no placement changes them; `attend_s` counts them.
         """
         factor = 1.0
         if run_tokens != inf:
@@ -95,48 +89,31 @@ class AnalyticCost:
         return factor * num_pairs * self._pair_s
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * LAUNCH_S
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
-        norms. Proportional.
-        """
         return num_tokens * self._token_s
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
-        bandwidth.
-        """
         return num_messages * self.cluster.intra_alpha_s + num_bytes / self.cluster.intra_bytes_per_s
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
-        shared by two).
-        """
         return num_messages * self.cluster.inter_alpha_s + num_bytes / (num_nics * self.cluster.nic_bytes_per_s)
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
-        of both nodes.
-        """
         return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """Bytes of the keys and values of tokens."""
         return num_tokens * self.model.kv_bytes_per_token
 
     def query_bytes(self, num_tokens: float) -> float:
-        """Bytes of the queries of tokens, or of their outputs; the mean, where widths differ."""
+        """The mean, where widths differ."""
         width = (self.model.head_dim + self.model.value_width) / 2
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
-        without pairs.
-
-        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A launch takes its work
-        over all SMs, or its longest thread block on one of them, whichever is longer.
+        """A launch takes its work over all SMs, or its longest thread block on one of them,
+        whichever is longer.
         """
         if not len(pairs):
             return np.zeros(num_launches)
@@ -158,9 +135,8 @@ class AnalyticCost:
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 
     def _latent_s(self, num_keys: Floats, *, backward: bool) -> Floats:
-        """Seconds of making the keys and values of a launch of their latents [num_launches].
-
-        Backward also of the two products of their gradients.
+        """Seconds of making keys and values of a launch's latents; backward also of their
+        gradients' products.
         """
         products = 1.0 + BACKWARD_PRODUCTS * backward
         return (
@@ -169,7 +145,6 @@ class AnalyticCost:
 
     @property
     def _tile_s(self) -> float:
-        """Seconds of one tile of one head on the whole rank."""
         return kernel.tile_flops(self.model.kernel_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
 
     def block_s(self, num_tiles: float) -> float:
@@ -177,26 +152,20 @@ class AnalyticCost:
         return num_tiles * self._tile_s * max(1, self.cluster.num_sms)
 
     def merge_s(self, num_tokens: float) -> float:
-        """Seconds to merge the partial outputs of tokens, all heads: two are read and one is
-        written, each with its LSE.
-        """
+        """Two partials are read and one is written, each with its LSE."""
         elements = 3.0 * num_tokens * self.model.num_heads * (self.model.value_width + 1)
         return elements * PARTIAL_BYTES / self.cluster.memory_bytes_per_s
 
     def pack_s(self, num_bytes: float) -> float:
-        """Seconds to gather bytes into a message, or to scatter them from one: read and written."""
+        """Read and written."""
         return 2.0 * num_bytes / self.cluster.memory_bytes_per_s
 
     def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """Seconds of one layer's modules outside attention, tensor-parallel communication included.
-
-        Matrix products take their FLOPs, or reading their weights when tokens are few.
-        """
+        """Matrix products take their FLOPs, or reading their weights when tokens are few."""
         modules_s = sum(self._module_s(module, num_tokens, module.read, backward=backward) for module in self._modules)
         return modules_s + self.tensor_parallel_s(num_tokens) + self.experts_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """Seconds of embedding, logits and loss."""
         return self._module_s(head_module(self.model), num_tokens, 0.0, backward=backward)
 
     def _module_s(self, module: Module, num_tokens: float, weights: float, *, backward: bool) -> float:
@@ -210,7 +179,7 @@ class AnalyticCost:
     def tensor_parallel_s(self, num_tokens: float) -> float:
         """Seconds of a layer's tensor-parallel communication in one direction: with sequence
         parallelism, two all-gathers and two reduce-scatters of the hidden states (Megatron-LM,
-        arXiv 2205.05198, section 4.2.2), backward as forward.
+        arXiv 2205.05198, section 4.2.2).
         """
         ranks = self.tensor_parallel
         if ranks == 1:
@@ -220,37 +189,30 @@ class AnalyticCost:
         return 4 * (CALL_S + all_gather_s(num_bytes, CollectiveGroup(ranks, ranks, link, link)))
 
     def experts_s(self, num_tokens: float) -> float:
-        """Seconds of a layer's exchange of tokens between experts in one direction, if it counts."""
         if not self.exchanges:
             return 0.0
         return experts_s(self.model, num_tokens, self.cluster, max(1, round(self.model.expert_split)))
 
     def optimizer_s(self, num_parameters: float) -> float:
-        """Seconds of Adam's update of the parameters that this rank keeps the state of:
-        memory-bound.
-        """
+        """Adam is memory-bound."""
         return num_parameters * OPTIMIZER_BYTES / self.cluster.memory_bytes_per_s
 
     def link(self, *, inter_node: bool) -> Link:
-        """A rank's link inside the node, or one NIC; each direction on its own."""
         if inter_node:
             return Link(self.cluster.inter_alpha_s, self.cluster.nic_bytes_per_s)
         return Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s)
 
     @property
     def call_s(self) -> float:
-        """Seconds of fixed cost of a communication call, beside the alphas of its messages."""
         return CALL_S
 
     @property
     def host(self) -> Host:
-        """The host's prices, as the cluster gives them."""
         cluster = self.cluster
         return Host(cluster.host_call_s, cluster.host_launch_s, cluster.host_message_s)
 
     @property
     def contention(self) -> Contention:
-        """The SMs of a GPU that NCCL's transfers take."""
         gpus = self.tensor_parallel
         cluster = self.cluster
         return Contention.of_links(

@@ -7,17 +7,18 @@ The simulator also asks for each transfer and module, forward and backward (`Mac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.contention import Contention
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.cluster import Cluster
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ADD = 1.5
 """Seconds of adding to what is held over those of packing: two values are read and one is written,
@@ -30,17 +31,13 @@ LAUNCHES_OF_RUN = 2
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a rank's link in its node, or of one NIC: a message takes alpha and its
-    bytes at the rate.
-    """
+    """One direction of a rank's link in its node, or of one NIC."""
 
     alpha_s: float
     bytes_per_s: float
 
     def time_s(self, num_bytes: float, num_messages: float = 1, share: float = 1.0) -> float:
-        """Seconds for bytes in `num_messages` messages, one after another, at a `share` of the
-        rate.
-        """
+        """Seconds for bytes in messages one after another, at a `share` of the rate."""
         return num_messages * self.alpha_s + num_bytes / (share * self.bytes_per_s)
 
 
@@ -76,17 +73,17 @@ class CostModel(Protocol):
     """
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
-        runs of `run_tokens`.
+        """Seconds for (query, key) pairs, all heads, when queries and keys come in runs of
+        `run_tokens`.
         """
         ...
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for one
         without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each
-        row belongs to.
+        `pairs` [n, 9]: rows of `ir.program.Attend` in any order; `launch` [n]: the launch of each
+        row.
         """
         ...
 
@@ -95,8 +92,8 @@ class CostModel(Protocol):
         ...
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
-        norms. Proportional.
+        """Seconds of tokens in the modules outside attention: projections, MLP, norms.
+        Proportional.
         """
         ...
 
@@ -107,9 +104,7 @@ class CostModel(Protocol):
         ...
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
-        bandwidth.
-        """
+        """Seconds to receive bytes from a rank of the same node."""
         ...
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
@@ -120,7 +115,7 @@ class CostModel(Protocol):
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
         """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
-        of both nodes (Zeppelin, Eq. 1).
+        of both nodes.
         """
         ...
 
@@ -177,12 +172,116 @@ class MachineCost(CostModel, Protocol):
 
 
 def routed_s(cost: CostModel, num_bytes: float, num_messages: float, num_nics: float) -> float:
-    """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of
-    both nodes.
-
-    Zeppelin, Eq. 1: dispatch to the send proxies, transfer between the nodes, combine from the
-    receive proxies, one after the other; source and target are a proxy each and keep their own
-    piece.
+    """`CostModel.routed_s` (Zeppelin, Eq. 1): dispatch to the send proxies, transfer between the
+    nodes, combine from the receive proxies, one after the other; source and target are a proxy each
+    and keep their own piece.
     """
     passed_on = num_bytes * (num_nics - 1) / num_nics
     return 2 * cost.intra_node_s(passed_on, num_messages) + cost.inter_node_s(num_bytes, num_messages, num_nics)
+
+
+def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back
+    after it (Zeppelin, section 3.4).
+
+    An estimate of what the best moves take, without solving for them: the longest time of a rank's
+    link, and of a node's NICs for what the node as a whole has above or below its share, one after
+    the other; nothing of it hides behind attention.
+    """
+    size = cluster.node_size
+    mean = sum(tokens) / len(tokens)
+    most = max(max(tokens) - mean, mean - min(tokens))
+    if most < 1:
+        return 0.0
+    nodes = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+    crossing = max(max(nodes) - mean * size, mean * size - min(nodes))
+    num_nics = ceil(size / cluster.ranks_per_nic)
+    seconds = cost.intra_node_s(float(most) * token_bytes(cost), 2)
+    return seconds + (cost.inter_node_s(float(crossing) * token_bytes(cost), 2, num_nics) if crossing >= 1 else 0.0)
+
+
+def token_bytes(cost: CostModel) -> float:
+    """Bytes of one token that a remap moves in a layer: query, key and value one way, the output
+    back.
+    """
+    return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
+
+
+NET_CHANNELS = 2
+"""Channels, one SM each, of a transfer to another node: NCCL's default of
+NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
+"""
+
+
+LINK_CHANNELS = 2
+
+
+MAX_CHANNELS = 32
+"""Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
+file; MAXCHANNELS).
+"""
+
+
+NVLINK_BYTES_PER_S = 25e9
+"""One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links,
+900 GB/s in 18, both directions).
+"""
+
+
+PARTS = 1_000_000
+"""Parts of a processor that is not counted in SMs: the share that transfers take was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """SMs that transfers take of a rank's `num_sms` (0: none, as copy engines do not).
+
+    A transfer is a kernel too: it holds some SMs while it runs, and before that it waits for them.
+    Zeppelin (section 5.4.1) names this as the cause of the bubbles of its timeline. `waits`: until
+    an attention kernel that fills the GPU lets go of some.
+    """
+
+    num_sms: int
+    intra_sms: int
+    inter_sms: int
+    waits: bool = False
+
+    @staticmethod
+    def of_links(num_sms: int, intra_bytes_per_s: float, *, waits: bool = False) -> Contention:
+        """SMs of NCCL's point-to-point kernels; `intra_bytes_per_s`: of all NVLinks of a GPU, one
+        direction.
+        """
+        if not num_sms:
+            return Contention(0, 0, 0)
+        num_links = max(1, round(intra_bytes_per_s / NVLINK_BYTES_PER_S))
+        return Contention(num_sms, min(MAX_CHANNELS, LINK_CHANNELS * num_links), NET_CHANNELS, waits)
+
+    @staticmethod
+    def of_slowdowns(intra: float, inter: float) -> Contention:
+        """From measured slowdowns of kernels (factors from 1) beside transfers in the node, and
+        between nodes.
+        """
+        taken = [round(PARTS * (1 - 1 / max(1.0, factor))) for factor in (intra, inter)]
+        return Contention(PARTS, taken[0], taken[1])
+
+    def slowdown(self, *, intra: bool, inter: bool) -> float:
+        """Factor on the time of a kernel that fills the GPU while such transfers run beside it."""
+        taken = (self.intra_sms if intra else 0) + (self.inter_sms if inter else 0)
+        return self.num_sms / (self.num_sms - taken) if taken else 1.0
+
+    def block_s(self, kernel_s: float, num_blocks: float) -> float:
+        """Seconds of one of `num_blocks` thread blocks of a kernel on its SM; 0 where it leaves SMs
+        free.
+        """
+        return kernel_s * self.num_sms / num_blocks if num_blocks > self.num_sms else 0.0
+
+    def wait_s(self, kernel_left_s: float, block_s: float, *, prioritised: bool) -> float:
+        """Seconds until a communication kernel gets its SMs from one that fills the GPU.
+
+        Thread blocks of a kernel are issued before those of a later one. With a stream of higher
+        priority the transfer waits for a block to end, at most `block_s`; without, until the last
+        blocks of the other kernel run, `block_s` before its end.
+        """
+        if not self.num_sms:
+            return 0.0
+        return min(block_s, kernel_left_s) if prioritised else max(0.0, kernel_left_s - block_s)

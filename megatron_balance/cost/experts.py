@@ -1,11 +1,10 @@
-"""Uneven routing of tokens to experts: how many more visits the busiest rank gets than an even share.
+"""Uneven routing of tokens to experts: how many more visits the busiest rank gets than an even
+share.
 
-Ranks that share a layer's experts send each token to the ranks of its experts and wait until all have
-computed, so the layer takes as long as the busiest of them. Two things make that uneven:
-
-- experts that all documents like, measured as tokens counted of each expert (`shares`);
-- documents that like other experts than the rest (`spread`). Ranks that hold few documents then have
-  other loads than the mean of the batch, which is what a ring over all ranks gives every group.
+Ranks that share a layer's experts wait until all have computed, so the layer takes as long as the
+busiest of them. Uneven are experts that all documents like (`shares`), and documents that like
+other experts than the rest (`spread`): ranks with few documents then have other loads than the mean
+of the batch.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class ExpertLoad:
     """Routing of tokens to a layer's experts.
 
     `shares`: of all visits, by expert, summing to 1; none: the same of each. `spread`: standard
-    deviation of an even expert's share between documents, over its mean; 0: all documents alike.
-    `seed`: of the documents' shares.
+    deviation of an even expert's share between documents, over its mean. `seed`: of the documents'
+    shares.
     """
 
     shares: tuple[float, ...] = ()
@@ -46,10 +45,8 @@ class ExpertLoad:
 
     @staticmethod
     def counted(counts: Sequence[float], spread: float = 0.0) -> ExpertLoad:
-        """The load of which these tokens were counted, by expert.
-
-        Raises:
-            ConfigError: negative counts, or none above 0.
+        """The load of which these tokens were counted, by expert. Raises ConfigError of negative
+        counts, or none above 0.
         """
         total = float(sum(counts))
         if not 0 < total < inf or any(count < 0 for count in counts):
@@ -57,14 +54,14 @@ class ExpertLoad:
         return ExpertLoad(tuple(count / total for count in counts), spread)
 
     def of_documents(self, count: int, model: Model) -> Floats:
-        """Shares of the visits of each of `count` documents [count, num_experts]: drawn from a
+        """Shares of the visits of each of `count` documents [count, num_experts], drawn from a
         Dirichlet distribution around the mean of all. A token visits `experts_per_token` different
-        ones, so no share is more than one over that; what a draw has above goes to the other experts.
+        ones, so no share is more than one over that; what a draw has above goes to the other
+        experts.
 
         Raises:
             ConfigError: shares of another number of experts, or larger than they can be; a spread
-                that no documents have: were each of `experts_per_token` experts alone, it would be
-                sqrt(num_experts / experts_per_token - 1).
+                that no documents have.
         """
         num_experts, most = model.num_experts, 1 / model.experts_per_token
         if self.shares and len(self.shares) != num_experts:
@@ -88,13 +85,11 @@ class ExpertLoad:
         return _capped(drawn / drawn.sum(axis=1, keepdims=True), most)
 
     def busiest(self, tokens: Floats, model: Model, ranks: int) -> Floats:
-        """Visits of the busiest rank of each group, as tokens that visit as many experts as usual:
-        [groups]. Even routing has a group's tokens over its ranks.
+        """Visits of the busiest rank of each group, in tokens: even routing has a group's tokens
+        over its ranks.
 
-        Args:
-            tokens: of each document on each group of ranks that share the experts [groups, documents].
-            model: with experts.
-            ranks: of a group; rank r has experts r * num_experts / ranks and those that follow.
+        `tokens` [groups, documents]: on each group of ranks that share the experts; `ranks`: of a
+        group.
         """
         visits = tokens @ self.of_documents(tokens.shape[1], model)
         return visits.reshape(len(tokens), ranks, -1).sum(axis=2).max(axis=1)

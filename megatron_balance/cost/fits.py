@@ -1,12 +1,9 @@
 """Least squares with coefficients that are not negative: links (alpha-beta), quadratic latencies,
 KnapFormer's gamma.
 
-Errors are weighed relatively: a profile spans microseconds to seconds, and unweighted squares would
-hear the longest times alone. A negative coefficient would let more work take less time, so the best
-fit without any is taken.
-
-Solved in fractions: BLAS rounds as each CPU's kernel has it, and then ranks on different CPUs, whose
-planners take their costs from here, would plan differently.
+Errors are weighed relatively: a profile spans microseconds to seconds. A negative coefficient would
+let more work take less time. Solved in fractions: BLAS rounds as each CPU's kernel has it, and then
+ranks on different CPUs, whose planners take their costs from here, would plan differently.
 """
 
 from __future__ import annotations
@@ -14,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.base import Link
+from megatron_balance.cost.base import CostModel, Floats, Link
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
     """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv
-    2412.07894, Appendix C.2).
+    2412.07894, C.2).
     """
 
     a: float
@@ -34,15 +33,12 @@ class Quadratic:
     c: float
 
     def time_s(self, length: float) -> float:
-        """Seconds of one sequence."""
         return (self.a * length + self.b) * length + self.c
 
 
 def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadratic:
-    """The quadratic nearest to measured (length in tokens, seconds), no coefficient negative.
-
-    Raises:
-        ConfigError: fewer than three different lengths, or times that are not positive.
+    """The quadratic nearest to measured times. Raises ConfigError of fewer than three lengths, or
+    times not positive.
     """
     if len(set(lengths)) < 3:
         raise ConfigError(f"a quadratic needs at least 3 different lengths, got {sorted(set(lengths))}")
@@ -51,10 +47,8 @@ def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadrat
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The alpha and rate nearest to measured (bytes, seconds) of messages.
-
-    Raises:
-        ConfigError: fewer than two sizes, or times that are not positive.
+    """The alpha and rate nearest to measured (bytes, seconds). Raises ConfigError of fewer than two
+    sizes, or times not positive.
     """
     if len(set(num_bytes)) < 2:
         raise ConfigError(f"a link needs at least 2 different message sizes, got {sorted(set(num_bytes))}")
@@ -65,11 +59,11 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
 def least_squares(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], *, what: str, needed: tuple[int, ...] = ()
 ) -> tuple[float, ...]:
-    """Coefficients, none negative, that minimise the relative squared error of columns @
-    coefficients against seconds.
+    """Coefficients, none negative, of the least relative squared error of columns @ coefficients
+    against seconds.
 
     `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in
-    `needed`. These come out positive also where noise hides that the times rise.
+    `needed`, which come out positive also where noise hides that the times rise.
 
     Raises:
         ConfigError: no times, or one that is not positive.
@@ -103,8 +97,8 @@ def least_squares(
 
 
 def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
-    """The equations [c, c + 1] of coefficients by which columns [n, c] come nearest to 1 in all rows:
-    whole numbers, all times the same, so nothing is rounded.
+    """Equations [c, c + 1] of the coefficients by which columns come nearest to 1: whole numbers,
+    nothing is rounded.
     """
     ratios = [[value.as_integer_ratio() for value in row] for row in columns.tolist()]
     unit: int = max(below for row in ratios for _, below in row)  # of powers of two
@@ -114,9 +108,7 @@ def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
 
 
 def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
-    """The solution [c] of equations [c, c + 1], exact up to the last rounding, by Gauss and Jordan;
-    None: they are not independent.
-    """
+    """The solution [c] of equations [c, c + 1] by Gauss and Jordan; None: they are not independent."""
     left = [[*map(Fraction, row)] for row in equations]
     width = len(left)
     for i in range(width):
@@ -130,3 +122,60 @@ def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
             factor = left[other][i]
             left[other] = [value - factor * own for value, own in zip(left[other], left[i], strict=True)]
     return np.array([float(row[width]) for row in left])
+
+
+GAMMA_H100_FLUX = 0.49
+"""Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX."""
+
+
+GAMMA_H100_FLUX_FIGURE_2 = 0.385
+"""Figure 2's estimate for the same model and GPU; the paper prints both."""
+
+
+LENGTHS = (512, 2048, 8192, 32768)
+"""Tokens of the sequences by which a cost model's gamma is fitted."""
+
+
+def gamma_work(length: float, hidden_size: int, gamma: float) -> float:
+    """Corrected FLOPs of one sequence in one block (KnapFormer, section 3.1, Eq. 2 without k): 24 l
+    d^2 + gamma 4 l^2 d.
+    """
+    return 24.0 * length * hidden_size**2 + gamma * 4.0 * length**2 * hidden_size
+
+
+def fit_gamma(lengths: Sequence[float], seconds: Sequence[float], hidden_size: int) -> tuple[float, float]:
+    """(gamma, k in seconds per FLOP) of least squares over measured (length, seconds).
+
+    `gamma` corrects attention's share of the FLOPs to its share of the time on one GPU. Raises
+    ConfigError of times that are not positive.
+    """
+    k, k_gamma = least_squares(
+        [[24.0 * length * hidden_size**2, 4.0 * length**2 * hidden_size] for length in lengths],
+        seconds,
+        what="gamma",
+        needed=(0,),
+    )
+    return k_gamma / k, k
+
+
+def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:
+    """Corrected FLOPs of each sequence in one layer of `model`: Eq. 2 with the model's own FLOPs,
+    which for the paper's blocks (MHA, an MLP four times as wide, full attention) are 24 l d^2 and 4
+    l^2 d.
+    """
+    pairs = model.mask.num_pairs(lengths)
+    return model.linear_flops_per_token * lengths + gamma * model.attention_flops_per_pair * pairs
+
+
+def gamma_of(cost: CostModel, model: Model, lengths: Sequence[int] = LENGTHS) -> float:
+    """Gamma of a cost model, by its forward times at `lengths`."""
+    mask = model.mask
+    seconds = tuple(cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in lengths)
+    linear, attention = model.linear_flops_per_token, model.attention_flops_per_pair
+    return _ratio(tuple((linear * n, attention * mask.num_pairs(n)) for n in lengths), seconds)
+
+
+@lru_cache(maxsize=8)  # a job asks for the same one in every step
+def _ratio(flops: tuple[tuple[float, float], ...], seconds: tuple[float, ...]) -> float:
+    k, k_gamma = least_squares(flops, seconds, what="gamma", needed=(0,))
+    return k_gamma / k

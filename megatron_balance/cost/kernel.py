@@ -1,23 +1,20 @@
 """The attention kernel as tiles: how much work a launch is on a GPU.
 
-A flash attention kernel gives each thread block one tile of queries of one head; the block walks
-over the tiles of keys that its queries may see. Tiles are computed whole: the last one of a run is
-padded (WLB-LLM, section 5.2; DistCA, section 3.3), and on the diagonal half of one is thrown away.
-Before and after the walk a block loads its queries and writes its output; over short keys this is
-what counts. All counts here are of tiles of one head.
+A flash attention kernel gives each thread block one tile of queries of one head, which walks over
+the tiles of keys that they may see. Tiles are computed whole: the last one of a run is padded
+(WLB-LLM, section 5.2; DistCA, section 3.3), and on the diagonal half of one is thrown away. Before
+and after the walk a block loads its queries and writes its output; over short keys this is what
+counts. All counts are of one head.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.intervals import key, sees
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 TILE_TOKENS = 128
 """Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward
@@ -36,7 +33,7 @@ diagonal plays no part.
 
 HEAD_DIM_MULTIPLE = 8
 """Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
-`runtime.kernels.padding`."""
+`runtime.kernels.varlen.PaddedKernel`."""
 
 HEAD_DIM_STEP = 32
 """Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
@@ -55,11 +52,8 @@ A100's peak (the same, section 1).
 def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
     """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head.
 
-    `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
-
     Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
-    be full, causal or neither. A sliding window leaves out tiles at the other side, too; of a window
-    the keys end with the queries or before (`compile.halo`).
+    be full, causal or neither. A sliding window leaves out tiles at the other side, too.
     """
     num_q, num_k, behind = _sizes(pairs)
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
@@ -67,6 +61,7 @@ def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
         return blocks * widest, blocks, widest
     before = -(-behind // TILE_TOKENS)
     last = _between(-(-(behind + num_q) // TILE_TOKENS), widest)  # the last block need not be full
+    # Block b walks min(before + b, widest) tiles, b = 1 .. blocks - 1; the last one is counted apart.
     walked = _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last
     if isinstance(mask, SlidingWindow):
         # Whole tiles before the first key of a block's first query are left out.
@@ -89,12 +84,11 @@ def _clipped_sum(stop: Ints, top: Ints) -> Ints:
 
 
 def _between(values: Ints, top: Ints) -> Ints:
-    """Values, but no less than 0 and no more than `top` (`np.clip` takes several times as long)."""
+    """`np.clip` from 0 to `top`, which takes several times as long."""
     return np.minimum(np.maximum(values, 0), top)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The head dim that the kernel computes with."""
     return -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
 
 
@@ -116,12 +110,11 @@ def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
 def padding_elements(
     pairs: Ints, launch: Ints, num_launches: int, widths: tuple[int, int], *, backward: bool, mask: Mask = CAUSAL
 ) -> Floats:
-    """Elements that each launch [num_launches] reads and writes to pad its operands' heads and to cut
-    its results'; 0 where the libraries take them as they are.
+    """Elements that each launch [num_launches] reads and writes to pad its operands' heads and to
+    cut its results'; 0 where the libraries take them as they are.
 
     `widths`: of queries and keys, and of values and outputs; both are padded to the wider one, and
-    that to a multiple. Forward: q, k, v and the output. Backward: these, their gradients and the
-    output's.
+    that to a multiple.
     """
     wide = -(-max(widths) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     moved = sum(width + wide for width in widths if width != wide)

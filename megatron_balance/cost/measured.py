@@ -19,8 +19,7 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
-from megatron_balance.cost.base import Floats, Host, Ints, Link, routed_s
-from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, routed_s
 from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
@@ -49,12 +48,13 @@ class PairGrid:
     ) -> None:
         self._q, self._x = np.array(q_tokens, dtype=np.float64), np.array(second, dtype=np.float64)
         times = np.array(seconds)
+        # Times that fall as the work grows are noise: no plan may look better for a token more.
         self._times = np.maximum.accumulate(np.maximum.accumulate(times, axis=0), axis=1)
         self._pairs = pairs
 
     def time_s(self, num_q: Floats, second: Floats) -> Floats:
-        """Seconds of each (queries, second axis), elementwise."""
         q, x = np.clip(num_q, self._q[0], self._q[-1]), np.clip(second, self._x[0], self._x[-1])
+        # (i, j): the lower corner of the cell around each point.
         i = np.clip(np.searchsorted(self._q, q, side="right") - 1, 0, len(self._q) - 2)
         j = np.clip(np.searchsorted(self._x, x, side="right") - 1, 0, len(self._x) - 2)
         left, right = self._along_q(q, i, j), self._along_q(q, i, j + 1)
@@ -77,21 +77,21 @@ def _causal_pairs(num_q: Floats, before: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds a + b x of a size x, neither negative."""
+class _Line:
+    """Seconds a + b x, neither negative."""
 
     a: float
     b: float
 
     def time_s(self, size: float) -> float:
-        """Seconds for a size; nothing takes no time."""
+        """Nothing takes no time."""
         return self.a + self.b * size if size else 0.0
 
 
-def fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> Line:
+def _fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> _Line:
     """The line nearest to measured times; it rises, however little."""
     b, a = least_squares([[size, 1.0] for size in sizes], seconds, what=what, needed=(0,))
-    return Line(a, b)
+    return _Line(a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,10 @@ class MeasuredCost:
     Attention scales with the number of heads and the modules with their FLOPs, where the table's
     model has others. Links that the table has not measured are the cluster's. With tensor
     parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`), which splits all
-    of it evenly; what it communicates within itself is the analytic model's, and so is what experts
-    exchange (`exchanges`).
+    of it evenly; what it communicates within itself, and what experts exchange, is the analytic
+    model's.
 
-    Raises:
-        ConfigError: the table was measured for another head dim.
+    Raises ConfigError where the table was measured for another head dim.
     """
 
     table: CostTable
@@ -115,7 +114,7 @@ class MeasuredCost:
     exchanges: bool = False
     _grids: dict[tuple[bool, bool], PairGrid] = field(init=False, repr=False, compare=False)
     _runs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
-    _lines: dict[str, Line] = field(init=False, repr=False, compare=False)
+    _lines: dict[str, _Line] = field(init=False, repr=False, compare=False)
     _links: dict[str, Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -146,8 +145,8 @@ class MeasuredCost:
         object.__setattr__(self, "_links", links)
 
     def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Lengths of runs and the seconds of a square of each, all the model's heads; planners ask
-        for thousands, one by one.
+        """Lengths of runs and the seconds of a square of each: planners ask for thousands, one by
+        one.
         """
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
@@ -156,10 +155,10 @@ class MeasuredCost:
         runs = np.append(runs[runs < top], top)
         return tuple(runs.tolist()), tuple((grid.time_s(runs, runs) * self._head_ratio).tolist())
 
-    def _fit_lines(self) -> dict[str, Line]:
+    def _fit_lines(self) -> dict[str, _Line]:
         layer, curves = self.table.layer, {"merge": self.table.merge, "pack": self.table.pack}
         curves |= {"forward": Curve(layer.tokens, layer.forward_s), "backward": Curve(layer.tokens, layer.backward_s)}
-        return {name: fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
+        return {name: _fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
 
     @property
     def _head_ratio(self) -> float:
@@ -184,9 +183,6 @@ class MeasuredCost:
         return AnalyticCost(self.cluster, self.model, self.tensor_parallel, exchanges=self.exchanges)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
-        runs of `run_tokens`.
-        """
         runs, seconds = self._runs
         diagonal = int(self.model.mask != FULL)
         if run_tokens >= runs[-1]:
@@ -202,55 +198,37 @@ class MeasuredCost:
         return num_pairs * square_s / (run_tokens * (run_tokens + diagonal))
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * (self.table.attention.launch_s + self._lines["merge"].a)
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
-        norms. Proportional.
-        """
         analytic = self._analytic
         shared_s = analytic.tensor_parallel_s(1.0) - analytic.tensor_parallel_s(0.0)
         shared_s += analytic.experts_s(2.0) - analytic.experts_s(1.0)
         return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
 
     def experts_s(self, num_tokens: float) -> float:
-        """See `cost.base.CostModel`; as the data sheet's."""
         return self._analytic.experts_s(num_tokens)
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
-        bandwidth.
-        """
         return self.link(inter_node=False).time_s(num_bytes, num_messages)
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
-        shared by two).
-        """
         return self.link(inter_node=True).time_s(num_bytes, num_messages, num_nics)
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
-        of both nodes.
-        """
         return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """Bytes of the keys and values of tokens."""
         return num_tokens * self.model.kv_bytes_per_token
 
     def query_bytes(self, num_tokens: float) -> float:
-        """Bytes of the queries of tokens, or of their outputs; the mean, where widths differ."""
+        """The mean, where widths differ."""
         width = (self.model.head_dim + self.model.value_width) / 2
         return num_tokens * self.model.num_heads * width * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
-        without pairs.
-
-        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A region that is neither
-        full nor causal at its bottom right is two entries of the kernel.
+        """A region that is neither full nor causal at its bottom right is two entries of the
+        kernel.
         """
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
@@ -268,30 +246,26 @@ class MeasuredCost:
         return np.where(entries, fixed + seconds, 0.0)
 
     def merge_s(self, num_tokens: float) -> float:
-        """Seconds to merge the partial outputs of tokens, all heads, into those that are held."""
         return self._lines["merge"].time_s(num_tokens * self._head_ratio)
 
     def pack_s(self, num_bytes: float) -> float:
-        """Seconds to gather bytes into a message, or to scatter them from one."""
         return self._lines["pack"].time_s(num_bytes / self.tensor_parallel)
 
     def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """Seconds of one layer's modules outside attention, tensor-parallel communication included."""
         line = self._lines["backward" if backward else "forward"]
         own_s = line.a + line.b * num_tokens * self._flops_ratio if num_tokens else 0.0
         return own_s + self._analytic.tensor_parallel_s(num_tokens) + self._analytic.experts_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """Seconds of embedding, logits and loss, at the rate of the layer's modules."""
+        """At the rate of the layer's modules."""
         line = self._lines["backward" if backward else "forward"]
         return line.b * num_tokens * self._flops_ratio * head_module(self.model).flops / layer_flops(self.model)
 
     def optimizer_s(self, num_parameters: float) -> float:
-        """Seconds of Adam's update, at the rate of packing: two bytes touched for each packed."""
+        """At the rate of packing: two bytes touched for each packed."""
         return self._lines["pack"].b * num_parameters * OPTIMIZER_BYTES / 2 / self.tensor_parallel
 
     def link(self, *, inter_node: bool) -> Link:
-        """A rank's link inside the node, or one NIC; each direction on its own."""
         measured = self._links.get("inter_node" if inter_node else "intra_node")
         if measured is None:
             return self._analytic.link(inter_node=inter_node)
@@ -304,15 +278,13 @@ class MeasuredCost:
 
     @property
     def host(self) -> Host:
-        """The measured prices of the host; the cluster's, where the table has none."""
+        """The cluster's, where the table has none."""
         host = self.table.host
         return self._analytic.host if host is None else Host(host.call_s, host.launch_s, host.message_s)
 
     @property
     def contention(self) -> Contention:
-        """The measured contention; the cluster's, where kernels and transfers were measured one at
-        a time.
-        """
+        """The cluster's, where kernels and transfers were measured one at a time."""
         beside = self.table.beside
         return (
             self._analytic.contention
@@ -323,11 +295,10 @@ class MeasuredCost:
 
 def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints]]:
     """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
-    (queries, keys before).
+    (queries, keys before); 0 queries: no such entry.
 
-    Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
-    entry sees all its keys. Under a sliding window the queries that it cuts keys from count as
-    full, over as many keys as they see in the mean.
+    Under a sliding window the queries that it cuts keys from count as full, over as many keys as
+    they see in the mean.
     """
     trimmed = trim_pairs(pairs, mask)
     if isinstance(mask, SlidingWindow):
@@ -344,7 +315,6 @@ def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints
 
 
 def _split_window(trimmed: Ints, mask: SlidingWindow) -> dict[bool, tuple[Ints, Ints]]:
-    """As `split_masks`, of trimmed pairs under a sliding window."""
     whole, cut = trimmed.copy(), trimmed.copy()
     # Up to here a query sees all keys from the first one on.
     edge = np.clip(trimmed[:, Pair.K_START] + mask.size, trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP])

@@ -3,9 +3,8 @@ parts between them.
 
 A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v (with
 multi-latent attention: down to latents, norms, and up), rotary embedding, attention, output
-projection, residual, norm, MLP (gated: SwiGLU), residual. `elements`
-count what is read and written between the products, each part a fused kernel of its own; products
-are counted in FLOPs alone, their operands being read beside.
+projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what is read and written
+between the products, each part a fused kernel of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ LOGIT_BYTES = 4
 class Module:
     """One module of a layer, for one token on all ranks of its tensor-parallel group.
 
-    `flops`: of its forward products; `weights`: elements of them, `elsewhere` those that other ranks
-    have, which share out experts; `elements`, `backward_elements`: read and written besides.
+    `flops`: of its forward products; `weights`: elements of them, `elsewhere` those of other ranks,
+    which share out experts; `elements`, `backward_elements`: read and written besides.
     """
 
     name: str
@@ -86,8 +85,8 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
 
 
 def head_module(model: Model) -> Module:
-    """Embedding, logits and loss of one token, those of multi-token prediction and the matrix that
-    makes its layers' input of two hidden states included.
+    """Embedding, logits and loss of one token, those of multi-token prediction and its joining
+    matrix included.
     """
     hidden, times = model.hidden_size, 1 + model.mtp_layers
     table, joined = hidden * model.vocab_size, model.mtp_layers * 2 * hidden * hidden
@@ -104,12 +103,11 @@ def head_module(model: Model) -> Module:
 
 
 def num_tables(model: Model) -> int:
-    """Matrices of vocabulary by width: the embedding, and the output matrix unless it is the same."""
+    """The embedding, and the output matrix unless it is the same."""
     return 1 if model.tied_embeddings else 2
 
 
 def num_parameters(model: Model) -> float:
-    """Parameters of the whole model: layers, embedding and output matrix."""
     layers = model.num_layers * sum(module.weights for module in layer_modules(model))
     return layers - model.dense_layers * _spared(model) + head_module(model).weights
 
@@ -122,24 +120,22 @@ def expert_parameters(model: Model) -> float:
 
 
 def _spared(model: Model) -> float:
-    """Weights of a layer with experts that a dense layer does without: experts that no token
-    visits, and the router.
+    """Weights of a layer with experts that a dense layer does without: unvisited experts, and the
+    router.
     """
     unvisited = model.num_experts - max(1, model.experts_per_token)
     return _expert(model) * unvisited + model.hidden_size * model.num_experts
 
 
 def _expert(model: Model) -> int:
-    """Weights of one expert."""
     return (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
 
 
 def model_flops(model: Model, lengths: Iterable[int]) -> float:
-    """FLOPs of a forward and a backward pass over sequences of these lengths: the model's products,
-    and attention over the pairs that the mask shows. Nothing is computed twice.
+    """FLOPs of a forward and a backward pass over sequences of these lengths, nothing computed
+    twice: the model's products, and attention over the pairs that the mask shows.
 
-    MFU is this over what GPUs could compute in the time (Chowdhery et al., 2022, Appendix B), with
-    the pairs of whole documents where that has those of a full context.
+    MFU is this over what GPUs could compute in the time (Chowdhery et al., 2022, Appendix B).
     """
     lengths = list(lengths)
     tokens = sum(lengths)
@@ -150,5 +146,4 @@ def model_flops(model: Model, lengths: Iterable[int]) -> float:
 
 
 def layer_flops(model: Model) -> float:
-    """Forward FLOPs of one token's products in one layer."""
     return sum(module.flops for module in layer_modules(model))

@@ -1,14 +1,19 @@
-"""Parallelism around a plan: ranks that are tensor-parallel groups, and what the dimensions beside
-context parallelism cost.
+"""Parallelism around a plan: ranks that are tensor-parallel groups, collectives in closed form, and
+what the dimensions beside context parallelism cost.
+
+Collectives by the formulas of Thakur, Rabenseifner and Gropp ("Optimization of Collective
+Communication Operations in MPICH", 2005, section 3); p ranks, node by node, the same number on
+each. A step of a ring or tree over several nodes is as slow as its slowest link: NCCL runs rings
+over all NICs that the group's ranks have on a node, so the rate between nodes is the sum of theirs.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import gcd
+from dataclasses import dataclass, replace
+from math import ceil, gcd, log2
+from typing import Literal
 
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -24,9 +29,8 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the
     rates and memory each.
 
-    Heads, channels and the keys that travel are split evenly over a group's GPUs and links, so a
-    group acts as one wide rank. NICs: a group of two that share one has it to itself; of two with
-    one each it has both.
+    Heads, channels and the keys that travel are split evenly over a group's GPUs and links. A group
+    of two that share a NIC has it to itself; of two with one each it has both.
 
     Raises:
         ConfigError: the group does not divide a node.
@@ -56,9 +60,7 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
 
 
 def one_of_each(cluster: Cluster, tensor_parallel: int) -> Cluster:
-    """The cluster of one rank of each tensor-parallel group of neighbours; their NICs are shared with
-    the others of the group.
-    """
+    """The cluster of one rank of each tensor-parallel group of neighbours, which share their NICs."""
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return replace(
         cluster,
@@ -87,11 +89,8 @@ def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
 
 
 def gradient_sync_s(num_parameters: float, group: CollectiveGroup, *, sharded: bool = True) -> float:
-    """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed,
-    weights gathered.
-
-    `sharded`: the distributed optimizer's reduce-scatter in fp32 and all-gather in bf16; else one
-    all-reduce in fp32, by ring.
+    """Seconds of a step's data-parallel synchronisation, nothing hidden. `sharded`: the distributed
+    optimizer's reduce-scatter in fp32 and all-gather in bf16; else one all-reduce in fp32, by ring.
     """
     each = num_parameters / group.num_ranks
     gathered = WEIGHT_BYTES if sharded else GRADIENT_BYTES
@@ -99,17 +98,15 @@ def gradient_sync_s(num_parameters: float, group: CollectiveGroup, *, sharded: b
 
 
 def expert_exchange_s(model: Model, num_tokens: float, group: CollectiveGroup) -> float:
-    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward:
-    tokens to experts and back.
-    """
+    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward."""
     if not model.num_experts:
         return 0.0
     return 2 * all_to_all_s(num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element, group)
 
 
 def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> float:
-    """Seconds of a layer's exchange of tokens between experts, one way through the layer, where so
-    many neighbouring ranks share them out and all others do the same at once.
+    """Seconds of a layer's exchange of tokens between experts, one way through the layer, where
+    `ranks` neighbours share them out and all others do the same at once.
     """
     if ranks == 1 or not model.num_experts or not num_tokens:
         return 0.0
@@ -120,3 +117,96 @@ def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> 
 def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
     """Seconds to hand the hidden states of tokens to the next pipeline stage."""
     return link.time_s(num_tokens * model.hidden_size * model.bytes_per_element)
+
+
+Algorithm = Literal["ring", "tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveGroup:
+    """`ranks_per_node` ranks on each node; `intra`: a rank's link, `inter`: all NICs of the group's
+    ranks on a node.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        if self.num_ranks % self.ranks_per_node:
+            raise ConfigError(f"a group of {self.num_ranks} ranks cannot have {self.ranks_per_node} on each node")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def slowest(self) -> Link:
+        """Alpha and rate of the slowest step of a ring over all ranks."""
+        if self.num_nodes == 1:
+            return self.intra
+        if self.ranks_per_node == 1:
+            return self.inter
+        return Link(max(self.intra.alpha_s, self.inter.alpha_s), min(self.intra.bytes_per_s, self.inter.bytes_per_s))
+
+
+def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> CollectiveGroup:
+    """A group of `num_ranks` ranks of `cluster`. `busy_nics`: the node's other ranks do the same at
+    once.
+
+    Raises:
+        ConfigError: more ranks on a node than it has.
+    """
+    if not 1 <= ranks_per_node <= cluster.node_size:
+        raise ConfigError(f"{ranks_per_node} ranks on a node: {cluster.name} has {cluster.node_size}")
+    exact = ranks_per_node / cluster.ranks_per_nic
+    # One rank may have a NIC to itself even where two share it, unless the other one is at it too.
+    nics = exact if busy_nics else max(1.0, exact)
+    return CollectiveGroup(
+        num_ranks,
+        ranks_per_node,
+        Link(cluster.intra_alpha_s, cluster.intra_bytes_per_s),
+        Link(cluster.inter_alpha_s, nics * cluster.nic_bytes_per_s),
+    )
+
+
+def all_gather_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
+    """Seconds until every rank has the `num_bytes` of each other rank. tree: recursive doubling,
+    log2 p steps.
+    """
+    ranks, step = group.num_ranks, group.slowest
+    if ranks == 1:
+        return 0.0
+    return _steps(ranks, algorithm) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
+
+
+def reduce_scatter_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
+    """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards;
+    additions hide.
+    """
+    return all_gather_s(num_bytes, group, algorithm)
+
+
+def all_reduce_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
+    """Reduce-scatter, then all-gather of a p-th (tree: Rabenseifner's)."""
+    return 2 * all_gather_s(num_bytes / group.num_ranks, group, algorithm)
+
+
+def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:
+    """Seconds until every rank has sent an even share of its `num_bytes` to each rank, itself
+    included.
+
+    Pairwise: p - 1 messages a rank. What stays in the node and what leaves it move at once.
+    """
+    ranks, here = group.num_ranks, group.ranks_per_node
+    if ranks == 1:
+        return 0.0
+    each = num_bytes / ranks
+    inside = (here - 1) * (group.intra.alpha_s + each / group.intra.bytes_per_s)
+    away = (ranks - here) * (group.inter.alpha_s + each * here / group.inter.bytes_per_s)
+    return max(inside, away)
+
+
+def _steps(ranks: int, algorithm: Algorithm) -> int:
+    return ranks - 1 if algorithm == "ring" else ceil(log2(ranks))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Host, Ints, Link, MachineCost, routed_s
-from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost, routed_s
+from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,73 +35,59 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class PerturbedCost:
-    """`base` with its times multiplied; implements `cost.base.MachineCost`."""
+    """`base` with its times multiplied, but for launches, calls and the host; implements
+    `cost.base.MachineCost`.
+    """
 
     base: MachineCost
     factors: Factors
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """See `cost.base.CostModel`."""
         return self.factors.attention * self.base.attention_s(num_pairs, run_tokens)
 
     def launch_s(self, num_launches: float) -> float:
-        """See `cost.base.CostModel`; not scaled."""
         return self.base.launch_s(num_launches)
 
     def linear_s(self, num_tokens: float) -> float:
-        """See `cost.base.CostModel`."""
         return self.factors.linear * self.base.linear_s(num_tokens)
 
     def experts_s(self, num_tokens: float) -> float:
-        """See `cost.base.CostModel`."""
         return self.factors.linear * self.base.experts_s(num_tokens)
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """See `cost.base.CostModel`."""
         return self.factors.intra_node * self.base.intra_node_s(num_bytes, num_messages)
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """See `cost.base.CostModel`."""
         return self.factors.inter_node * self.base.inter_node_s(num_bytes, num_messages, num_nics)
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """See `cost.base.CostModel`."""
         return routed_s(self, num_bytes, num_messages, num_nics)
 
     def query_bytes(self, num_tokens: float) -> float:
-        """See `cost.base.CostModel`; bytes are what they are."""
         return self.base.query_bytes(num_tokens)
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """See `cost.base.CostModel`; bytes are what they are."""
         return self.base.kv_bytes(num_tokens)
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """See `cost.base.MachineCost`."""
         return self.factors.attention * self.base.attend_s(pairs, launch, num_launches, backward=backward)
 
     def merge_s(self, num_tokens: float) -> float:
-        """See `cost.base.MachineCost`."""
         return self.factors.linear * self.base.merge_s(num_tokens)
 
     def pack_s(self, num_bytes: float) -> float:
-        """See `cost.base.MachineCost`."""
         return self.factors.linear * self.base.pack_s(num_bytes)
 
     def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """See `cost.base.MachineCost`."""
         return self.factors.linear * self.base.layer_s(num_tokens, backward=backward)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
-        """See `cost.base.MachineCost`."""
         return self.factors.linear * self.base.head_s(num_tokens, backward=backward)
 
     def optimizer_s(self, num_parameters: float) -> float:
-        """See `cost.base.MachineCost`."""
         return self.factors.linear * self.base.optimizer_s(num_parameters)
 
     def link(self, *, inter_node: bool) -> Link:
-        """See `cost.base.MachineCost`."""
         link, factor = (
             self.base.link(inter_node=inter_node),
             self.factors.inter_node if inter_node else self.factors.intra_node,
@@ -105,15 +96,48 @@ class PerturbedCost:
 
     @property
     def call_s(self) -> float:
-        """See `cost.base.MachineCost`; not scaled."""
         return self.base.call_s
 
     @property
     def host(self) -> Host:
-        """See `cost.base.MachineCost`; not scaled."""
         return self.base.host
 
     @property
     def contention(self) -> Contention:
-        """See `cost.base.MachineCost`."""
         return self.base.contention
+
+
+def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None = None) -> MachineCost:
+    """`cost` for the ranks of `cluster`: of GPUs of the same kind, or of wide ranks
+    (`cost.parallel.wide_ranks`).
+
+    `tensor_parallel`: GPUs of such a rank; None: as many as in `cost`. Raises ConfigError of a cost
+    model that knows nothing of clusters.
+    """
+    gpus = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
+    return _changed(cost, cluster=cluster, **gpus)
+
+
+def of_model(cost: MachineCost, model: Model) -> MachineCost:
+    """`cost` of the same ranks running `model`. Raises ConfigError as `on_cluster`."""
+    return _changed(cost, model=model)
+
+
+def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
+    """`cost` of one tensor-parallel rank's share of the model, without what the ranks exchange.
+
+    `cluster`: of one rank of each group (`cost.parallel.one_of_each`); `model`: that share
+    (`Model.share`). Raises ConfigError as `on_cluster`.
+    """
+    return _changed(cost, cluster=cluster, tensor_parallel=1, model=model)
+
+
+def _changed(cost: MachineCost, **fields: Any) -> MachineCost:
+    if isinstance(cost, PerturbedCost):
+        return replace(cost, base=_changed(cost.base, **fields))
+    if not isinstance(cost, AnalyticCost | MeasuredCost):
+        raise ConfigError(
+            "costs of other ranks or of another mask: expected the costs of a data sheet or of a cost table, got "
+            f"{type(cost).__name__}"
+        )
+    return replace(cost, **fields)

@@ -1,9 +1,8 @@
 """Seconds of one sequence under a parallel scheme, and the quadratic through them (Hydraulis, arXiv
 2412.07894, Appendix C.2).
 
-Hydraulis profiles each scheme <TP, PP, CP> on its cluster and fits T(l) = a l^2 + b l + c. Here the
-times to fit come from a cost model of one rank, analytic or measured, with the scheme's
-communication on top; measured times of real schemes go through the same fit.
+Hydraulis profiles each scheme <TP, PP, CP> on its cluster. Here the times to fit come from a cost
+model of one rank, with the scheme's communication on top.
 """
 
 from __future__ import annotations
@@ -38,20 +37,14 @@ CostOf = Callable[[Cluster, int], MachineCost]
 
 
 def lengths_to_fit(max_tokens: int) -> list[int]:
-    """Lengths in tokens to fit a scheme by whose microbatches hold `max_tokens`."""
     return [length for at, length in enumerate(FITTED) if at < 3 or length <= BEYOND * max_tokens]
 
 
 def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
-    """Reject a scheme that a model cannot be split by.
-
-    Args:
-        scheme: degrees of one pipeline.
-        model: whose heads, key-value heads, padded vocabulary and layers they must divide.
-        where: what the sentence begins with.
+    """Reject a scheme whose degrees do not divide a model's heads, padded vocabulary and layers.
 
     Raises:
-        ConfigError: names what does not divide.
+        ConfigError: names what does not divide; `where`: what the sentence begins with.
     """
     for what, number, degree in (
         ("heads", model.num_heads, scheme.tensor),
@@ -87,8 +80,7 @@ def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, l
     """Seconds of the longest pipeline stage for one sequence as a microbatch, forward and backward.
 
     The stage is the last one, which has the logits. Context parallelism is a zigzag ring over the
-    ranks of `wide`, each round's transfer hidden behind its attention or the other way round; it
-    crosses nodes where it is larger than one.
+    ranks of `wide`, each round's transfer hidden behind its attention or the other way round.
     """
     tokens = length / scheme.context
     rounds = scheme.context - 1

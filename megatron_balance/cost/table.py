@@ -28,10 +28,7 @@ Grid = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Origin of the figures.
-
-    `threads`: of the CPU kernels; `repeats`: samples of a figure.
-    """
+    """Origin of the figures. `threads`: of the CPU kernels; `repeats`: samples of a figure."""
 
     device: str
     kind: str
@@ -130,8 +127,8 @@ LINKS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, slots=True)
 class BesideTable:
-    """Slowdown of a kernel while transfers inside the node, or between nodes, run on its rank:
-    factors from 1.
+    """Slowdown of a kernel while transfers in the node, or between nodes, run on its rank: factors
+    from 1.
     """
 
     intra_node: float
@@ -145,7 +142,7 @@ class BesideTable:
 
 @dataclass(frozen=True, slots=True)
 class HostTable:
-    """Seconds of a rank's host: a group call, a launch, a message of a group call."""
+    """Seconds of a rank's host, as `cost.base.Host`."""
 
     call_s: float
     launch_s: float
@@ -158,10 +155,8 @@ class HostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Everything a profile measured.
-
-    `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once,
-    `host`: what it takes to issue them, if known.
+    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes; None: not
+    measured.
     """
 
     format: str
@@ -187,11 +182,7 @@ class CostTable:
 
 
 def save_table(table: CostTable, path: Path) -> None:
-    """Write the table as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the table as JSON. Raises ConfigError where the file cannot be written."""
     try:
         path.write_text(json.dumps(dataclasses.asdict(table), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -203,7 +194,7 @@ def load_table(path: Path) -> CostTable:
 
     Raises:
         ConfigError: no such file, not JSON, or a key that is unknown, missing or does not hold what
-            it should; names file and key.
+            it should.
     """
     try:
         content: object = read_json(path, _unique)

@@ -27,9 +27,8 @@ from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.tick_order import neighbour, passes_on
-from megatron_balance.runtime.attention import BackwardSlot
+from megatron_balance.runtime.attention import BackwardSlot, Server
 from megatron_balance.runtime.bind import Bound, Counters
-from megatron_balance.runtime.joint import Server
 from megatron_balance.runtime.lower.steps import PhaseName
 from megatron_balance.training.binding import Binder, BoundTicks
 from megatron_balance.training.layer_runs import attention_passes, phases

@@ -29,9 +29,8 @@ import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
-from megatron_balance.cost.base import CostModel, MachineCost
-from megatron_balance.cost.remap import remap_s
-from megatron_balance.cost.remap import token_bytes as _token_bytes
+from megatron_balance.cost.base import CostModel, MachineCost, remap_s
+from megatron_balance.cost.base import token_bytes as _token_bytes
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows

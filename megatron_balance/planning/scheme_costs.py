@@ -10,8 +10,8 @@ from typing import Protocol
 from megatron_balance.analysis.max_len import MARGIN, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
-from megatron_balance.cost.moved import on_cluster
 from megatron_balance.cost.parallel import joined_nodes
+from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster

@@ -2,8 +2,8 @@
 write it as a cluster YAML.
 
 Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each
-port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says
-nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
+port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `topo -m` says nothing of
+a NIC, its place on the PCI bus decides (/sys/bus/pci).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Run = Callable[[Sequence[str]], "str | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class _Gpu:
     """`pci`: address on the bus, lower case, or ''."""
 
     name: str
@@ -47,10 +47,9 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
-    """A network device with a port that is up.
-
-    `rate`: as the system writes it; `layer`: InfiniBand or Ethernet (RoCE), or plain 'net'.
+class _Nic:
+    """A network device with a port that is up. `rate`: as the system writes it; `layer`:
+    InfiniBand, Ethernet (RoCE), or plain 'net'.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Nic:
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareTopology:
+class _HardwareTopology:
     """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints
     it.
     """
@@ -82,37 +81,32 @@ class HardwareTopology:
 class Node:
     """One node. `nearest`: by GPU, the names of the NICs that are nearest to it, and how near."""
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[_Gpu, ...]
     nvlinks: int
-    nics: tuple[Nic, ...]
+    nics: tuple[_Nic, ...]
     nearest: tuple[tuple[tuple[str, ...], str], ...]
 
     @property
-    def used_nics(self) -> tuple[Nic, ...]:
-        """The NICs that are nearest to some GPU: what NCCL uses.
-
-        Others serve storage and management.
+    def used_nics(self) -> tuple[_Nic, ...]:
+        """The NICs that are nearest to some GPU: what NCCL uses. Others serve storage and
+        management.
         """
         used = {name for names, _ in self.nearest for name in names}
         return tuple(nic for nic in self.nics if nic.name in used)
 
 
 def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
-    """This machine.
-
-    Raises:
-        ConfigError: no NVIDIA GPU.
-    """
+    """This machine. Raises ConfigError where it has no NVIDIA GPU."""
     run = run or _run
     listed = run(["nvidia-smi", "--query-gpu=name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"])
-    gpus = parse_gpus(listed or "")
+    gpus = _parse_gpus(listed or "")
     if not gpus:
         raise ConfigError(
             "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's "
             "container if there is one"
         )
     topology = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
-    nics = read_infiniband(root) or read_ethernet(root)
+    nics = _read_infiniband(root) or _read_ethernet(root)
     return Node(
         gpus,
         topology.nvlinks,
@@ -121,15 +115,13 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
     )
 
 
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs of `nvidia-smi --query-gpu=name,memory.total,pci.bus_id --format=csv,noheader,nounits`;
-    memory is in MiB there.
-    """
-    gpus: list[Gpu] = []
+def _parse_gpus(text: str) -> tuple[_Gpu, ...]:
+    """GPUs of nvidia-smi's CSV of name, memory.total (MiB) and pci.bus_id."""
+    gpus: list[_Gpu] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 3 and cells[1].isdigit():
-            gpus.append(Gpu(cells[0], int(cells[1]) << 20, _pci(cells[2])))
+            gpus.append(_Gpu(cells[0], int(cells[1]) << 20, _pci(cells[2])))
     return tuple(gpus)
 
 
@@ -139,10 +131,9 @@ def _pci(address: str) -> str:
     return match[1] if match else ""
 
 
-def parse_topology(text: str) -> HardwareTopology:
-    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend.
-
-    What is no such matrix has no links.
+def parse_topology(text: str) -> _HardwareTopology:
+    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend. What is no such
+    matrix has no links.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
@@ -165,22 +156,22 @@ def parse_topology(text: str) -> HardwareTopology:
         if len(words) > len(columns) and words[0] in columns and "X" in words[1 : len(columns) + 1]:
             cells = zip(columns, words[1:], strict=False)
             links[legend.get(words[0], words[0])] = {legend.get(column, column): cell for column, cell in cells}
-    return HardwareTopology(links)
+    return _HardwareTopology(links)
 
 
-def read_infiniband(root: Path) -> tuple[Nic, ...]:
+def _read_infiniband(root: Path) -> tuple[_Nic, ...]:
     """InfiniBand and RoCE devices with an active port, by name; a device's rate is the sum of its
     active ports'.
     """
-    nics: list[Nic] = []
+    nics: list[_Nic] = []
     for device in _listed(root / "sys/class/infiniband"):
         ports = [port for port in _listed(device / "ports") if "ACTIVE" in _text(port / "state")]
         rates = [(port, _text(port / "rate")) for port in ports]
-        total = sum(parse_rate(rate) for _, rate in rates)
+        total = sum(_parse_rate(rate) for _, rate in rates)
         if total > 0:
             layer = _text(ports[0] / "link_layer") or "InfiniBand"
             nics.append(
-                Nic(
+                _Nic(
                     device.name,
                     total,
                     rates[0][1],
@@ -192,20 +183,20 @@ def read_infiniband(root: Path) -> tuple[Nic, ...]:
     return tuple(nics)
 
 
-def parse_rate(text: str) -> float:
+def _parse_rate(text: str) -> float:
     """Bytes per second of a rate such as '400 Gb/sec (4X NDR)'; 0 if it is none."""
     match = re.match(r"\s*([0-9.]+)\s*Gb/sec", text)
     return float(match[1]) * 1e9 / 8 if match else 0.0
 
 
-def read_ethernet(root: Path) -> tuple[Nic, ...]:
+def _read_ethernet(root: Path) -> tuple[_Nic, ...]:
     """Physical network devices that are up and know their speed, of those the fastest."""
-    nics: list[Nic] = []
+    nics: list[_Nic] = []
     for device in _listed(root / "sys/class/net"):
         speed = _text(device / "speed")
         if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
             nics.append(
-                Nic(
+                _Nic(
                     device.name,
                     int(speed) * 1e6 / 8,
                     f"{speed} Mbit/s",
@@ -219,10 +210,10 @@ def read_ethernet(root: Path) -> tuple[Nic, ...]:
 
 
 def _nearest(
-    index: int, gpu: Gpu, nics: Sequence[Nic], topology: HardwareTopology, root: Path
+    index: int, gpu: _Gpu, nics: Sequence[_Nic], topology: _HardwareTopology, root: Path
 ) -> tuple[tuple[str, ...], str]:
     """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common
-    way from the root of the PCI bus.
+    way on the PCI bus.
     """
     row = topology.links.get(f"GPU{index}", {})
     said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
@@ -241,9 +232,8 @@ def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Bridges that two ways have in common.
-
-    Of devices on different root ports these are only the folders above, which count as none.
+    """Bridges that two ways have in common; of devices on different root ports the folders above
+    count as none.
     """
     same = 0
     for one, other in zip(a, b, strict=False):

@@ -43,9 +43,8 @@ CALLERS = frozenset(("user_annotation", "cpu_op", "python_function"))
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One wait.
-
-    `what`: the call or operator; `where`: its callers, outermost first; `seconds`: of the wait.
+    """One wait. `what`: the call or operator; `where`: its callers, outermost first; `seconds`: of
+    the wait.
     """
 
     what: str
@@ -57,9 +56,8 @@ class HostSync:
 
 
 def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list[HostSync]:
-    """All waits of a trace in order.
-
-    `within`: only those inside a `torch.profiler.record_function` of that name.
+    """All waits of a trace in order. `within`: only those inside a `torch.profiler.record_function`
+    of that name.
 
     Raises:
         ValueError: `within` is nowhere in the trace.
@@ -84,7 +82,6 @@ def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """The trace in a file of `export_chrome_trace`."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

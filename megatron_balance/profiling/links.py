@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megatron_balance.cost.table import LinkTable
 from megatron_balance.errors import ConfigError
-from megatron_balance.profiling.options import ProfileOptions
-from megatron_balance.profiling.timing import clock_s, events_s
+from megatron_balance.profiling.cost_table import ProfileOptions, clock_s, events_s
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.groups import Groups, make_groups
 
@@ -28,9 +27,8 @@ from megatron_balance.runtime.groups import Groups, make_groups
 def measure_links(
     device_name: str, options: ProfileOptions, ranks_per_node: int | None
 ) -> tuple[tuple[LinkTable, ...], bool]:
-    """Times of the launched world's links (torchrun), else of this machine's loopback.
-
-    And whether this process goes on to measure kernels.
+    """Times of the launched world's links (torchrun), else of this machine's loopback; and whether
+    this process goes on to measure kernels.
 
     `ranks_per_node`: of the launched world; None: all ranks are on one node.
 
@@ -38,7 +36,7 @@ def measure_links(
         ConfigError: a world of one rank, or no way to reach a second process.
     """
     if not dist.is_torchelastic_launched():
-        return loopback_links(options.message_bytes, options.repeats), True
+        return _loopback_links(options.message_bytes, options.repeats), True
     dist.init_process_group("nccl" if device_name == "cuda" else "gloo")
     try:
         rank, device = dist.get_rank(), torch.device(device_name)
@@ -52,10 +50,9 @@ def measure_links(
         dist.destroy_process_group()
 
 
-def loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
-    """Times of messages between two processes of this machine over gloo: its `intra_node` link.
-
-    Starts and ends a second process.
+def _loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
+    """Times of messages between two processes of this machine over gloo, of which it starts the
+    second: its `intra_node` link.
 
     Raises:
         ConfigError: gloo found no interface to listen on.
@@ -96,11 +93,8 @@ def _join(store: str, rank: int) -> None:
 def world_links(
     message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device
 ) -> tuple[LinkTable, ...]:
-    """Times of messages between ranks of the launched world (torchrun).
-
-    Of rank 0 with its neighbour, and with the first rank of the next node.
-
-    Collective: every rank calls it, in a process group that is initialised.
+    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node.
+    Collective: every rank of the launched world calls it.
 
     Raises:
         ConfigError: a world of one rank.
@@ -133,10 +127,10 @@ def exchanged(
     groups: Groups,
     sample: Callable[[Callable[[], object]], float] = events_s,
 ) -> list[float]:
-    """Seconds of one message of each size, while as much goes the other way: the median of samples.
+    """Seconds of one message of each size, while as much goes the other way: the median of samples
+    (`sample`: seconds of a call).
 
-    Ranks outside `pair` take no part. `stream`: as in `compile.order.streams`; `sample`: seconds of
-    a call.
+    Ranks outside `pair` take no part. `stream`: as in `compile.order.streams`.
     """
     assert groups.streams is not None, "gloo has no streams"
     if groups.rank not in pair:
@@ -161,9 +155,8 @@ def exchanged(
 
 
 def _ping(pair: tuple[int, int], message_bytes: Sequence[int], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of one message of each size: half of there and back, the median of samples.
-
-    Ranks outside `pair` take no part.
+    """Seconds of one message of each size: half of there and back, the median of samples. Ranks
+    outside `pair` take no part.
     """
     rank = dist.get_rank()
     if rank not in pair:

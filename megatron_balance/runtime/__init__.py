@@ -8,6 +8,6 @@ differentiable call, `executor` and `phase_run` take the steps. On the shelves:
 - `movers`: rows in and out of messages, and partials merged;
 - `transport`: exchanges between ranks.
 
-`groups` holds what the calls of a rank share: process groups, buffers (`pool`), threads (`workers`)
-and CUDA streams (`cuda`).
+`groups` holds what the calls of a rank share: process groups, threads, the queue of what is still to
+be issued, buffers (`pool`) and CUDA streams (`cuda`).
 """

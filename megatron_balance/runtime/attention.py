@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 from megatron_balance.runtime.kernels.latent import LatentKernel
-from megatron_balance.runtime.lower.views import Buffers
-from megatron_balance.runtime.phase_run import Received
+from megatron_balance.runtime.lower.memory import Buffers
+from megatron_balance.runtime.phase_run import PhaseRun, Received, wide_dtype
 
 T = TypeVar("T")
 
@@ -43,21 +44,15 @@ def differentiable_once(backward: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(slots=True)
 class BackwardSlot:
-    """Where the backward of a call finds its plan.
-
-    Pipeline stages that attend together put it here before the backward pass begins: a stage
-    attends forward with the stages of its forward tick and backward with those of its backward
-    tick, which are others.
+    """Where the backward of a call finds its plan: put there before the backward pass begins, since
+    a pipeline stage attends backward with other stages than forward.
     """
 
     bound: Bound | None = None
 
     def bound_for(self, num_tokens: int) -> Bound:
-        """The plan that was put here, for a backward of `num_tokens` rows.
-
-        Raises:
-            InvalidProgramError: there is none, or one in which this rank owns another number of
-                rows.
+        """The plan that was put here. Raises InvalidProgramError where there is none, or one in
+        which this rank owns another number of rows.
         """
         if self.bound is None or self.bound.num_tokens != num_tokens:
             held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
@@ -82,9 +77,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     """Attention of this rank's queries within their sequences under the plan's mask, wherever the
     keys lie.
 
-    Differentiable.
-
-    Collective: every rank of the pool calls it, also one without tokens (T = 0).
+    Differentiable. Collective: every rank of the pool calls it, also one without tokens (T = 0).
 
     Args:
         q: [T, H, D] in the order of `bound.owned`.
@@ -122,7 +115,8 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
     *,
     hooked: bool = False,
 ) -> Tensor:
-    """`balanced_attention` of multi-latent attention whose latents travel in place of keys and values.
+    """`balanced_attention` of multi-latent attention whose latents travel in place of keys and
+    values.
 
     Args:
         q: [T, H, D] in the order of `bound.owned`.
@@ -132,11 +126,8 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
             the whole one.
         bound: the plan; its shape has `latent`.
         softmax_scale: default 1 / sqrt(D).
-        backward: as for `balanced_attention`.
-        hooked: as for `balanced_attention`.
-
-    Returns:
-        The output [T, H, V].
+        backward: as for `balanced_attention`, and `hooked`.
+        hooked: as there.
 
     Raises:
         ConfigError: the tensors do not have the plan's rows and heads.
@@ -144,12 +135,7 @@ def latent_attention(  # noqa: PLR0913  as `balanced_attention`
     shape = bound.shape
     if not isinstance(bound.kernel, LatentKernel):
         raise ConfigError("the plan was bound for keys and values, not for latents; give AttentionShape(latent=...)")
-    for name, x, wanted in (
-        ("q", q, (bound.num_tokens, shape.num_heads, shape.head_dim)),
-        ("latent", latent, (bound.num_tokens, 1, shape.latent_dim)),
-    ):
-        if tuple(x.shape) != wanted:
-            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {wanted}")
+    _check_rows(bound, ("q", q, (shape.num_heads, shape.head_dim)), ("latent", latent, (1, shape.latent_dim)))
     call = (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked)
     return _Attention.apply(call, weight, None, q, latent)
 
@@ -167,8 +153,8 @@ class AttentionCall:
 
     Calls of two plans that were bound as different nano-batches may be under way at once, with
     other work between their segments, in one order on all ranks (`compile.ping_pong`). Autograd
-    goes back through what ran in reverse, so the segments of the backwards lie between one
-    another as those of the forwards did.
+    goes back through what ran in reverse, so the segments of the backwards lie between one another
+    likewise.
     """
 
     def __init__(
@@ -178,17 +164,14 @@ class AttentionCall:
         backward: BackwardSlot | None = None,
         sink: Tensor | None = None,
     ) -> None:
-        """Arguments as for `balanced_attention`."""
         self._bound, self._sink = bound, sink
         self._runs = _Runs(backward or BackwardSlot(bound), bound.num_tokens, _scale(softmax_scale, bound))
         self._link: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
 
     def start(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Issue what sends inputs to other ranks. Shapes as for `balanced_attention`.
-
-        Raises:
-            ConfigError: the tensors do not have the plan's rows and heads.
+        """Issue what sends inputs to other ranks. Raises ConfigError where the tensors are not the
+        plan's.
         """
         _check(q, k, v, self._bound, self._sink)
         self._inputs = (q.detach(), k.detach(), v.detach())
@@ -212,16 +195,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound, sink: Tensor | None) -
     shape = bound.shape
     keys, values = shape.widths
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    for name, x, wanted in (("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values))):
-        if tuple(x.shape) != (bound.num_tokens, *wanted):
-            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
+    _check_rows(bound, ("q", q, (heads, keys)), ("k", k, (kv_heads, keys)), ("v", v, (kv_heads, values)))
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ConfigError(f"the sink is {tuple(sink.shape)}, expected a logit of each head, {(heads,)}")
 
 
+def _check_rows(bound: Bound, *tensors: tuple[str, Tensor, tuple[int | None, ...]]) -> None:
+    for name, x, wanted in tensors:
+        if tuple(x.shape) != (bound.num_tokens, *wanted):
+            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, *wanted)}")
+
+
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose value
-    is zero.
+    """Output and LSE [T, H] with one more key of each query, whose score is the sink and whose
+    value is zero.
 
     The backward of attention takes them as those of its own keys: its weights are exp(score - LSE),
     and the rest of the sum is the sink's.
@@ -255,7 +242,6 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         *kv: Tensor,
     ) -> Tensor:
-        """`weight`: makes keys and values of what `kv` is then, the latent."""
         bound, ctx.slot, ctx.scale, hooked = call
         out, lse, received = run_forward(_of_layer(bound, weight), q, kv, ctx.scale)
         out, lse = _with_sink(out, lse, sink)
@@ -292,8 +278,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _take(ctx: Any) -> Received | None:
-    """Received inputs, if `ctx` holds them: for this backward alone, which lets them go, or for others
-    behind it too (`retain_graph=True`).
+    """Received inputs, if `ctx` holds them: for this backward alone, or for others behind it too
+    (`retain_graph=True`).
     """
     received = ctx.received
     if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
@@ -303,9 +289,8 @@ def _take(ctx: Any) -> Received | None:
 
 @dataclass(slots=True)
 class _Runs:
-    """State that the segments of a call share; a run while its phase is under way.
-
-    Without the forward's plan: the backward may have another, and need not keep it.
+    """State that a call's segments share. Without the forward's plan: the backward may have
+    another, and need not keep it.
     """
 
     slot: BackwardSlot
@@ -375,3 +360,57 @@ class _End(torch.autograd.Function):
         runs.backward.start()
         runs.backward.bound.groups.issues.flush()
         return dout.new_empty(0), None, None, None, _sink_gradient(dout, (out, lse), sink), None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A pipeline stage without a microbatch of its own in a tick, which attends for the others
+    (DistCA, section 4.1): it makes their attention calls without rows of its own, segment by
+    segment in the order in which they make them (`compile.ping_pong`).
+
+    `dtype`, `device`: of their queries; `scale`: of scores.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+
+    def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:
+        """Serve a pass through some layers: attend to what others send, and send it back.
+
+        Args:
+            bounds: by nano-batch.
+            segments: of the pass, those of a backward as `compile.ping_pong.backward` names them.
+            backward: the phase.
+
+        Raises:
+            InvalidProgramError: this rank owns rows of a plan.
+        """
+        for bound in bounds:
+            if bound.num_tokens:
+                raise InvalidProgramError(
+                    f"rank {bound.rank} has {bound.num_tokens} rows of its own in a call that it only serves"
+                )
+        runs: dict[int, PhaseRun] = {}
+        for nano_batch, _, part in segments:
+            match part:
+                case "linear":
+                    pass
+                case "start":
+                    runs[nano_batch] = self._run(bounds[nano_batch], backward=backward)
+                    runs[nano_batch].start()
+                    bounds[nano_batch].groups.issues.flush()
+                case "attend":
+                    runs[nano_batch].attend()
+                case "end":
+                    runs.pop(nano_batch).end()
+
+    def _run(self, bound: Bound, *, backward: bool) -> PhaseRun:
+        shape = bound.shape
+        q = torch.empty(0, shape.num_heads, shape.head_dim, dtype=self.dtype, device=self.device)
+        kv = tuple(q.new_empty(0, shape.num_kv_heads, width) for width in shape.widths)
+        if not backward:
+            return ForwardRun(bound, q, kv, self.scale)
+        lse = torch.empty(0, shape.num_heads, dtype=wide_dtype(self.dtype), device=self.device)
+        out = q.new_empty(0, shape.num_heads, shape.value_width)
+        return BackwardRun(bound, torch.empty_like(out), (q, *kv), (out, lse), Received(), self.scale)

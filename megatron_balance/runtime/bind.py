@@ -6,7 +6,9 @@ work per token. Only the phases that will run are looked up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -29,45 +31,32 @@ from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, ExchangeForm, Rooms, Sizes
 from megatron_balance.runtime.lower.moves import Sites, moves_of
-from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, FinishStep, Phase, PhaseName
-from megatron_balance.runtime.lower.tables import ship, tables_of
-from megatron_balance.runtime.lower.views import ExchangeForm, Rooms, Sizes
+from megatron_balance.runtime.lower.steps import (
+    BOTH_PHASES,
+    FinishStep,
+    GradLaunch,
+    IssueStep,
+    Launch,
+    Packed,
+    Phase,
+    PhaseName,
+)
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
-from megatron_balance.runtime.recorder import Recorder
-from megatron_balance.runtime.shape import AttentionShape
-from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.recorder import Recorder, Trace
 from megatron_balance.runtime.transport.comm import brought, is_block, sent
-from megatron_balance.runtime.transport.connect import connect
+from megatron_balance.runtime.transport.streams import connect
 
 __all__ = ["AttentionShape", "Bound", "Counters", "Prepared", "bind", "prepare"]
-
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A plan, looked up for one rank. One serves all layers of its microbatch.
-
-    Immutable but for `counters` and `trace`.
-
-    Attributes:
-        owned: int64 [n, 3], `ir.columns.Fragment`; the order of this rank's tokens.
-        phases: those that it was bound for.
-        peak_bytes: memory that a call needs, where it comes from the pool.
-        query_rows: (rows, heads) of every query buffer, by number.
-        key_rows: of every key buffer.
-        exchange_forms: what is the same in every layer about the exchanges of a phase, by the phase's
-            `id` and theirs.
-        rooms: memory that tensors of a phase share, by the phase's `id`.
-        gradient_wire: the type that gradients travel in.
-        counters: sums over the calls that ran so far.
-        trace: filled by every call, if there is one.
-        recorder: of a traced step, told of every call.
-        number: of the microbatch in its step, for the recorder.
+    """A plan, looked up for one rank; one serves all layers of its microbatch. Immutable but for
+    `counters` and `trace`.
     """
 
     plan: MicrobatchPlan
@@ -93,20 +82,12 @@ class Bound:
 
     @property
     def forward(self) -> Phase:
-        """The steps of the forward.
-
-        Raises:
-            InvalidProgramError: the plan was bound without.
-        """
+        """Raises InvalidProgramError where the plan was bound without."""
         return self._phase("forward")
 
     @property
     def backward(self) -> Phase:
-        """The steps of the backward.
-
-        Raises:
-            InvalidProgramError: the plan was bound without.
-        """
+        """Raises InvalidProgramError where the plan was bound without."""
         return self._phase("backward")
 
     def _phase(self, name: PhaseName) -> Phase:
@@ -120,14 +101,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A plan looked up for one rank, with its tables still on the host.
-
-    Made without touching the device or another rank, so that another thread may do it ahead of time.
-
-    Attributes:
-        bounds: of each policy, complete but for the tables' place.
-        tables: tensors on the host; some may come twice.
-        device: that they go to.
+    """A plan looked up for one rank, with its tables still on the host: made without touching the
+    device or another rank, so that another thread may do it ahead of time.
     """
 
     bounds: tuple[Bound, ...]
@@ -216,13 +191,13 @@ def prepare(  # noqa: PLR0913  as `bind`
         mover: as for `runtime.movers.choose_mover`.
         trace: a list to record in, by wall clock (CPU).
         nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
-            this one; equal on all ranks.
-        gradient_wire: the type that gradients travel in; equal on all ranks.
+            this one.
+        gradient_wire: the type that gradients travel in; equal on all ranks, as `nano_batch` is.
         phases: those that will run; nothing is looked up for the others.
 
     Raises:
-        ConfigError: the plan was made for other heads or another number of ranks, or policy keep
-            without one of the phases.
+        ConfigError: the plan was made for other heads or ranks, or policy keep without one of the
+            phases.
         InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
@@ -250,7 +225,7 @@ def prepare(  # noqa: PLR0913  as `bind`
     for policy, compiled in zip(policies, compiled_by, strict=True):
         program = compiled.program
         setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
-        like = lowering = Lowering(program, shape, _HOST, policy, chosen, setting, like)
+        like = lowering = Lowering(program, shape, policy, chosen, setting, like)
         sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
         needs = None
         if groups.buffers.lends(place):
@@ -287,7 +262,7 @@ def prepare(  # noqa: PLR0913  as `bind`
 
 
 def exchange_forms(phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
-    """Facts of the exchanges of a phase that are the same in every layer, by their id. `sizes`: of
+    """What is the same in every layer about the exchanges of a phase, by their id. `sizes`: of
     query and key buffers.
     """
     found: dict[int, ExchangeForm] = {}
@@ -297,3 +272,78 @@ def exchange_forms(phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Si
             sides = (sent(exchange, groups), brought(exchange, groups))
             found[exchange.id] = ExchangeForm.of(exchange, sides, form, sizes, is_block=is_block(exchange, groups))
     return found
+
+
+ALIGN = 16
+"""Bytes. Triton compiles a kernel anew for pointers that are not aligned so."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: itself, or those in its tuples, lists and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def tables_of(phase: Phase) -> Iterator[Tensor]:
+    """The tables in a phase's steps; some may come twice."""
+    for step in phase.steps:
+        match step:
+            case Launch():
+                yield from _of_packed(step.q.packed, step.k.packed, step.out)
+                yield from tensors_in(step.entries)
+            case GradLaunch():
+                yield from _of_packed(step.q.packed, step.k.packed, step.dout.packed, step.dq, step.dk)
+                yield from tensors_in(step.entries)
+            case IssueStep(exchange):
+                yield from _of_packed(*(message.packed for message in exchange.sends))
+            case FinishStep(exchange):
+                yield from _of_packed(*(message.packed for message in exchange.receives))
+
+
+def _of_packed(*packed: Packed) -> Iterator[Tensor]:
+    return (index for one in packed for index in one.indices if index is not None)
+
+
+def ship(tables: Iterable[Tensor], device: torch.device) -> int:
+    """Make tables on the host views of one block on `device`; the bytes of that block.
+
+    Hundreds of them, copied one by one from pageable memory, would hold up the host for longer than
+    a layer's kernels run. In place: the tensors are the same objects afterwards. The copy is issued
+    to the device's current stream, and the host does not wait for it.
+    """
+    by_dtype: defaultdict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+    for table in tables:
+        by_dtype[table.dtype][id(table)] = table
+    parts: list[tuple[torch.dtype, list[Tensor], list[int], int]] = []
+    num_bytes = 0
+    for dtype, named in by_dtype.items():
+        held, step = list(named.values()), max(1, ALIGN // dtype.itemsize)
+        sizes = [-(-table.numel() // step) * step for table in held]
+        parts.append((dtype, held, sizes, num_bytes))
+        num_bytes += sum(sizes) * dtype.itemsize
+    if not num_bytes:
+        return 0
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for dtype, held, sizes, begin in parts:
+        for table, place in zip(held, _places(pinned, dtype, sizes, begin), strict=True):
+            place[: table.numel()] = table.numpy().reshape(-1)
+    block = pinned.to(device, non_blocking=True)
+    for dtype, held, sizes, begin in parts:
+        views = block[begin : begin + sum(sizes) * dtype.itemsize].view(dtype).split(sizes)
+        for table, view in zip(held, views, strict=True):
+            table.data = view[: table.numel()].view(table.shape)
+    return num_bytes
+
+
+def _places(pinned: Tensor, dtype: torch.dtype, sizes: Sequence[int], begin: int) -> Iterator[Any]:
+    values = pinned[begin : begin + sum(sizes) * dtype.itemsize].view(dtype).numpy()
+    at = 0
+    for size in sizes:
+        yield values[at : at + size]
+        at += size

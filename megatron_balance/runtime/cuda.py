@@ -1,7 +1,6 @@
-"""CUDA streams as exchanges need them, behind two protocols that a CPU can stand in for.
-
-Here a stream's calls wait in the stream, never in the host. Which call waits for which is decided
-in `runtime.transport.streams`.
+"""CUDA streams as exchanges need them, behind two protocols that a CPU can stand in for. A stream's
+calls wait in the stream, never in the host; which waits for which is decided in
+`runtime.transport.streams`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ the legs inside a node that bring pieces to them and take pieces from them."""
 
 
 def has_high_priority(stream: str) -> bool:
-    """Whether a stream, named as in `compile.order.streams`, has high priority."""
     return stream.startswith(HIGH_PRIORITY)
 
 
@@ -88,9 +86,8 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Streams of the current device.
-
-    `groups`: the communicator of each stream that carries point-to-point transfers.
+    """Streams of the current device. `groups`: the communicator of each stream that carries
+    point-to-point transfers.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
@@ -100,7 +97,6 @@ class CudaStreams:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The communicators of all streams."""
         return tuple(self._groups.values())
 
     def of(self, name: str) -> CudaStream:
@@ -128,8 +124,6 @@ class CudaStreams:
 
 @dataclass(slots=True)
 class _EventMaker:
-    """Makes the events of all streams of a rank."""
-
     timed: bool = False
 
     def new(self) -> torch.cuda.Event:

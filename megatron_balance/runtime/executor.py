@@ -14,18 +14,15 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed, PeerMessage, Step, Sums
-from megatron_balance.runtime.lower.sums import is_whole, whole_of
-from megatron_balance.runtime.lower.views import Buffers, ExchangeForm, Later, Views
-from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space, heads_view
-from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
+from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, is_whole, whole_of
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
+from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
+from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
 
 
 def run_forward(bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Received]:
-    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs.
-
-    q [T, H, D], kv: k [T, G, D] and v [T, G, V]; the output is [T, H, V].
+    """Output [T, H, V] in q's dtype, LSE [T, H], and what the backward needs, of q [T, H, D], k [T,
+    G, D], v [T, G, V].
     """
     run = ForwardRun(bound, q, kv, scale)
     run.start()
@@ -71,22 +68,22 @@ class ForwardRun(PhaseRun):
     def launch(self, step: Step) -> None:
         assert isinstance(step, Launch), "a backward launch in the forward"
         self.open_operands()
-        q, kv = self.query_operand(step.q), self.key_operand(step.k)
+        q, *kv = self.queries_and_keys(step)
         self.fill()
         kernel: Any = self.bound.kernel  # of keys and values, or of what travels in their place
         out, lse = kernel.forward(step.entries, q, *kv, self.scale)
         self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
-    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
-        packed = message.packed
-        both = self.partials.as_they_lie(packed)
+    def parcel(self, message: PeerMessage) -> list[Tensor]:
+        if message.kind != Kind.OUT:
+            return super().parcel(message)
+        both = self.partials.as_they_lie(message.packed)
         if both is not None:
             return list(both)
-        out = self.empty(packed.num_rows, packed.num_heads, self.form.value_width)
-        lse = self.empty(packed.num_rows, packed.num_heads, dtype=self.wide)
-        self.sending.append(Sent(packed, out, lse))
-        return [out, lse]
+        tensors = [self.empty(*place.shape, dtype=place.dtype) for place in self.tensor_places(message)]
+        self.pack(message, tensors)
+        return tensors
 
     def fill(self) -> None:
         super().fill()
@@ -94,8 +91,11 @@ class ForwardRun(PhaseRun):
             self.partials.send(self.sending)
             self.sending = []
 
-    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
-        self.sending.append(Sent(message.packed, *into))
+    def pack(self, message: PeerMessage, into: Sequence[Tensor | Later]) -> None:
+        if message.kind == Kind.OUT:
+            self.sending.append(Sent(message.packed, *into))
+        else:
+            super().pack(message, into)
 
     def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         del form
@@ -120,6 +120,7 @@ class BackwardRun(PhaseRun):
         self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
         self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
         self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
+        self.pairs[Kind.KV_GRAD] = self.joined
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
         self.begun: list[Place] = []  # to be copied by the next `begin_sums`
         self.fresh: set[Value] = set()  # totals that were never written
@@ -129,8 +130,7 @@ class BackwardRun(PhaseRun):
     def gradients(self) -> tuple[Tensor, ...]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        parts = range(len(self.form.kv_widths))
-        grads = (self.final(Kind.Q_GRAD, 0), *[self.final(Kind.KV_GRAD, part) for part in parts])
+        grads = (self.final(Kind.Q_GRAD, 0), *[self.final(Kind.KV_GRAD, part) for part in self.parts])
         self.fill()
         return grads
 
@@ -144,8 +144,7 @@ class BackwardRun(PhaseRun):
         return target
 
     def whole(self, value: Value) -> Packed:
-        """All rows of a gradient's buffer."""
-        return whole_of(value, self.bound.query_rows if value[0] == Kind.Q_GRAD else self.bound.key_rows)
+        return whole_of(value, self.sizes(value[0]))
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
@@ -154,10 +153,8 @@ class BackwardRun(PhaseRun):
             self.joined.pop(buffer, None)
         self.held.pop((kind, buffer), None)
 
-    def size(self, value: Value) -> tuple[int, int]:
-        """(rows, heads) of a gradient's buffer."""
-        kind, buffer = value
-        return (self.bound.query_rows if kind == Kind.Q_GRAD else self.bound.key_rows)[buffer]
+    def sizes(self, kind: Kind) -> Sizes:
+        return self.bound.query_rows if kind == Kind.Q_GRAD else self.bound.key_rows
 
     def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
         """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
@@ -190,7 +187,6 @@ class BackwardRun(PhaseRun):
         return total
 
     def new_total(self, value: Value) -> tuple[Tensor, ...]:
-        """Memory for a total, not filled."""
         kind, buffer = value
         if value not in self.made_room:
             self.make_room(value)
@@ -208,7 +204,7 @@ class BackwardRun(PhaseRun):
             self.made_room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
             return
         # Handed to the caller as it is, so that it has memory of its own.
-        kind, size = value[0], self.size(value)
+        kind, size = value[0], self.sizes(value[0])[value[1]]
         if kind == Kind.KV_GRAD and self.form.joined:
             shapes = [(2, *size, self.form.dim)]
         else:
@@ -234,12 +230,8 @@ class BackwardRun(PhaseRun):
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
         self.open_operands()
-        q, kv = self.query_operand(step.q), self.key_operand(step.k)
-        final = (
-            self.final_operand(step.dout, self.dout),
-            self.final_operand(step.dout, self.out),
-            self.final_operand(step.dout, self.lse),
-        )
+        q, *kv = self.queries_and_keys(step)
+        final = tuple([self.operand(step.dout, of.__getitem__) for of in (self.dout, self.out, self.lse)])
         self.fill()
         kernel: Any = self.bound.kernel
         dq, *dkv = kernel.backward(step.entries, final, q, *kv, self.scale)
@@ -288,8 +280,8 @@ class BackwardRun(PhaseRun):
         return places
 
     def gradients_of(self, kind: Kind, slots: Views, at: int) -> tuple[Tensor, ...]:
-        """Gradients [N, heads, D or V] of a message."""
-        return tuple(slots[at]) if kind == Kind.Q_GRAD else self.parts(slots[at])
+        joined = kind == Kind.KV_GRAD and self.form.joined
+        return tuple(slots[at][0].unbind(0)) if joined else tuple(slots[at])
 
     def gradients_later(self, kind: Kind, slots: Views, at: int) -> list[Later]:
         """`gradients_of`, each made when it is asked for."""
@@ -303,38 +295,27 @@ class BackwardRun(PhaseRun):
         In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
         the pool's memory what is handed to the caller.
         """
-        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, self.size(value)):
+        if (
+            value in self.totals
+            or len(packed.runs) != 1
+            or not is_whole(packed.runs[0], packed, self.sizes(value[0])[value[1]])
+        ):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
-    def final_operand(self, operand: Operand, of: Buffers[Tensor]) -> Tensor:
-        if operand.buffer >= 0:
-            return heads_view(of[operand.buffer], operand.head, operand.num_heads)
-        return self.operand(operand.packed, of.__getitem__)
-
-    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
-        packed = message.packed
-        match message.kind:
+    def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
+        match kind:
             case Kind.OUT_GRAD:
-                both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype)
-                return [both, self.carried(packed, self.lse.__getitem__, self.wide)]
+                return [(self.dout.__getitem__, self.out.__getitem__), (self.lse.__getitem__,)]
             case Kind.Q_GRAD:
-                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient)]
+                return [(partial(self.part_of_sum, kind, 0),)]
+            case Kind.KV_GRAD:
+                return self.key_sources(partial(self.part_of_sum, kind))
             case _:
-                joined = {b: x for b, x in self.joined.items() if x.dtype == self.form.gradient}
-                of = partial(self.summed, Kind.KV_GRAD)
-                return self.both(packed, joined, lambda b, i: of(b)[i], self.form.gradient)
+                return super().sources(kind)
 
-    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
-        packed = message.packed
-        match message.kind:
-            case Kind.OUT_GRAD:
-                self.write_pair(packed, lambda b, i: (self.dout, self.out)[i][b], into[0])
-                self.write(packed, self.lse.__getitem__, into[1])
-            case Kind.Q_GRAD:
-                self.write(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], into[0])
-            case _:
-                self.write_both(packed, lambda b, i: self.summed(Kind.KV_GRAD, b)[i], into)
+    def part_of_sum(self, kind: Kind, part: int, buffer: int) -> Tensor:
+        return self.summed(kind, buffer)[part]
 
     def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         if arrived[0][0].kind == Kind.OUT_GRAD:
@@ -343,9 +324,8 @@ class BackwardRun(PhaseRun):
             self.add([place for each in arrived for place in self.received_places(*each)])
 
     def place_final(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        """Unpack the gradients, outputs and LSE of queries that this rank serves for others.
-
-        A message of all rows of its buffers is used where it lies.
+        """Unpack gradients, outputs and LSE of queries that this rank serves; those of whole
+        buffers are used where they lie.
         """
         places: list[Place] = []
         for message, slots, at in arrived:

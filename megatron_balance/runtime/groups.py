@@ -1,11 +1,17 @@
-"""Process groups: made collectively, once, and passed to whoever communicates."""
+"""What the calls of a rank share: process groups, made collectively, once, and passed to whoever
+communicates; its threads and its queue.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +19,138 @@ import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.cuda import CudaStreams, Streams, has_high_priority
-from megatron_balance.runtime.host_times import HostTimes
-from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.runtime.workers import Workers
+
+SEVERAL = -1
+"""Source of what a collective brings: all its ranks together."""
+
+
+@dataclass(slots=True)
+class HostTimes:
+    """Where a rank's host spent its time in attention calls, in seconds since `clear`, counted
+    where they block it.
+
+    On gloo the host computes, and blocks until a transfer is there. On NCCL it issues launches and
+    transfers and waits for nothing, so what it counts there says nothing of its GPU.
+    """
+
+    attended_s: float = 0.0
+    waited_s: dict[int, float] = field(default_factory=dict[int, float])
+
+    def waited_for(self, source: int, seconds: float) -> None:
+        self.waited_s[source] = self.waited_s.get(source, 0.0) + seconds
+
+    def clear(self) -> None:
+        self.attended_s = 0.0
+        self.waited_s.clear()
+
+
+class ThreadCall:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = Event()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        finally:
+            self._done.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._done.wait(timeout_s)
+
+
+class _Workers:
+    """Threads that stay, as many as were ever needed at once: starting one for every attention call
+    would cost more than the call's own Python. They end with the process.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[ThreadCall] = SimpleQueue()
+        self._num_threads = 0
+        self._jobs: list[ThreadCall] = []  # those that may not have ended
+
+    def run(self, calls: Sequence[Callable[[], None]]) -> list[ThreadCall]:
+        """Begin all calls at once, whatever earlier jobs still do."""
+        jobs = [ThreadCall(call) for call in calls]
+        self._jobs = [*(job for job in self._jobs if not job.ended), *jobs]
+        while self._num_threads < len(self._jobs):
+            Thread(target=self._work, name="proxy", daemon=True).start()
+            self._num_threads += 1
+        for job in jobs:
+            self._queue.put(job)
+        return jobs
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get().run()
+
+
+class Behind(IntEnum):
+    """Where a batch is issued."""
+
+    NOTHING = 0
+    """At once, if no other batch is before it."""
+    LAUNCH = 1
+    """Behind the next launch."""
+    LAUNCHES = 2
+    """Behind the last launch of its call; earlier if another batch would have to wait for it."""
+
+
+class IssueQueue:
+    """Batches of all runs of a rank that are not issued yet, first in, first out.
+
+    With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asserts, all launches of a process go to the
+    device through one queue: a batch at its head that waits for another stream holds back every
+    kernel behind it. So a batch that waits for an earlier leg is issued behind the attention launch
+    that it travels beside; and a receive that holds multiprocessors until its sender has computed
+    is issued behind the last launch. Batches never pass one another, so the order in which two
+    ranks issue what they share stays the program's (`compile.order`).
+
+    `eager`: issue everything at once (tests, and measurements of what waiting gains).
+    """
+
+    def __init__(self, *, eager: bool = False) -> None:
+        self.eager = eager
+        self._waiting: deque[tuple[object, Behind, Callable[[], None]]] = deque()
+
+    def put(self, key: object, issue: Callable[[], None], behind: Behind = Behind.NOTHING) -> None:
+        """Issue a batch, now or later. `key`: what it belongs to, compared by identity."""
+        if behind != Behind.LAUNCHES and any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
+            self.flush()
+        if self.eager or (behind == Behind.NOTHING and not self._waiting):
+            issue()
+        else:
+            self._waiting.append((key, behind, issue))
+
+    def launched(self) -> None:
+        """Issue what was to come behind a launch."""
+        while self._waiting and self._waiting[0][1] != Behind.LAUNCHES:
+            self._waiting.popleft()[2]()
+
+    def attended(self) -> None:
+        """Issue what was to come behind the last launch of a call."""
+        while any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
+            self._waiting.popleft()[2]()
+
+    def through(self, key: object) -> None:
+        """Issue everything up to the last batch of `key`."""
+        for _ in range(max((at + 1 for at, entry in enumerate(self._waiting) if entry[0] is key), default=0)):
+            self._waiting.popleft()[2]()
+
+    def flush(self) -> None:
+        """Issue everything."""
+        while self._waiting:
+            self._waiting.popleft()[2]()
+
+    def forget(self) -> None:
+        """Issue nothing any more of what waits: after an error."""
+        self._waiting.clear()
+
 
 _MOVED = ("", " moved")
 
@@ -31,32 +165,14 @@ class StreamPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """One rank's view of its pool.
-
-    Attributes:
-        rank: in the pool, as plans count.
-        size: of the pool.
-        ranks: global rank of each pool rank.
-        pool: the process group of all ranks.
-        by_ranks: process groups by pool ranks. The executor runs a collective among exactly such
-            a set, and point-to-point transfers otherwise.
-        workers: the threads that relay for others (gloo).
-        streams: those that carry the rank's exchanges (NCCL).
-        buffers: memory that all calls share.
-        issues: what the rank has still to issue to its streams.
-        safe: exchanges are issued one after the other in the order of their ids
-            (`communication: safe`).
-        connected: what was connected before (`runtime.transport.connect`).
-        host_times: where the host spent its time in attention calls (gloo).
-        inside: what collective calls run in (`training.roll_call.RollCall.inside`).
-    """
+    """One rank's view of its pool."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     pool: dist.ProcessGroup | None
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    workers: Workers = field(default_factory=Workers)
+    workers: _Workers = field(default_factory=_Workers)
     streams: Streams | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     issues: IssueQueue = field(default_factory=IssueQueue)
@@ -71,8 +187,8 @@ class Groups:
 
     @property
     def timeout(self) -> timedelta:
-        """The pool's timeout as it is now (gloo): point-to-point waits keep to the one that the group
-        was made with unless told, and Megatron sets another after the first step.
+        """The pool's timeout as it is now (gloo): point-to-point waits keep to the one that the
+        group was made with unless told, and Megatron sets another after the first step.
         """
         if self.pool is None:
             return timedelta.max
@@ -114,14 +230,12 @@ def make_groups(
     sms: Mapping[str, int] | None = None,
     safe: bool = False,
 ) -> Groups:
-    """Make the groups of the pool that this process belongs to.
+    """Make the groups of the pool that this process belongs to. Every process calls it with the
+    same arguments.
 
-    Every process calls it with the same arguments.
-
-    Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several, so
-    that zones on whole nodes can use collectives. All groups are created by all processes in one
-    order, as NCCL and gloo require. On NCCL each communication stream has a communicator
-    (`stream_groups`); all communicators are made here and now.
+    Beside the pool, each of its nodes gets a group where there are several, so that zones on whole
+    nodes can use collectives. On NCCL each communication stream has a communicator
+    (`stream_groups`), made here and now.
 
     Args:
         pools: global ranks of every pool.
@@ -163,11 +277,8 @@ def make_groups(
 
 
 def nccl_options(stream: str, sms: Mapping[str, int], timeout: timedelta | None = None) -> Any:
-    """NCCL's options for a communicator of `stream`.
-
-    NCCL's kernels run on a stream of the communicator's own, which has the priority of ours. Dispatch
-    and combine of a routed exchange stay inside the node. A thread block of NCCL's takes a
-    multiprocessor, and `max_ctas` is the most that it launches of them for one call.
+    """NCCL's options for a communicator of `stream`, whose kernels run on a stream of the
+    communicator's own with the priority of ours.
     """
     inter_node = stream.startswith("inter_node")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=has_high_priority(stream))
@@ -190,10 +301,7 @@ def _make_streams(
     timeout: timedelta | None,
     sms: Mapping[str, int],
 ) -> CudaStreams | None:
-    """Streams with a communicator each.
-
-    Every one is used once, by all its ranks: NCCL's first call may not be point-to-point.
-    """
+    """Streams with a communicator each."""
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
         for name, members in stream_groups(len(pool), ranks_per_node):
@@ -224,9 +332,8 @@ def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, 
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
-    """The communication streams (`compile.order.streams`) that a pool can need.
-
-    `ranks_per_node` 0: not known.
+    """The communication streams (`compile.order.streams`) that a pool can need. `ranks_per_node` 0:
+    not known.
     """
     if size < 2:
         return []

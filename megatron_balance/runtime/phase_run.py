@@ -1,12 +1,11 @@
-"""One run of a phase on tensors: its buffers, its exchanges and its steps.
-
-It has three segments, `start`, `attend` and `end`; those of another call may lie between them.
+"""One run of a phase on tensors: its buffers, its exchanges and its steps, in three segments,
+`start`, `attend` and `end`.
 
 Shape legend: T rows of this rank, H query heads, G key-value heads, D width of queries and keys, V
-of values and outputs; keys and values of a buffer are [2, T, G, D] or, for the caller's own and where
-V is not D, two tensors. Partial outputs, their LSE and all
-gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type or in bf16
-(`gradient_wire`), everything else in the input's.
+of values and outputs; keys and values of a buffer are [2, T, G, D] or, for the caller's own and
+where V is not D, two tensors. Partial outputs, their LSE and all gradients are accumulated in fp32
+(fp64 for fp64); gradients travel in that type or in bf16 (`gradient_wire`), everything else in the
+input's.
 """
 
 from __future__ import annotations
@@ -22,13 +21,26 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.profiler import record_function
 
-from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, named
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.parcels import CallForm, wide_dtype
+from megatron_balance.runtime.lower.memory import (
+    Arranged,
+    Block,
+    Buffers,
+    BytesPlace,
+    CallForm,
+    ExchangeForm,
+    Later,
+    Sources,
+    Views,
+    layout,
+    made,
+    wide_dtype,
+)
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     FinishStep,
@@ -42,11 +54,11 @@ from megatron_balance.runtime.lower.steps import (
     Step,
     describe,
 )
-from megatron_balance.runtime.lower.views import Arranged, Block, Buffers, ExchangeForm, Later, Sources, Views
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
-from megatron_balance.runtime.trace import Mark, Trace, Traced
-from megatron_balance.runtime.transport import open_transport
-from megatron_balance.runtime.transport.base import Parcel
+from megatron_balance.runtime.recorder import Mark, Trace, Traced
+from megatron_balance.runtime.transport.comm import Parcel
+from megatron_balance.runtime.transport.gloo import Gloo
+from megatron_balance.runtime.transport.streams import Streamed
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +73,8 @@ class Received:
     kv: Buffers[tuple[Tensor, ...]] = field(default_factory=Buffers[tuple[Tensor, ...]])
 
 
+BufferOf: TypeAlias = Callable[[int], Tensor]
+"""The tensor of a buffer."""
 Arrived: TypeAlias = tuple[PeerMessage, Views, int]
 """A message, and the tensors that carry it: what arrived with it, and its number there."""
 
@@ -73,22 +87,21 @@ def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
     return halves
 
 
+def _half(pair: Tensor | Later, which: int) -> Tensor:
+    return made(pair)[which]
+
+
 def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
     return tuple(slots[at])
 
 
-def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    """Rows [start, stop) and heads [head, head + num_heads) of a pair [2, T, heads, D]: a view."""
+def _pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
     rows = x if stop - start == x.shape[1] else x[:, start:stop]
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
-def _of(of: Callable[[int, int], Tensor], which: int, buffer: int) -> Tensor:
-    return of(buffer, which)
-
-
 class PhaseRun:
-    """Base of both phases: buffers, gathering rows, and exchanges."""
+    """Base of both phases."""
 
     def __init__(self, bound: Bound, phase: Phase, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
         self.bound = bound
@@ -96,6 +109,8 @@ class PhaseRun:
         self.q = Buffers({0: q, **received.q}, received.q.later)
         self.kv = Buffers({0: kv, **received.kv}, received.kv.later)
         self.stacked: Buffers[Tensor] = Buffers()  # received keys and values as they came, [2, T, G, D]
+        # By kind and buffer, both tensors of a pair as one.
+        self.pairs: dict[Kind, Mapping[int, Tensor]] = {Kind.KV: self.stacked}
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
@@ -104,6 +119,7 @@ class PhaseRun:
         self.forms = bound.exchange_forms[id(phase)]
         self.rooms = bound.rooms[id(phase)]
         self.operands: Iterator[Tensor] = iter(())  # of a launch, to be gathered
+        self.parts = range(len(self.form.kv_widths))
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
@@ -111,17 +127,20 @@ class PhaseRun:
         self.recorder = bound.recorder
         self.trace: Trace | None = bound.trace if bound.recorder is None else []
         self.on_device = bound.recorder is not None and bound.recorder.streams is not None
-        self.transport = open_transport(phase, self.form, bound.groups, self.trace, timed=self.on_device)
+        groups = bound.groups
+        self.transport = (
+            Gloo(phase, self.form, groups, self.trace)
+            if groups.streams is None
+            else Streamed(phase, self.form, groups, self.trace, timed=self.on_device)
+        )
 
     @property
     def forward(self) -> bool:
         return self.phase is self.bound.phases.get("forward")
 
     def start(self) -> None:
-        """Issue what sends inputs out; `attend`, then `end` follow.
-
-        Segments of other calls on the same ranks may lie between, in one order on all of them
-        (`compile.ping_pong`).
+        """Issue what sends inputs out; `attend`, then `end` follow. Segments of other calls on the
+        same ranks may lie between, in one order on all of them (`compile.ping_pong`).
 
         Raises:
             RuntimeError: a transfer failed, here or in what this rank relays. All three segments
@@ -160,7 +179,6 @@ class PhaseRun:
                 raise
 
     def take_steps(self, stop: int) -> None:
-        """Take the steps before `stop` that are still to be taken."""
         steps = self.phase.steps
         take = self.take if self.trace is None else self.take_traced
         while self.at < stop:
@@ -183,9 +201,9 @@ class PhaseRun:
 
     def named(self, what: str, zone: str, exchange: int = -1) -> AbstractContextManager[object]:
         """A range of the profiler that listens, if one does."""
-        if not ranges.recorded():
+        if not recorded():
             return _UNNAMED
-        return record_function(ranges.name_of(what, zone, exchange, forward=self.forward))
+        return record_function(name_of(what, zone, exchange, forward=self.forward))
 
     def take_traced(self, step: Step) -> None:
         begin = self.mark()
@@ -207,7 +225,6 @@ class PhaseRun:
                 trace.append(Traced(COMPUTE, step.op, "run", "own", begin, end))
 
     def mark(self) -> Mark:
-        """Now, for the trace."""
         return time.perf_counter() if self.recorder is None else self.recorder.mark()
 
     def log_failure(self) -> None:
@@ -218,27 +235,11 @@ class PhaseRun:
             *(bound.plan.fingerprint(), describe(steps[self.at]) if self.at < len(steps) else "passing on"),
         )
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of the rank's pool, not filled."""
-        return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device)
-
-    def slot(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As `empty`; the transport is the first to write it."""
-        return self.bound.groups.buffers.empty(shape, dtype, self.device, received=True)
-
-    def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
-        """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`.
-
-        A view where that is possible; else filled by the next `fill`, together with everything else
-        that was gathered.
+    def empty(self, *shape: int, dtype: torch.dtype | None = None, received: bool = False) -> Tensor:
+        """Memory of the rank's pool, not filled. `received`: the transport is the first to write
+        it.
         """
-        if packed.direct:
-            run = packed.runs[0]
-            return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
-        tail = of(packed.runs[0].buffer).shape[2:]
-        into = self.empty(packed.num_rows, packed.num_heads, *tail, dtype=dtype)
-        self.write(packed, of, into)
-        return into
+        return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device, received=received)
 
     def fill(self) -> None:
         """Copy what was gathered, all of it at once."""
@@ -246,27 +247,19 @@ class PhaseRun:
             self.bound.mover.fill(self.filling)
             self.filling = []
 
-    def carried(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
-        """Rows of `packed` without gaps, as a message needs them; else as `gather`."""
-        x = self.gather(packed, of, dtype)
-        if not packed.direct or (x.dtype == dtype and x.is_contiguous()):
-            return x
-        into = self.empty(*x.shape, dtype=dtype)
-        self.write(packed, of, into)
-        return into
-
-    def write(self, packed: Packed, of: Callable[[int], Tensor], into: Tensor | Later) -> None:
-        """Rows of `packed` to a message's tensor; written by the next `fill`."""
+    def write(self, packed: Packed, of: BufferOf, into: Tensor | Later) -> None:
         self.filling.append(Fill(packed, Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
-        """Make the memory of the operands that the launch of this step gathers."""
         room = self.rooms.operands.get(self.at)
         if room is not None:
             self.operands = iter(Views(self.empty(room.num_bytes, dtype=torch.uint8), room.places)[0])
 
-    def operand(self, packed: Packed, of: Callable[[int], Tensor]) -> Tensor:
-        """As `gather`, into the memory of the launch's operands, of which it is the next."""
+    def operand(self, operand: Operand, of: BufferOf) -> Tensor:
+        """A view, or the next of the launch's gathered operands, filled by the next `fill`."""
+        if operand.buffer >= 0:
+            return heads_view(of(operand.buffer), operand.head, operand.num_heads)
+        packed = operand.packed
         if packed.direct:
             run = packed.runs[0]
             return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
@@ -274,19 +267,12 @@ class PhaseRun:
         self.write(packed, of, into)
         return into
 
-    def query_operand(self, operand: Operand) -> Tensor:
-        if operand.buffer >= 0:
-            return heads_view(self.q[operand.buffer], operand.head, operand.num_heads)
-        return self.operand(operand.packed, self.q.__getitem__)
+    def queries_and_keys(self, step: Launch | GradLaunch) -> tuple[Tensor, ...]:
+        """Queries, keys and values of a launch, or what travels in place of these two."""
+        q = self.operand(step.q, self.q.__getitem__)  # first: operands are gathered in this order
+        return q, *[self.operand(step.k, partial(self.kv_of, part)) for part in self.parts]
 
-    def key_operand(self, operand: Operand) -> tuple[Tensor, ...]:
-        if operand.buffer >= 0:
-            return tuple(heads_view(x, operand.head, operand.num_heads) for x in self.kv[operand.buffer])
-        which = range(len(self.form.kv_widths))
-        return tuple([self.operand(operand.packed, partial(_of, self.kv_of, i)) for i in which])
-
-    def kv_of(self, buffer: int, which: int) -> Tensor:
-        """Keys (0) or values (1) of a buffer, or what travels in their place (0)."""
+    def kv_of(self, which: int, buffer: int) -> Tensor:
         return self.kv[buffer][which]
 
     def free(self, index: int) -> None:
@@ -294,9 +280,8 @@ class PhaseRun:
             self.let_go(kind, buffer)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
-        """Drop a received input, which no later step touches.
-
-        Its memory is free once no transfer holds it.
+        """Drop a received input, which no later step touches; its memory is free once no transfer
+        holds it.
         """
         if kind == Kind.Q:
             self.q.let_go(buffer)
@@ -347,8 +332,7 @@ class PhaseRun:
 
     def views(self, arranged: Arranged, *, received: bool = False) -> Views:
         """Memory for messages. `received`: the transport is the first to write it."""
-        empty = self.slot if received else self.empty
-        return Views(empty(arranged.num_bytes, dtype=torch.uint8), arranged.places)
+        return Views(self.empty(arranged.num_bytes, dtype=torch.uint8, received=received), arranged.places)
 
     def arriving(self, exchange: ExchangeStep, form: ExchangeForm, slots: Views) -> dict[int, Tensor]:
         """By peer whose messages are routed, the memory that holds all of the peer's."""
@@ -370,75 +354,60 @@ class PhaseRun:
                 self.arrive([(form.brought[at], slots, at) for at in together], form)
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
-    def pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
+    def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
+        """By buffer, what each tensor of a message holds rows of: a tensor, or two of one width."""
+        if kind == Kind.Q:
+            return [(self.q.__getitem__,)]
+        return self.key_sources(self.kv_of)
+
+    def key_sources(self, of: Callable[[int, int], Tensor]) -> list[tuple[BufferOf, ...]]:
+        """`sources` of keys and values, or of their gradients: `of(part, buffer)`."""
+        each = tuple([partial(of, part) for part in self.parts])
+        return [each] if self.form.joined else [(one,) for one in each]
+
+    def pack(self, message: PeerMessage, into: Sequence[Tensor | Later]) -> None:
         """Write a message to tensors, with the next `fill`."""
-        packed = message.packed
-        match message.kind:
-            case Kind.Q:
-                self.write(packed, self.q.__getitem__, into[0])
-            case Kind.KV:
-                self.write_both(packed, self.kv_of, into)
-            case _:
-                self.other_pack(message, into)
+        for of, target in zip(self.sources(message.kind), into, strict=True):
+            self.pack_tensor(message.packed, of, target)
 
-    def write_both(self, packed: Packed, of: Callable[[int, int], Tensor], into: Sequence[Later]) -> None:
-        """Rows of keys and values, or of their gradients: as `write_pair`, or to a tensor each."""
-        if self.form.joined:
-            self.write_pair(packed, of, into[0])
+    def pack_tensor(self, packed: Packed, of: tuple[BufferOf, ...], target: Tensor | Later) -> None:
+        if len(of) == 1:
+            self.write(packed, of[0], target)
             return
-        for i, target in enumerate(into):
-            self.write(packed, partial(_of, of, i), target)
-
-    def write_pair(self, packed: Packed, of: Callable[[int, int], Tensor], into: Later) -> None:
-        """Rows of two tensors `of(buffer, 0 or 1)` to one [2, N, heads, D]."""
-        for i in (0, 1):
-            self.write(packed, lambda b, i=i: of(b, i), lambda i=i: into()[i])
+        for half, one in enumerate(of):  # of a pair [2, N, heads, D]
+            self.write(packed, one, partial(_half, target, half))
 
     def parcel(self, message: PeerMessage) -> list[Tensor]:
-        """The contiguous tensors that carry a message, filled by the next `fill`.
-
-        From where it lies, if it does so without gaps, or in memory of its own.
+        """The contiguous tensors that carry a message: each from where it lies, if it does so without
+        gaps, or in memory that the next `fill` fills.
         """
+        tensors: list[Tensor] = []
+        for of, place in zip(self.sources(message.kind), self.tensor_places(message), strict=True):
+            x = self.as_it_lies(message, of)
+            if x is None or x.dtype != place.dtype or not x.is_contiguous():
+                x = self.empty(*place.shape, dtype=place.dtype)
+                self.pack_tensor(message.packed, of, x)
+            tensors.append(x)
+        return tensors
+
+    def tensor_places(self, message: PeerMessage) -> tuple[BytesPlace, ...]:
+        """Shapes and types of the tensors that carry a message."""
+        return layout((message.carried,), self.form).places[0]
+
+    def as_it_lies(self, message: PeerMessage, of: tuple[BufferOf, ...]) -> Tensor | None:
+        """The rows of one of a message's tensors, where they are consecutive rows of one buffer."""
         packed = message.packed
-        match message.kind:
-            case Kind.Q:
-                return [self.carried(packed, self.q.__getitem__, self.dtype)]
-            case Kind.KV:
-                return self.both(packed, self.stacked, self.kv_of, self.dtype)
-            case _:
-                return self.other_parcel(message)
-
-    def both(
-        self,
-        packed: Packed,
-        stacked: Mapping[int, Tensor],
-        of: Callable[[int, int], Tensor],
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        """Rows of keys and values, or of their gradients: as `pair`, or two where widths differ."""
-        if self.form.joined:
-            return [self.pair(packed, stacked, of, dtype)]
-        return [self.carried(packed, partial(_of, of, i), dtype) for i in range(len(self.form.kv_widths))]
-
-    def pair(
-        self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype
-    ) -> Tensor:
-        """Rows of two tensors of one width, `of(buffer, 0 or 1)`, as one [2, N, heads, V].
-
-        `stacked`: buffers that hold both already.
-        """
+        if not packed.direct:
+            return None
         run = packed.runs[0]
-        if packed.direct and run.buffer in stacked:
-            held = pair_view(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
-            if held.is_contiguous():
-                return held
-        both = self.empty(2, packed.num_rows, packed.num_heads, self.form.value_width, dtype=dtype)
-        for i in (0, 1):
-            self.write(packed, lambda b, i=i: of(b, i), both[i])
-        return both
+        if len(of) == 1:
+            return rows_view(of[0](run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+        pairs = self.pairs.get(message.kind, {})
+        if run.buffer not in pairs:
+            return None
+        return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
 
     def arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        """Take messages of one kind, or of gradients, that `form` says are taken together."""
         match arrived[0][0].kind:
             case Kind.Q:
                 for message, slots, at in arrived:
@@ -453,18 +422,21 @@ class PhaseRun:
             case _:
                 self.other_arrive(arrived, form)
 
-    def parts(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Keys and values, or their gradients, of a message that is carried by these."""
-        return tuple(tensors[0].unbind(0)) if self.form.joined else tuple(tensors)
-
     def launch(self, step: Step) -> None:
-        raise NotImplementedError
-
-    def other_parcel(self, message: PeerMessage) -> list[Tensor]:
-        raise NotImplementedError
-
-    def other_pack(self, message: PeerMessage, into: Sequence[Later]) -> None:
         raise NotImplementedError
 
     def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
         raise NotImplementedError
+
+
+def recorded() -> bool:
+    """Whether a profiler is listening; ranges cost host time even where none is."""
+    return profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+
+
+def name_of(what: str, zone: str, exchange: int = -1, *, forward: bool) -> str:
+    """The name of a range in the traces of PyTorch's profiler, and in Nsight's where it is asked
+    for NVTX: as `analysis.trace_format` has it, between the phase and the zone (`balance backward
+    pack 7 inter-node`).
+    """
+    return f"balance {'forward' if forward else 'backward'} {named(what, exchange)} {zone}"

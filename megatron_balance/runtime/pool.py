@@ -1,16 +1,14 @@
-"""Memory that a rank's attention calls share.
+"""Memory that a rank's attention calls share: received inputs, partials, gradients on their way and
+packed messages.
 
-For received inputs, partials, gradients on their way and packed messages. Slabs are made when a
-plan needs more than there is, sized by what the plan says (`runtime.lower.peak_bytes`), and divided
-into buffers by best fit. The same calls on the same plan find the same places: from the second on
-nothing is allocated, and shapes that vary from microbatch to microbatch leave the device's own
-allocator alone.
+Slabs are made when a plan needs more than there is, sized by what the plan says
+(`runtime.lower.peak_bytes`), and divided into buffers by best fit. The same calls on the same plan
+find the same places: from the second on nothing is allocated.
 
 A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's saved
 tensors, views and transports included. Where another stream read or wrote it and the compute stream
-has not waited for that, it is used again as late as can be, behind a fence: whoever touches it first
-waits for that other use, on the device. That is the compute stream, or the stream that receives into
-it.
+has not waited for that, it is used again as late as can be, behind a fence: whoever touches it
+first waits for that other use, on the device.
 """
 
 from __future__ import annotations
@@ -37,22 +35,19 @@ Extent = tuple[int, int]
 
 
 class Fence(NamedTuple):
-    """The end of another stream's use of some memory.
+    """The end of another stream's use of some memory."""
 
-    Attributes:
-        stream: its name.
-        number: of the event among those of the stream, rising.
-        event: at which the use is over.
-        wait: makes the compute stream wait for an event, on the device.
-    """
-
+    # Its name.
     stream: str
+    # Of the event among those of the stream, rising.
     number: int
+    # At which the use is over.
     event: Any
+    # Makes the compute stream wait for an event, on the device.
     wait: Callable[[Any], None]
 
 
-class Passed:
+class _Passed:
     """How far the compute stream has waited for each other stream."""
 
     def __init__(self) -> None:
@@ -63,7 +58,6 @@ class Passed:
         return self._numbers.get(fence.stream, 0) >= fence.number
 
     def wait(self, fence: Fence) -> None:
-        """Make the compute stream wait for a fence, unless it has."""
         if not self.has(fence):
             fence.wait(fence.event)
             self._numbers[fence.stream] = fence.number
@@ -71,11 +65,7 @@ class Passed:
 
 @dataclass(slots=True)
 class _Slab:
-    """One allocation.
-
-    `free`: ascending, never touching one another. `fenced`: free, but behind fences, the oldest
-    first. `guards`: those of them that lie in `free` again, since there was no other memory.
-    """
+    """One allocation."""
 
     memory: Tensor
     free: list[Extent]
@@ -84,7 +74,6 @@ class _Slab:
     typed: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def of(self, dtype: torch.dtype) -> Tensor:
-        """The memory as elements of a type."""
         if dtype not in self.typed:
             self.typed[dtype] = self.memory.view(dtype)
         return self.typed[dtype]
@@ -119,8 +108,6 @@ class _Slab:
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
-    """Says when a storage is gone, and which."""
-
     __slots__ = ("address",)
     address: int
 
@@ -135,10 +122,9 @@ class _Lease:
 
 
 class BufferPool:
-    """See the module. Of one rank; safe for several threads (autograd has its own on CUDA).
-
-    It never gives memory back. On CPU memory comes from torch, unless `cpu`: the C library keeps
-    what was freed, and a buffer from here costs more Python time.
+    """See the module. Of one rank; safe for several threads (autograd has its own on CUDA). It
+    never gives memory back. On CPU memory comes from torch, unless `cpu`: the C library keeps what
+    was freed, and a buffer from here costs more Python time.
     """
 
     def __init__(self, *, cpu: bool = False) -> None:
@@ -148,7 +134,7 @@ class BufferPool:
         self._returned: deque[int] = deque()
         self._lock = Lock()
         self._num_fences = 0
-        self.passed = Passed()
+        self.passed = _Passed()
         self.slab_bytes = SLAB
         self.held_bytes = 0
         self.used_bytes = 0
@@ -156,23 +142,19 @@ class BufferPool:
         self.num_slabs = 0
 
     def lends(self, device: torch.device) -> bool:
-        """Whether memory on `device` comes from here."""
         return self._cpu or device.type != "cpu"
 
     def reserve(self, num_bytes: int) -> None:
-        """Make slabs from now on no smaller than what a plan needs for a call.
-
-        Nothing is allocated yet.
-        """
+        """Make slabs from now on no smaller than what a plan needs for a call."""
         self.slab_bytes = max(self.slab_bytes, _aligned(num_bytes))
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, received: bool = False
     ) -> Tensor:
-        """A tensor that is not filled.
+        """A tensor that is not filled; its memory is its own until the last tensor on it is gone.
 
-        Its memory is its own until the last tensor on it is gone. `received`: another stream is the
-        first to touch it, which waits for `fences` of it; else the compute stream has waited.
+        `received`: another stream is the first to touch it, which waits for `fences` of it; else
+        the compute stream has waited.
         """
         if not self.lends(device):
             return torch.empty(shape, dtype=dtype, device=device)
@@ -209,9 +191,8 @@ class BufferPool:
         return Fence(stream, self._num_fences, event, wait)
 
     def fences(self, tensors: Iterable[Tensor]) -> list[Fence]:
-        """Fences that a stream passes before it writes to memory that was lent for receiving.
-
-        The last of each stream is enough, and none that the compute stream has waited for.
+        """Fences that a stream passes before it writes to memory that was lent for receiving: the
+        last of each stream, and none that the compute stream has waited for.
         """
         last: dict[str, Fence] = {}
         with self._lock:
@@ -223,10 +204,7 @@ class BufferPool:
         return [fence for fence in last.values() if not self.passed.has(fence)]
 
     def used(self, tensors: Iterable[Tensor], fence: Fence) -> None:
-        """Note that another stream uses the tensors, until `fence`.
-
-        Those that are not of the pool are ignored.
-        """
+        """Note that another stream uses those of the tensors that are of the pool, until `fence`."""
         with self._lock:
             for x in tensors:
                 lease = self._leases.get(x.untyped_storage().data_ptr())
@@ -234,10 +212,8 @@ class BufferPool:
                     lease.fences.append(fence)
 
     def _find(self, num_bytes: int, device: torch.device) -> tuple[_Slab, Extent]:
-        """The place of a buffer.
-
-        The smallest free extent that holds it, else one behind fences, the oldest first, else one of
-        a new slab.
+        """The smallest free extent that holds a buffer, else one behind fences, the oldest first,
+        else one of a new slab.
         """
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         slabs = self._slabs.setdefault(key, [])

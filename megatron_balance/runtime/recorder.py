@@ -1,7 +1,7 @@
 """The attention calls of a traced step on this rank, as spans of `analysis.trace_format`.
 
-A rank's calls note when they do what (`runtime.trace`). On a device these are events of its streams;
-their times are read when the step is over, so that nothing waits.
+A rank's calls note when they do what (`Traced`). On a device these are events of its streams; their
+times are read when the step is over, so that nothing waits.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.analysis.wire import padded, piece_bounds, tensor_bytes
+from megatron_balance.compile.order import Leg, Role
 from megatron_balance.runtime.cuda import Streams
-from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes
+from megatron_balance.runtime.lower.memory import CallForm, parcel_bytes
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     FinishStep,
@@ -26,10 +27,35 @@ from megatron_balance.runtime.lower.steps import (
     Phase,
     RelayTask,
 )
-from megatron_balance.runtime.trace import Mark, Trace, Traced
 
 if TYPE_CHECKING:
     from megatron_balance.runtime.bind import Bound
+
+
+Mark: TypeAlias = Any
+"""Seconds by `time.perf_counter`, or an event of a device's stream (`runtime.recorder`)."""
+
+
+class Traced(NamedTuple):
+    """One thing done: `op` and `leg` as in `compile.order.Issue`; an exchange also has a leg
+    "finish", and for a recorder "pack".
+
+    Seconds by `time.perf_counter`. Of the leg of an exchange: issuing it; of a relayed one: from
+    the first wait for it until it is sent on; of "finish": waiting for what the exchange brings. On
+    a device times are events, and those of a leg enclose what it takes on its stream.
+    """
+
+    stream: str
+    op: int
+    leg: Leg | str
+    role: Role
+    start_s: Mark
+    stop_s: Mark
+
+
+Trace: TypeAlias = list[Traced]
+"""Of one phase, or of several, one after the other."""
+
 
 _Key = tuple[int, str, str]
 """(op, leg, stream)."""
@@ -53,8 +79,8 @@ class _Marked:
 
 
 def _read(clock: Callable[[], Any]) -> tuple[float, Any]:
-    """The time of `time.perf_counter` at which another clock was read, and what it said, by the
-    quickest of some readings: what interrupts one is in it.
+    """The time of `time.perf_counter` at which another clock was read, and what it said: the
+    quickest of some readings.
     """
     readings: list[tuple[float, float, Any]] = []
     for _ in range(5):
@@ -68,7 +94,7 @@ class Recorder:
     """The calls of one step. Times count from when it was made."""
 
     def __init__(self, rank: int, streams: Streams | None = None) -> None:
-        """Begin now. `rank`: in the world; `streams`: of the device, where exchanges have some."""
+        """`rank`: in the world; `streams`: of the device, where exchanges have some."""
         self.rank, self.streams = rank, streams
         self._timed: list[Streams] = []
         self.watch(streams)
@@ -105,9 +131,8 @@ class Recorder:
             self._marked.append(_Marked(replace(span, sent=sent, received=received), marked.start, marked.stop))
 
     def spans(self) -> list[TrackSpan]:
-        """All spans, and between two calls of a pass the modules that ran there.
-
-        Call once, when the device has done all.
+        """All spans, and between two calls of a pass the modules that ran there. Call once, when
+        the device has done all.
         """
         found = [replace(m.span, start_s=self._seconds(m.start), stop_s=self._seconds(m.stop)) for m in self._marked]
         for streams in self._timed:
@@ -122,7 +147,6 @@ class Recorder:
 
 
 def _between(spans: Sequence[TrackSpan]) -> Iterator[TrackSpan]:
-    """The time between two calls of one microbatch and phase on the compute track."""
     own = sorted((s for s in spans if s.track == COMPUTE and s.call >= 0), key=lambda s: (s.start_s, s.stop_s))
     for before, after in zip(own, own[1:], strict=False):
         if before.phase == after.phase and before.call != after.call and after.start_s > before.stop_s:
@@ -136,8 +160,8 @@ def _between(spans: Sequence[TrackSpan]) -> Iterator[TrackSpan]:
 def _of_call(phase: Phase, trace: Trace, form: CallForm, common: TrackSpan, *, on_device: bool) -> Iterator[_Marked]:
     """The spans of a call; a leg of an exchange on a stream is one, whatever it is made of.
 
-    On a device the trace has what a leg took on its stream. Without one, it has when the host issued
-    it: it lasts until what the exchange brings is there.
+    On a device the trace has what a leg took on its stream. Without one, it has when the host
+    issued it: it lasts until what the exchange brings is there.
     """
     exchanges = {step.exchange.op: step.exchange for step in phase.steps if isinstance(step, IssueStep | FinishStep)}
     zones = {step.op: step.zone for step in phase.steps if isinstance(step, Launch | GradLaunch)}
@@ -217,10 +241,34 @@ def _add(moved: _LegBytes, peer: int, num_bytes: int, *, sends: bool) -> None:
 
 
 def _bytes(message: PeerMessage, form: CallForm, *, aligned: bool) -> int:
-    """Bytes of a message's tensors; `aligned`: as a collective carries them."""
     return sum(padded(n) if aligned else n for n in tensor_bytes([message.carried], form.sizes))
 
 
 def _piece(num_bytes: int, index: int, count: int) -> int:
     begin, end = piece_bounds(num_bytes, count)[index]
     return end - begin
+
+
+def exchange_s(trace: Trace) -> tuple[float, float]:
+    """(under way, waited) of the rank's own exchanges: from being issued until they were put to
+    use; the rank, for them.
+    """
+    issued: dict[int, float] = {}
+    under_way = waited = 0.0
+    for event in sorted(trace, key=lambda e: e.start_s):
+        if event.role != "own" or event.leg == "run":
+            continue
+        if event.leg == "finish":
+            under_way += event.stop_s - issued.pop(event.op, event.start_s)
+            waited += event.stop_s - event.start_s
+        else:
+            issued.setdefault(event.op, event.start_s)
+    return under_way, waited
+
+
+def hidden_share(*traces: Trace) -> float:
+    """Share of the rank's own exchange time in which it did not wait; 1 if nothing was exchanged.
+    `traces`: of calls that were under way at once, one each.
+    """
+    under_way, waited = (sum(seconds) for seconds in zip(*(exchange_s(trace) for trace in traces), strict=True))
+    return 1.0 - waited / under_way if under_way else 1.0

@@ -8,7 +8,7 @@ from megatron_balance.analysis import memory
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import CollectiveGroup, group_of
+from megatron_balance.cost.parallel import CollectiveGroup, group_of
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints, Link
-from megatron_balance.cost.collectives import CollectiveGroup
+from megatron_balance.cost.parallel import CollectiveGroup
 from megatron_balance.simulator.machine import Machine
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_balance.compile.halo import under
-from megatron_balance.cost.moved import of_model
+from megatron_balance.cost.perturbed import of_model
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan

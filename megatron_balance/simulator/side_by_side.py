@@ -13,8 +13,8 @@ from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s,
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import num_parameters
-from megatron_balance.cost.moved import on_cluster
 from megatron_balance.cost.parallel import joined_nodes, wide_ranks
+from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan

@@ -24,7 +24,7 @@ from torch.compiler import disable
 
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.gamma import GAMMA_H100_FLUX
+from megatron_balance.cost.fits import GAMMA_H100_FLUX
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import Batch, at_least

@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.host_times import SEVERAL
+from megatron_balance.runtime.groups import SEVERAL, Groups
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from megatron_balance.analysis.trace_format import (
     rank_name,
 )
 from megatron_balance.runtime.cuda import Streams
-from megatron_balance.runtime.recorder import Recorder
-from megatron_balance.runtime.trace import Mark
+from megatron_balance.runtime.recorder import Mark, Recorder
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from megatron_balance import Cluster, Model, make_planner  # noqa: E402
 from megatron_balance.runtime.attention import balanced_attention  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
 from megatron_balance.runtime.groups import single  # noqa: E402
-from megatron_balance.runtime.kernels.plain import PlainKernel  # noqa: E402
+from megatron_balance.runtime.kernels.base import PlainKernel  # noqa: E402
 
 pytestmark = pytest.mark.dist
 

@@ -20,10 +20,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
 from megatron_balance.reference import owned_rows
-from megatron_balance.runtime.attention import BackwardSlot, balanced_attention
+from megatron_balance.runtime.attention import BackwardSlot, Server, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
-from megatron_balance.runtime.joint import Server
 from tests.support import by_hand, dense
 from tests.support.pool import Pool
 from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in_ticks, seed_of

@@ -17,7 +17,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.runtime import ranges
+from megatron_balance.runtime import phase_run
 from tests.support import by_hand, jobs, routed
 from tests.support.jobs import Run
 from tests.support.pool import Pool, RankError
@@ -232,7 +232,7 @@ def test_ranges_are_named_for_nsight_too(monkeypatch: pytest.MonkeyPatch) -> Non
         (torch.cuda, "synchronize"),
     ):
         monkeypatch.setattr(owner, name, lambda *_: None)
-    assert not ranges.recorded()
+    assert not phase_run.recorded()
     with profiler.emit_nvtx():
-        assert ranges.recorded()
-    assert not ranges.recorded()
+        assert phase_run.recorded()
+    assert not phase_run.recorded()

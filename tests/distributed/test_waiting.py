@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.runtime.host_times import SEVERAL
+from megatron_balance.runtime.groups import SEVERAL
 from tests.support import waiting_jobs
 from tests.support.pool import Pool
 

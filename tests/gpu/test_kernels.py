@@ -15,19 +15,10 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.runtime import kernels  # noqa: E402
-from megatron_balance.runtime.kernels import (  # noqa: E402
-    KERNELS,
-    choose_kernel,
-    cpu_flash,
-    libraries,
-    offer,
-    trial,
-)
-from megatron_balance.runtime.kernels.base import Entries  # noqa: E402
+from megatron_balance.runtime.kernels import KERNELS, choose_kernel, cpu_flash, libraries  # noqa: E402
+from megatron_balance.runtime.kernels.base import Entries, PlainKernel, hidden  # noqa: E402
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel  # noqa: E402
-from megatron_balance.runtime.kernels.padding import PaddedCalls  # noqa: E402
-from megatron_balance.runtime.kernels.plain import PlainKernel, hidden  # noqa: E402
-from megatron_balance.runtime.kernels.varlen import VarlenKernel  # noqa: E402
+from megatron_balance.runtime.kernels.varlen import PaddedKernel, VarlenKernel  # noqa: E402
 from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.attention_libraries import ByFormula  # noqa: E402
 
@@ -183,12 +174,12 @@ def machine(monkeypatch):
 
     def have(capability, *installed, broken=None, trial=None, cudnn=""):
         def fault(name):
-            return (broken or {}).get(name, "" if name in installed else offer.NOT_INSTALLED)
+            return (broken or {}).get(name, "" if name in installed else libraries.NOT_INSTALLED)
 
-        monkeypatch.setattr(offer, "import_fault", fault)
-        for module in (kernels, offer):
+        monkeypatch.setattr(libraries, "import_fault", fault)
+        for module in (kernels, libraries):
             monkeypatch.setattr(module, "capability_of", lambda device: capability if device.type == "cuda" else None)
-        monkeypatch.setattr(kernels.trial, "failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
+        monkeypatch.setattr(kernels, "trial_failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
         for name, one in KERNELS.items():
             if one.modules:
                 made = replace(one, make=lambda _, name=name: VarlenKernel(name, ByFormula()), check=lambda: cudnn)
@@ -302,16 +293,18 @@ def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, erro
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(error if "/" in error else f"raise {error}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert offer.import_fault(f"{name}.interface").startswith(
+    assert libraries.import_fault(f"{name}.interface").startswith(
         ("OSError: lib", "ImportError: undef", "ZeroDivisionError: ")
     )
     (tmp_path / f"{name}_2").mkdir()
     (tmp_path / f"{name}_2" / "__init__.py").write_text("")
     assert (
-        offer.import_fault(f"{name}_2.interface") == offer.import_fault("no_such_package.part") == offer.NOT_INSTALLED
+        libraries.import_fault(f"{name}_2.interface")
+        == libraries.import_fault("no_such_package.part")
+        == libraries.NOT_INSTALLED
     )
     (tmp_path / f"{name}_2" / "inner.py").write_text("import no_such_dependency")
-    assert offer.import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
+    assert libraries.import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
 
 
 class Misaligned(ByFormula):
@@ -335,14 +328,14 @@ class WithoutWindows(ByFormula):
 def test_the_trial_tells_a_kernel_that_means_something_else():
     cpu = torch.device("cpu")
     ignores = VarlenKernel("without windows", WithoutWindows())
-    assert trial.failure(ignores, cpu, torch.bfloat16, 64) == ""
-    found = trial.failure(ignores, cpu, torch.bfloat16, 64, windows=True)
+    assert kernels.trial_failure(ignores, cpu, torch.bfloat16, 64) == ""
+    found = kernels.trial_failure(ignores, cpu, torch.bfloat16, 64, windows=True)
     assert found.startswith("its first call differs from the formula, out by")
     right = VarlenKernel("right", ByFormula())
-    padded = VarlenKernel("padded", PaddedCalls(ByFormula(), 100, 8))
-    assert trial.failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
-    assert trial.failure(padded, cpu, torch.float32, 100) == ""
-    found = trial.failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
+    padded = PaddedKernel(VarlenKernel("padded", ByFormula()), (100, 100), 104)
+    assert kernels.trial_failure(right, cpu, torch.bfloat16, 64, windows=True) == ""
+    assert kernels.trial_failure(padded, cpu, torch.float32, 100) == ""
+    found = kernels.trial_failure(VarlenKernel("misaligned", Misaligned()), cpu, torch.bfloat16, 64)
     assert found.startswith("its first call differs from the formula, out by")
 
 
@@ -362,7 +355,8 @@ def test_padded_head_dims_give_exact_results(entries, dim):
 
     torch.manual_seed(0)
     inputs = [torch.randn(32, heads, dim, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    found = _both(VarlenKernel("padded", PaddedCalls(Multiples(), dim, 8)), entries, inputs)
+    padded = PaddedKernel(VarlenKernel("padded", Multiples()), (dim, dim), dim + -dim % 8)
+    found = _both(padded, entries, inputs)
     _assert_equal(found, _both(PlainKernel(), entries, inputs), 1e-14)
     assert all(x.is_contiguous() for x in (found[0], *found[2:]))
 
@@ -371,9 +365,8 @@ def test_head_dim_100_is_served_on_cuda(machine):
     machine((9, 0), FA2)
     assert chosen(head_dim=100) == "flash_attn"
     made = KERNELS["torch_varlen"].make(100)
-    assert isinstance(made, VarlenKernel)
-    assert isinstance(made.calls, PaddedCalls)
-    assert made.calls.more == 4
+    assert isinstance(made, PaddedKernel)
+    assert made.wide == 104
 
 
 @pytest.mark.parametrize("entries", {**ENTRIES, "halo": HALO}.values(), ids=[*ENTRIES, "halo"])
@@ -387,7 +380,7 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
-        libraries, "import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else offer.NOT_INSTALLED
+        libraries, "import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else libraries.NOT_INSTALLED
     )
     kernel = KERNELS[name.split(" ")[0]].make(DIM)
     inputs = _inputs(torch.bfloat16)

@@ -9,9 +9,8 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link
+from megatron_balance.cost.base import NO_HOST, Contention, Floats, Host, Ints, Link
 from megatron_balance.cost.base import routed_s as eq_1
-from megatron_balance.cost.contention import Contention
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.simulator.machine import Machine

@@ -28,8 +28,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels.base import Entries
-from megatron_balance.runtime.kernels.plain import PlainKernel
+from megatron_balance.runtime.kernels.base import Entries, PlainKernel
 from megatron_balance.runtime.transport import comm
 from tests.support.rendezvous import GroupCall, Meeting
 

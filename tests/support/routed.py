@@ -16,14 +16,13 @@ from megatron_balance.compile.order import Issue, streams
 from megatron_balance.compile.pipeline import compile_policies
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.runtime import ranges
+from megatron_balance.runtime import phase_run
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import stream_names
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase, Step
-from megatron_balance.runtime.recorder import Recorder
-from megatron_balance.runtime.trace import Trace, Traced, hidden_share
+from megatron_balance.runtime.recorder import Recorder, Trace, Traced, hidden_share
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import World
@@ -99,11 +98,11 @@ def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
 def _names(step: Step, *, forward: bool) -> list[str]:
     match step:
         case IssueStep(exchange):
-            return [ranges.name_of("pack", exchange.zone, exchange.id, forward=forward)]
+            return [phase_run.name_of("pack", exchange.zone, exchange.id, forward=forward)]
         case FinishStep(exchange):
-            return [ranges.name_of(what, exchange.zone, exchange.id, forward=forward) for what in ("wait", "place")]
+            return [phase_run.name_of(what, exchange.zone, exchange.id, forward=forward) for what in ("wait", "place")]
         case _:
-            return [ranges.name_of("attention", step.zone, forward=forward)]
+            return [phase_run.name_of("attention", step.zone, forward=forward)]
 
 
 def recorded(

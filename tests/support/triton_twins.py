@@ -19,17 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layout, parcel_bytes, unpack
 from megatron_balance.runtime.lower.moves import Moved, MoverCall, Site
-from megatron_balance.runtime.lower.parcels import CallForm, layout, parcel_bytes, unpack
-from megatron_balance.runtime.lower.regions import RowRun
-from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
 from megatron_balance.runtime.movers.triton.mover import TritonMover
 from megatron_balance.runtime.movers.triton.tables import add_tables
-from megatron_balance.runtime.shape import AttentionShape
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -17,7 +17,7 @@ from triton import knobs
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.runtime.movers.triton import kernels, variants
+from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.strategies import Case, plan
 from tests.support.triton_ptx import Hopper
 from tools.gpu_model import stand_ins
@@ -63,7 +63,7 @@ def main() -> None:
     with mock.patch.object(knobs.runtime, "jit_cache_hook", note), mock.patch.object(stand_ins, "TritonLaunch", Looked):
         for dtype in (torch.bfloat16, torch.float32):
             seen.clear()
-            launches = variants.build(torch.device("cpu"), dtype, HEAD_DIM)
+            launches = mover.build(torch.device("cpu"), dtype, HEAD_DIM)
             built = set(seen)
             seen.clear()
             for at, planner in enumerate(PLANNERS):

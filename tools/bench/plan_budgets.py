@@ -28,7 +28,7 @@ from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower import routes
+from megatron_balance.runtime.lower import messages
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.solvers.milp import SOLVERS
 from megatron_balance.solvers.remap import solve
@@ -234,7 +234,7 @@ def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
         # plans differ from microbatch to microbatch
-        for cached in (dispatch.transfers, routes.routes_of):
+        for cached in (dispatch.transfers, messages.routes_of):
             cached.cache_clear()
         start = time.process_time()
         measurement.run()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels import KERNELS, choose_kernel
-from megatron_balance.runtime.kernels.base import Entries, Kernel
-from megatron_balance.runtime.kernels.plain import PlainKernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Place, Space

@@ -14,8 +14,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import AttentionTable, CostTable, load_table, save_table
 from megatron_balance.ir.model import Model
-from megatron_balance.profiling.cost_table import profile
-from megatron_balance.profiling.options import QUICK, ProfileOptions
+from megatron_balance.profiling.cost_table import QUICK, ProfileOptions, profile
 from tools.gpu.rows import Context, Figure, Row
 
 BUDGET_S = 45.0

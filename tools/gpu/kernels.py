@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes, unpack
-from megatron_balance.runtime.lower.regions import RowRun
-from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, parcel_bytes, unpack
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
-from megatron_balance.runtime.shape import AttentionShape
 from tools.gpu.rows import Context, Figure, Row, Target
 
 BUDGET_S = 90.0

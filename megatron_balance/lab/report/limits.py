@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
-from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan

@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Ints
-from megatron_balance.cost.gamma import gamma_of, sequence_work
+from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

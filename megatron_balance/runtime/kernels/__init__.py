@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import torch
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels import trial
-from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_balance.runtime.kernels.libraries import (
     FLASH_ATTN_3,
+    NOT_INSTALLED,
     Calls,
+    Capabilities,
+    Capability,
     FlashAttn2Calls,
     FlashAttn3Calls,
+    Offer,
     TeFusedCalls,
     TorchCalls,
+    capability_of,
     cudnn_fault,
+    first_line,
     flash_attention_4_fault,
     restore_flash_attention,
 )
-from megatron_balance.runtime.kernels.offer import (
-    NOT_INSTALLED,
-    Capabilities,
-    Capability,
-    Offer,
-    capability_of,
-    first_line,
-)
-from megatron_balance.runtime.kernels.padding import OneWidth, PaddedCalls
-from megatron_balance.runtime.kernels.plain import PlainKernel
-from megatron_balance.runtime.kernels.varlen import VarlenKernel
+from megatron_balance.runtime.kernels.varlen import PaddedKernel, VarlenKernel
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +39,11 @@ _MULTIPLE = 8
 """Head dims that the libraries take are multiples of it; others are padded."""
 
 
-def _varlen(name: str, calls: Callable[[], Calls]) -> Callable[[int], VarlenKernel]:
-    def make(head_dim: int) -> VarlenKernel:
-        made = calls()
-        return VarlenKernel(name, PaddedCalls(made, head_dim, _MULTIPLE) if head_dim % _MULTIPLE else made)
+def _varlen(name: str, calls: Callable[[], Calls]) -> Callable[[int], Kernel]:
+    def make(head_dim: int) -> Kernel:
+        kernel = VarlenKernel(name, calls())
+        more = -head_dim % _MULTIPLE
+        return PaddedKernel(kernel, (head_dim, head_dim), head_dim + more) if more else kernel
 
     return make
 
@@ -116,7 +114,6 @@ _told: set[str] = set()
 
 
 def automatic(device: torch.device) -> tuple[str, ...]:
-    """Names that `auto` tries on a device, the preferred one first."""
     if device.type == "cpu":
         return AUTOMATIC_CPU
     capability = capability_of(device)
@@ -128,9 +125,9 @@ def choose_kernel(
 ) -> Kernel:
     """Make the kernel called `name`, and log once which it is.
 
-    "auto": the first of `automatic(device)` that serves device, dtype and head dim, can be used here
-    and, on a GPU, passes its trial. One that is installed but broken is reported once and skipped.
-    `windows`: whether it is to serve sliding windows, which the trial then has, too.
+    "auto": the first of `automatic(device)` that serves device, dtype and head dim, can be used
+    here and, on a GPU, passes its trial. One that is installed but broken is reported once and
+    skipped. `windows`: it is to serve sliding windows, which the trial then has, too.
 
     Raises:
         ConfigError: no such kernel, it cannot be used here, it cannot serve these tensors, or none
@@ -159,11 +156,14 @@ def kernel_of_widths(
 ) -> Kernel:
     """`choose_kernel` for queries and keys of one width, and values and outputs of maybe another."""
     kernel = choose_kernel(name, device, dtype, max(widths), windows=windows)
-    return kernel if widths[0] == widths[1] or KERNELS[kernel.name].two_widths else OneWidth(kernel, widths)
+    return (
+        kernel
+        if widths[0] == widths[1] or KERNELS[kernel.name].two_widths
+        else PaddedKernel(kernel, widths, max(widths))
+    )
 
 
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:
-    """The kernel that `auto` takes."""
     reasons: dict[str, str] = {}
     for name in automatic(device):
         offer = KERNELS[name]
@@ -184,7 +184,6 @@ def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, windo
 def _made(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool
 ) -> tuple[Kernel | None, str]:
-    """The kernel, or the reason why not."""
     offer = KERNELS[name]
     reason = offer.refusal(device, dtype, head_dim, windows=windows) or offer.fault()
     if reason:
@@ -194,7 +193,7 @@ def _made(
     except Exception as error:
         return None, first_line(error)
     if capability_of(device) is not None and name != "plain":
-        reason = trial.failure(kernel, device, dtype, head_dim, windows=windows)
+        reason = trial_failure(kernel, device, dtype, head_dim, windows=windows)
     if reason:
         restore_flash_attention()
         return None, reason
@@ -205,3 +204,84 @@ def _tell(level: int, sentence: str) -> None:
     if sentence not in _told:
         _told.add(sentence)
         log.log(level, sentence)
+
+
+TRIAL_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
+"""Largest difference from the formula over its largest value, as the GPU suite asks
+(`tools/gpu/attention.py`); of other types 1e-4."""
+
+
+_HEADS, _KV_HEADS = 2, 1
+
+
+# Causal with more keys than queries, so that alignment shows, and full; neither a multiple of 64.
+_ENTRIES = Entries(((0, 70), (70, 90)), ((0, 130), (130, 203)), (True, False), ((0, 70), (70, 90)))
+
+
+# As a halo has them: one window for all, at the end of the keys.
+_WINDOWS = ((40, 0), (40, 0))
+
+
+_RESULTS = ("out", "LSE", "dq", "dk", "dv")
+
+
+def trial_failure(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False
+) -> str:
+    """The reason why the kernel's results cannot be used; "" if they are right. `windows`: try sliding
+    windows, too.
+
+    Waits for the device. `trial_failure` of the same name, device and tensors is found once.
+    """
+    found = _failure(_ByName(kernel), device, dtype, head_dim, _ENTRIES)
+    if found or not windows:
+        return found
+    return _failure(_ByName(kernel), device, dtype, head_dim, replace(_ENTRIES, windows=_WINDOWS))
+
+
+class _ByName:
+    """A kernel, equal to others of its name."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByName) and other.kernel.name == self.kernel.name
+
+    def __hash__(self) -> int:
+        return hash(self.kernel.name)
+
+
+@cache
+def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries) -> str:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
+        for rows, heads in ((90, _HEADS), (203, _KV_HEADS), (203, _KV_HEADS), (90, _HEADS))
+    )
+    scale = head_dim**-0.5
+    try:
+        found = _results(named.kernel, rows, (q, k, v), dout, scale)
+        exact = _results(PlainKernel(), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
+        apart = [
+            float((one.float() - other).abs().max() / other.abs().max())
+            for one, other in zip(found, exact, strict=True)
+        ]
+    except Exception as error:
+        return f"its first call fails: {first_line(error)}"
+    allowed = TRIAL_TOLERANCE.get(dtype, 1e-4)
+    wrong = [f"{name} by {by:.2g}" for name, by in zip(_RESULTS, apart, strict=True) if not by <= allowed]
+    return f"its first call differs from the formula, {', '.join(wrong)} of the largest value" if wrong else ""
+
+
+def _results(
+    kernel: Kernel,
+    rows: Entries,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """Out, LSE, dq, dk and dv."""
+    entries = kernel.prepare(rows, dout.device)
+    out, lse = kernel.forward(entries, *inputs, scale)
+    return out, lse, *kernel.backward(entries, (dout, out.to(dout.dtype), lse), *inputs, scale)

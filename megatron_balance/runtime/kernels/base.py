@@ -9,6 +9,7 @@ H query heads, G key-value heads, D width of queries and keys, V of values and o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -22,10 +23,10 @@ FlashAttention's `window_size`."""
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Rows of the entries of one launch.
+    """Rows of the entries of one launch: [start, stop) in the query operand, the key operand and
+    (backward) dout's rows.
 
-    [start, stop) in the query operand, the key operand and (backward) dout's rows. `windows`: of
-    each entry, in place of `causal`; empty: none has one. Every query sees some key.
+    `windows`: of each entry, in place of `causal`; empty: none has one. Every query sees some key.
     """
 
     q: tuple[tuple[int, int], ...]
@@ -40,9 +41,8 @@ class Entries:
 
 
 class Kernel(Protocol):
-    """One launch over many entries.
-
-    `prepare` runs once per microbatch; its result goes to every `forward` and `backward`.
+    """One launch over many entries. `prepare` runs once per microbatch; its result goes to every
+    `forward` and `backward`.
     """
 
     name: str
@@ -74,3 +74,69 @@ def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
     lse = torch.logaddexp(one[1], other[1])
     weights = (torch.exp(part.sub(lse)).unsqueeze(-1) for part in (one[1], other[1]))
     return one[0].mul(next(weights)).add(other[0].mul(next(weights))).to(one[0].dtype), lse
+
+
+class PlainKernel:
+    """Attention by its formula, in fp32 or the inputs' fp64: for tests, and for what no other
+    kernel serves.
+    """
+
+    name = "plain"
+
+    def launches(self, entries: Entries) -> int:
+        return len(entries.causal)
+
+    def prepare(self, entries: Entries, device: torch.device) -> Entries:
+        del device
+        return entries
+
+    def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for at, ((a, b), (c, d)) in enumerate(zip(entries.q, entries.k, strict=True)):
+            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
+            lse = torch.logsumexp(scores, -1)
+            # g: key-value head, r: query head of it, t: query, s: key, d: width
+            out = torch.einsum("grts,sgd->tgrd", torch.exp(scores - lse[..., None]), v[c:d].to(scores.dtype))
+            outs.append(out.flatten(1, 2).to(q.dtype))
+            lses.append(lse.flatten(0, 1).T)
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dqs, dks, dvs = [], [], []
+        grad, out, lse = dout
+        num_kv = k.shape[1]
+        for at, ((a, b), (c, d), (e, f)) in enumerate(zip(entries.q, entries.k, entries.dout, strict=True)):
+            scores = _scores(q[a:b], k[c:d], hidden(entries, at, q.device), scale)
+            wide = scores.dtype
+            weights = torch.exp(scores - lse[e:f].T.unflatten(0, (num_kv, -1))[..., None])
+            dy = grad[e:f].to(wide).unflatten(1, (num_kv, -1))
+            delta = (dy * out[e:f].to(wide).unflatten(1, (num_kv, -1))).sum(-1)
+            dscores = (
+                weights
+                * (torch.einsum("tgrd,sgd->grts", dy, v[c:d].to(wide)) - delta.permute(1, 2, 0)[..., None])
+                * scale
+            )
+            dqs.append(torch.einsum("grts,sgd->tgrd", dscores, k[c:d].to(wide)).flatten(1, 2))
+            dks.append(torch.einsum("grts,tgrd->sgd", dscores, q[a:b].to(wide).unflatten(1, (num_kv, -1))))
+            dvs.append(torch.einsum("grts,tgrd->sgd", weights, dy))
+        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
+
+
+def hidden(entries: Entries, at: int, device: torch.device) -> Tensor | None:
+    """The pairs [Tq, Tk] that the mask of an entry hides; None: none."""
+    num_q, num_k = (stop - start for start, stop in (entries.q[at], entries.k[at]))
+    if not entries.windows and not entries.causal[at]:
+        return None
+    left, right = entries.windows[at] if entries.windows else (num_k, 0)
+    own = torch.arange(num_q, device=device)[:, None] + num_k - num_q
+    keys = torch.arange(num_k, device=device)
+    return (keys < own - left) | (keys > own + right)
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Scaled scores [G, H / G, Tq, Tk]."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.einsum("tgrd,sgd->grts", q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)) * scale
+    return scores if hidden is None else scores.masked_fill(hidden, -math.inf)

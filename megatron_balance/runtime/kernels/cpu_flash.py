@@ -61,6 +61,7 @@ class CpuFlashKernel:
         self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+        # LSE [T, H] becomes [1, H, T], as the operator has it.
         final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T.unsqueeze(0))
         dqs, dks, dvs = list[Tensor](), list[Tensor](), list[Tensor]()
         spans = zip(entries.q, entries.k, entries.dout, entries.causal, strict=True)
@@ -100,7 +101,6 @@ def _rows_first(parts: list[Tensor]) -> Tensor:
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of `x` [1, H, T, ...]: a view, `x` itself if that is all of them."""
     return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 

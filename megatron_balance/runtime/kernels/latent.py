@@ -18,18 +18,14 @@ from torch.nn.functional import linear
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.kernels.base import Entries, Kernel
-from megatron_balance.runtime.shape import AttentionShape
+from megatron_balance.runtime.lower.memory import AttentionShape
 
 BY_HEADS = ("head_exchange", "chunk_exchange", "head_exchange_once", "chunk_exchange_once", "head_ring")
 """Comm patterns in which a rank attends with some of the heads."""
 
 
 def check_latent(plan: MicrobatchPlan) -> None:
-    """Reject a plan that parts heads, as the latent is of all of them.
-
-    Raises:
-        ConfigError: names the zone.
-    """
+    """Raise ConfigError for a plan that parts heads, as the latent is of all of them."""
     for zone in plan.zones:
         if zone.pattern in BY_HEADS or (zone.pattern == "waves" and getattr(zone, "group_size", 1) > 1):
             raise ConfigError(
@@ -39,8 +35,6 @@ def check_latent(plan: MicrobatchPlan) -> None:
 
 
 class _LatentEntries(NamedTuple):
-    """Entries as the inner kernel has them, and their key rows."""
-
     inner: Any
     keys: tuple[tuple[int, int], ...]
 
@@ -62,7 +56,6 @@ class LatentKernel:
         """Of this rank's launches so far, in fp32."""
 
     def with_weight(self, weight: Tensor) -> LatentKernel:
-        """The kernel of one call."""
         return LatentKernel(self.kernel, self.shape, weight)
 
     def launches(self, entries: Entries) -> int:
@@ -88,7 +81,6 @@ class LatentKernel:
         return dq, torch.cat([of_heads @ self.weight, rope], dim=-1)[:, None]
 
     def keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """k [T, H, D] and v [T, H, V] of latents [T, 1, L]."""
         assert self.weight is not None, "a layer's weight makes keys of a latent"
         return keys_and_values(latent, self.weight, self.shape)
 

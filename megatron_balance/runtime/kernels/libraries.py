@@ -1,13 +1,5 @@
-"""Varlen attention calls of libraries, one class each.
-
-torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention. Signatures are those of
-
-- torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
-  FlashAttention-4 behind the same operators;
-- flash-attn 2.8.3 (`flash_attn.flash_attn_interface`);
-- flash-attn 3 as of the same tag and of main in August 2026 (`hopper/flash_attn_interface.py`;
-  arguments go by position, since two names differ);
-- Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
+"""Varlen attention calls of libraries, one class each, and which of them can be used on this
+machine.
 
 All align a causal mask at the bottom right and return the natural-log LSE of scaled scores; the
 backward is handed the merged output and LSE. The gradient of the queries is summed with atomics
@@ -20,8 +12,12 @@ here, in whatever strides a call has it.
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Protocol
 
@@ -30,8 +26,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels.base import Window
-from megatron_balance.runtime.kernels.offer import first_line, import_fault
+from megatron_balance.runtime.kernels.base import Kernel, Window
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -41,10 +36,10 @@ NO_WINDOW: Window = (-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """The entries of one launch, all full, all causal, or all of one sliding window.
+    """The entries of one launch, all full, all causal, or all of one sliding window: cu_seqlens of
+    the packed queries and keys, and the rows of their largest entry.
 
-    cu_seqlens of the packed queries and keys, and the rows of their largest entry. `window`:
-    `kernels.base.Window`; where it ends with a query's own key, `causal` holds, too.
+    `window`: `kernels.base.Window`; where it ends with a query's own key, `causal` holds, too.
     """
 
     cu_q: Tensor
@@ -93,11 +88,12 @@ def flash_attention_4_fault() -> str:
 
 
 def restore_flash_attention() -> None:
-    """Put torch's own FlashAttention-2 behind its operators again, if another is."""
     if current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()
 
 
+# torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
+# FlashAttention-4 behind the same operators.
 class TorchCalls:
     """FlashAttention behind torch's operators: 2, as torch was built with it, or `impl`.
 
@@ -139,6 +135,7 @@ class TorchCalls:
         )
 
 
+# flash-attn 2.8.3 (`flash_attn.flash_attn_interface`).
 class FlashAttn2Calls:
     """The package flash-attn."""
 
@@ -179,6 +176,8 @@ FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 Its own setup puts one at the top, Transformer Engine's instructions put it into a package."""
 
 
+# flash-attn 3 as of the tag 2.8.3 and of main in August 2026 (`hopper/flash_attn_interface.py`);
+# arguments go by position, since two names differ.
 class FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
@@ -253,6 +252,7 @@ def cudnn_fault() -> str:
     return f"cuDNN {shown}: its fused attention has known faults" if version in CUDNN_WITH_FAULTS else ""
 
 
+# Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
 class TeFusedCalls:
     """Transformer Engine's fused attention, by cuDNN (`cudnn_fault`)."""
 
@@ -263,7 +263,6 @@ class TeFusedCalls:
         self.backward_takes = frozenset(inspect.signature(self.module.fused_attn_bwd).parameters)
 
     def options(self, at: CuSeqlens, scale: float) -> dict[str, object]:
-        """Arguments that forward and backward have in common."""
         mask = "padding_causal_bottom_right" if at.causal else "padding"
         # From 2.15 on; before, the output has the format of q.
         formats = {"o_format": "thd"} if "o_format" in self.backward_takes else {}
@@ -302,3 +301,117 @@ class TeFusedCalls:
             deterministic=_deterministic(),
         )
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU, (major, minor)."""
+
+
+NOT_INSTALLED = "not installed"
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """None for a CPU, or where no GPU is here to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Compute capabilities from `first` on, up to `last` (None: all later ones), as told to a user."""
+
+    first: Capability
+    last: Capability | None = None
+
+    def __contains__(self, capability: Capability) -> bool:
+        return self.first <= capability and (self.last is None or capability <= self.last)
+
+    def __str__(self) -> str:
+        low = ".".join(map(str, self.first))
+        if self.last is None:
+            return f"{low} and later"
+        return low if self.last == self.first else f"{low} to {'.'.join(map(str, self.last))}"
+
+
+def _any_head_dim(_: Capability | None) -> int:
+    """More than any head dim."""
+    return 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A kernel that can be chosen."""
+
+    # Makes it for tensors of a head dim.
+    make: Callable[[int], Kernel]
+    # Types that it serves.
+    devices: tuple[str, ...]
+    # That it serves.
+    dtypes: tuple[torch.dtype, ...]
+    # Head dim, by compute capability.
+    largest: Callable[[Capability | None], int] = _any_head_dim
+    # One of them must be there and can be imported.
+    modules: tuple[str, ...] = ()
+    # How to get it.
+    mend: str = ""
+    # That it serves.
+    capabilities: Capabilities = Capabilities((0, 0))
+    # Further needs; the reason why it cannot be used here, "" if it can.
+    check: Callable[[], str] = str
+    # Whether its calls here take sliding windows.
+    windows: bool = True
+    # Values may have another width than keys; else the narrower are padded.
+    two_widths: bool = False
+
+    def fault(self) -> str:
+        """The reason why it cannot be used on this machine: `NOT_INSTALLED`, an error at import, or
+        a version; "" if it can.
+        """
+        faults = [import_fault(name) for name in self.modules]
+        if faults and "" not in faults:
+            return next((fault for fault in faults if fault != NOT_INSTALLED), NOT_INSTALLED)
+        return self.check()
+
+    @property
+    def installed(self) -> bool:
+        return not self.fault()
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool = False) -> str:
+        """The reason why it does not serve such tensors; "" if it does."""
+        if windows and not self.windows:
+            return "is not called with sliding windows here"
+        if device.type not in self.devices:
+            return f"does not serve {device.type} tensors"
+        if dtype not in self.dtypes:
+            return f"does not serve {dtype}, only {', '.join(map(str, self.dtypes))}"
+        capability = capability_of(device)
+        if capability is not None and capability not in self.capabilities:
+            return f"serves compute capability {self.capabilities}, this GPU has {'.'.join(map(str, capability))}"
+        largest = self.largest(capability)
+        return "" if head_dim <= largest else f"serves head dims up to {largest}"
+
+
+@cache
+def import_fault(name: str) -> str:
+    """The reason why a module cannot be imported, `NOT_INSTALLED` or the error; "" if it can.
+
+    A wheel that was built for another torch fails with an OSError, or with an ImportError for an
+    undefined symbol.
+    """
+    top = name.partition(".")[0]
+    if top not in sys.modules and find_spec(top) is None:
+        return NOT_INSTALLED
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            return NOT_INSTALLED  # the package is there, but not this part of it
+        return first_line(error)
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -9,19 +9,20 @@ that are not consecutive are gathered by an index built once per microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatron_balance.runtime.kernels.base import Entries, Window
-from megatron_balance.runtime.kernels.libraries import NO_WINDOW, Calls, CuSeqlens
+from megatron_balance.runtime.kernels.base import Entries, Kernel, Window
+from megatron_balance.runtime.kernels.libraries import NO_WINDOW, Calls, CuSeqlens, Grads
 
 
 @dataclass(frozen=True, slots=True)
 class _MaskGroup:
-    """The entries of a launch under one mask.
-
-    Rows are a slice where they are consecutive, else an index.
+    """The entries of a launch under one mask. Rows are a slice where they are consecutive, else an
+    index.
     """
 
     at: CuSeqlens
@@ -115,9 +116,8 @@ class VarlenKernel:
 
 
 def _masks(entries: Entries) -> tuple[tuple[bool, Window], ...]:
-    """Whether each entry is launched as causal, and its window.
-
-    A full one of a single query is causal at the bottom right, too, and goes with the others.
+    """Causal or not, and window, of each entry. A full one of a single query is causal, too, and
+    goes with the others.
     """
     if entries.windows:
         return tuple((right == 0, (left, right)) for left, right in entries.windows)
@@ -128,7 +128,6 @@ def _masks(entries: Entries) -> tuple[tuple[bool, Window], ...]:
 
 
 def _packed(rows: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """Rows of each entry when all are packed one after the other."""
     packed, at = [], 0
     for start, stop in rows:
         packed.append((at, at + stop - start))
@@ -152,3 +151,41 @@ def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
 def _cu_seqlens(rows: list[tuple[int, int]], device: torch.device) -> Tensor:
     sizes = torch.tensor([0, *(b - a for a, b in rows)], dtype=torch.int32)
     return sizes.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+class PaddedKernel:
+    """`kernel`, which takes heads of width `wide` alone, for queries and keys of width D and values
+    and outputs of width V: they are padded with zeros.
+
+    These add nothing to the scores, and the scale is the caller's; their columns of the output, and of
+    the gradients, are left out. So the result is exact. The copies cost memory traffic, which
+    `cost.kernel.padding_elements` counts.
+    """
+
+    def __init__(self, kernel: Kernel, widths: tuple[int, int], wide: int) -> None:
+        """`widths`: D and V."""
+        self.kernel, self.name, (self.dim, self.value_dim), self.wide = kernel, kernel.name, widths, wide
+
+    def launches(self, entries: Entries) -> int:
+        return self.kernel.launches(entries)
+
+    def prepare(self, entries: Entries, device: torch.device) -> Any:
+        return self.kernel.prepare(entries, device)
+
+    def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = self.kernel.forward(entries, self._padded(q), self._padded(k), self._padded(v), scale)
+        return _cut(out, self.value_dim), lse
+
+    def backward(
+        self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
+        final = (self._padded(dout[0]), self._padded(dout[1]), dout[2])
+        grads = self.kernel.backward(entries, final, self._padded(q), self._padded(k), self._padded(v), scale)
+        return _cut(grads[0], self.dim), _cut(grads[1], self.dim), _cut(grads[2], self.value_dim)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return pad(x, (0, self.wide - x.shape[-1])) if x.shape[-1] < self.wide else x
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    return x[..., :width].contiguous() if x.shape[-1] > width else x

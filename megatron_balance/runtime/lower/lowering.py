@@ -6,12 +6,12 @@ more than the step saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
@@ -23,26 +23,29 @@ from megatron_balance.ir.columns import Fragment, Transfer
 from megatron_balance.ir.program import Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.kernels.base import Kernel
-from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
 from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp, attended_pairs
-from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Messages
+from megatron_balance.runtime.lower.memory import AttentionShape, is_whole
+from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Messages, lower_routes
 from megatron_balance.runtime.lower.regions import RegionIndex, without
-from megatron_balance.runtime.lower.routes import lower_routes
-from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Launch, Packed, Phase, PhaseName, Step, Work
-from megatron_balance.runtime.lower.sums import mark_sums
-from megatron_balance.runtime.shape import AttentionShape
+from megatron_balance.runtime.lower.steps import (
+    GRADS,
+    INPUTS,
+    FinishStep,
+    GradLaunch,
+    IssueStep,
+    Launch,
+    Packed,
+    Phase,
+    PhaseName,
+    Step,
+    Sums,
+    Value,
+    last_uses,
+)
 
 
 class Setting(NamedTuple):
-    """Surroundings of a rank's program.
-
-    Attributes:
-        ranks_per_node: of the pool.
-        orders: of its phases, forward and backward.
-        nano_batch: the number of this one of two programs of the same ranks that run interleaved;
-            their messages are told apart by it.
-        phases: those that will run.
-    """
+    """Surroundings of a rank's program."""
 
     ranks_per_node: int
     orders: tuple[PhaseOrder, PhaseOrder]
@@ -56,11 +59,10 @@ class Lowering:
     `like`: of the same plan by another policy, whose forward it shares.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  a program, how it is run, and a lowering that it may share
+    def __init__(
         self,
         program: RankProgram,
         shape: AttentionShape,
-        device: torch.device,
         policy: Policy,
         kernel: Kernel,
         setting: Setting,
@@ -68,8 +70,8 @@ class Lowering:
     ) -> None:
         self.program = program
         self.ranks_per_node, self.orders, self.nano_batch, phases = setting
-        self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch, device)
-        self.launching = Launching(device, kernel, program.mask)
+        self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch)
+        self.launching = Launching(kernel, program.mask)
         self.looked_up: LookedUp | None = None
         self.phases: dict[PhaseName, Phase] = {}
         self.sizes = self.messages.sizes
@@ -98,14 +100,12 @@ class Lowering:
         self.note_forward()
 
     def note_forward(self) -> None:
-        """Note the buffers of the forward, before those of the backward."""
         self.forward_sizes = {kind: dict(of) for kind, of in self.sizes.items()}
         self.num_forward_buffers, self.forward_indexes = self.messages.num_buffers, self.indexes
 
     def lower_forward(self, shape: AttentionShape, *, free: bool, lowered: bool) -> None:
-        """Look up the forward's messages, on which the backward rests, too, and its steps.
-
-        `free`: as for `phase`; `lowered`: its steps will run.
+        """Look up the forward's messages, on which the backward rests, too, and, if `lowered`, its
+        steps.
         """
         program = self.program
         owned = as_array(program.owned)
@@ -130,17 +130,13 @@ class Lowering:
         self.note_forward()
 
     def forward(self, sides: tuple[Messages, Messages], *, free: bool) -> Phase:
-        """Steps of the forward; arguments as for `phase`."""
         ops, places = self.program.forward, places_of(self.program, backward=False)
         self.looked_up = self.launching.look_up(ops, self.indexes.values)
         launches = self.launching.forward(self.looked_up, places[1], self.indexes.space)
         return self.phase(ops, sides, places, launches, forward=True, free=free)
 
     def backward(self, kept: dict[Kind, Ints], *, again: bool) -> Phase:
-        """Steps of the backward.
-
-        `kept`: owned rows that are not remapped; `again`: inputs are received once more.
-        """
+        """`kept`: owned rows that are not remapped; `again`: inputs are received once more."""
         ops, places = self.program.backward, places_of(self.program, backward=True)
         sent, received, instances = self.messages.sides(ops, forward=False)
         if again:
@@ -162,16 +158,7 @@ class Lowering:
         forward: bool,
         free: bool,
     ) -> Phase:
-        """Steps of one phase.
-
-        Args:
-            ops: of the phase.
-            sides: messages sent and received.
-            places: queue and zone name of each op.
-            launches: by op.
-            forward: which phase.
-            free: drop received inputs once nothing reads them.
-        """
+        """Steps of one phase. `free`: drop received inputs once nothing reads them."""
         queues, zones = places
         routed, relay_tasks = lower_routes(
             ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch
@@ -194,17 +181,16 @@ class Lowering:
         if forward:
             steps, blank = self.mark_merges(steps)
         else:
-            steps = mark_sums(steps, self.sizes)
+            steps = _mark_sums(steps, self.sizes)
         remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
         attended = ("attended_pairs", attended_pairs(ops, self.program.mask))
-        work = Work((*counts(steps, forward=forward, remap_out=remap_out), attended))
+        work = (*counts(steps, forward=forward, remap_out=remap_out), attended)
         cuts = Cuts(*(begins[at] for at in where))
         return Phase(tuple(steps), cuts, last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
 
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
-        """Say of every output run whether its rows hold a partial already.
-
-        Buffers where that differs row by row start blank: they are returned, too.
+        """Say of every output run whether its rows hold a partial already; and buffers that start
+        blank, since that differs by row.
         """
         outputs = [s.out for s in steps if isinstance(s, Launch)]
         outputs += [
@@ -255,8 +241,56 @@ class Lowering:
 
 
 def _kept(program: RankProgram, own: Ints) -> Ints:
-    """The owned rows that are not remapped."""
     tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.remap_in]
     given = concat(tables, Transfer.WIDTH)
     sent = (given[:, Transfer.SRC] == program.rank) & (given[:, Transfer.KIND] == Kind.KV)
     return without(own, given[sent][:, Transfer.SPAN])
+
+
+_SizesOf = Mapping[Kind, Mapping[int, tuple[int, int]]]
+"""(rows, heads) of buffers by kind of input and number."""
+
+
+def _mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
+    """Say of every gradient that a step brings which of its runs are kept and which are added.
+
+    A ring's launch gives the gradients of all keys of the buffer that it read, in order: the first
+    of a buffer is kept as it comes, so that nothing has to be zeroed for it, and nothing added to
+    zero.
+    """
+    begun: set[Value] = set()
+    marked: list[Step] = []
+    for step in steps:
+        match step:
+            case GradLaunch():
+                dq, dk = (
+                    _sums(packed, kind, begun, sizes)
+                    for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
+                )
+                marked.append(step._replace(dq_sums=dq, dk_sums=dk))
+            case FinishStep(exchange) if any(m.kind in GRADS for m in exchange.receives):
+                receives = tuple(
+                    m._replace(sums=_sums(m.packed, m.kind, begun, sizes)) if m.kind in GRADS else m
+                    for m in exchange.receives
+                )
+                marked.append(FinishStep(exchange._replace(receives=receives)))
+            case _:
+                marked.append(step)
+    return marked
+
+
+def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: _SizesOf) -> Sums:
+    of = sizes[Kind.Q if kind == Kind.Q_GRAD else Kind.KV]
+    named = Counter(run.buffer for run in packed.runs)
+    keeps = [
+        named[run.buffer] == 1 and (kind, run.buffer) not in begun and is_whole(run, packed, of[run.buffer])
+        for run in packed.runs
+    ]
+    begun |= {(kind, run.buffer) for run in packed.runs}
+    if True not in keeps:
+        return Sums((), packed)
+    rest = [i for i, keep in enumerate(keeps) if not keep]
+    added = packed._replace(
+        runs=tuple(packed.runs[i] for i in rest), indices=tuple(packed.indices[i] for i in rest), direct=False
+    )
+    return Sums(tuple(run for run, keep in zip(packed.runs, keeps, strict=True) if keep), added)

@@ -1,26 +1,57 @@
-"""Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once."""
+"""Messages of one rank's exchanges, looked up in its buffers, all exchanges of a phase at once; and
+its part in routed exchanges: its own pieces, and those that it relays for others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
-from megatron_balance.compile.order import collective_stream, stream_name
+from megatron_balance.analysis.wire import Carried
+from megatron_balance.compile.order import (
+    LEGS,
+    Leg,
+    Role,
+    TrafficClass,
+    collective_stream,
+    hops,
+    is_moved,
+    relay_role,
+    stream_name,
+)
+from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.compile.transpose import forward_id
-from megatron_balance.ir.arrays import Ints, concat, run_bounds
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
+from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
-from megatron_balance.runtime.lower.arrivals import arrivals
-from megatron_balance.runtime.lower.last_use import INPUTS
-from megatron_balance.runtime.lower.launches import pack_runs
-from megatron_balance.runtime.lower.regions import Instance, RegionIndex, RowRange, grouped_runs
-from megatron_balance.runtime.lower.routes import Routed, tag_base
-from megatron_balance.runtime.lower.steps import ExchangeStep, Packed, PeerMessage
+from megatron_balance.runtime.lower.regions import Instance, RegionIndex, RowRange, grouped_runs, pack_runs
+from megatron_balance.runtime.lower.steps import (
+    GRADS,
+    INPUTS,
+    ExchangeStep,
+    Hop,
+    Packed,
+    PeerMessage,
+    Piece,
+    ProxyRoute,
+    RelayTask,
+    RowRun,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """This rank's own pieces of one exchange, by the peer at the other end."""
+
+    sends: dict[int, tuple[Piece, ...]]
+    receives: dict[int, tuple[Piece, ...]]
+
 
 _BOTH = (False, True)
 _DIRECT = {
@@ -29,8 +60,7 @@ _DIRECT = {
     for moved in _BOTH
 }
 """The stream of a direct message, by whether it crosses nodes and is of traffic class "moved"."""
-_KINDS = tuple(Kind)
-_NOT_ROUTED = Routed({}, {})
+_NOT_ROUTED = _Routed({}, {})
 
 
 class Indexes(NamedTuple):
@@ -38,11 +68,6 @@ class Indexes(NamedTuple):
 
     Where a remap sends owned regions to other ranks, `values` and `space` are without them:
     attention may bring such keys again, and gradients of those belong to the buffer they came in.
-
-    Attributes:
-        values: where a phase finds q, k and v.
-        space: where outputs and gradients lie.
-        owned: all rows that the caller passes in.
     """
 
     values: Mapping[Kind, RegionIndex]
@@ -59,17 +84,7 @@ class Indexes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """One side (sent or received) of all exchanges of a phase.
-
-    Attributes:
-        rows: transfers sorted by message; message i is rows[begin[i]:begin[i + 1]].
-        begin: of each message, and the end of the last.
-        op: index of the exchange among the phase's ops.
-        peer: the rank at the other end.
-        kind: of its rows.
-        buffer: of received inputs, else -1.
-        owned: its rows are those of the linear layout (see `Indexes`).
-    """
+    """One side (sent or received) of all exchanges of a phase."""
 
     rows: Ints
     begin: Ints
@@ -81,7 +96,6 @@ class Messages:
 
     @property
     def num_heads(self) -> list[int]:
-        """Heads of each message."""
         first = self.rows[self.begin[:-1]]
         return (first[:, Transfer.HEAD_STOP] - first[:, Transfer.HEAD_START]).tolist()
 
@@ -89,12 +103,12 @@ class Messages:
 class MessageLookup:
     """Looks up the messages of one rank's program.
 
-    `sizes`: (rows, heads) of its buffers, by kind of input and number. Received inputs become
+    `sizes`: (rows, heads) of its buffers, by kind of input and number; received inputs become
     buffers there.
     """
 
-    def __init__(self, program: RankProgram, ranks_per_node: int, nano_batch: int, device: torch.device) -> None:
-        self.program, self.ranks_per_node, self.nano_batch, self.device = program, ranks_per_node, nano_batch, device
+    def __init__(self, program: RankProgram, ranks_per_node: int, nano_batch: int) -> None:
+        self.program, self.ranks_per_node, self.nano_batch = program, ranks_per_node, nano_batch
         self.sizes: dict[Kind, dict[int, tuple[int, int]]] = {kind: {} for kind in INPUTS}
         self.num_buffers = 1
 
@@ -129,9 +143,9 @@ class MessageLookup:
         )
 
     def instances(self, received: Messages) -> dict[Kind, Ints]:
-        """Make a buffer of each message of inputs, numbered in order; the regions in it."""
         rows, begin = received.rows, received.begin
         sizes = rows[:, Transfer.STOP] - rows[:, Transfer.START]
+        # [n + 1]: rows before each region; a message's buffer begins with its first.
         before = np.append(0, sizes.cumsum())
         totals, heads = np.diff(before[begin]).tolist(), received.num_heads
         for i, kind in enumerate(received.kind):
@@ -143,6 +157,7 @@ class MessageLookup:
         table = np.empty((len(rows), Instance.WIDTH), dtype=np.int64)
         table[:, Instance.REGION] = rows[:, Transfer.REGION]
         table[:, Instance.BUFFER] = np.array(received.buffer, dtype=np.int64)[message]
+        # Row in the buffer: rows before the region less those before its message.
         table[:, Instance.ROW] = before[:-1] - before[begin[message]]
         return {kind: table[rows[:, Transfer.KIND] == kind] for kind in INPUTS}
 
@@ -151,7 +166,7 @@ class MessageLookup:
         ops: Sequence[Op],
         sides: tuple[Messages, Messages],
         zones: Sequence[str],
-        routed: Mapping[int, Routed],
+        routed: Mapping[int, _Routed],
         indexes: Indexes,
         *,
         forward: bool,
@@ -166,7 +181,7 @@ class MessageLookup:
                 own = routed.get(i, _NOT_ROUTED)
                 far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
                 stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
-                tag = tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
+                tag = _tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
                 exchanges[i] = ExchangeStep(
                     *(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far),
                     stream,
@@ -175,7 +190,6 @@ class MessageLookup:
         return exchanges
 
     def by_op(self, side: Messages, indexes: Indexes) -> dict[int, tuple[PeerMessage, ...]]:
-        """One side of all exchanges by op index."""
         moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
         node, size = self.program.rank // self.ranks_per_node, self.ranks_per_node
         messages = [
@@ -199,16 +213,14 @@ class MessageLookup:
         row_ranges = _resolve(side.rows[:, Transfer.REGION].T, message, looked_up_in)
         runs = grouped_runs(sizes, row_ranges, message, len(looked_up_in))
         columns = zip(runs, num_rows, side.num_heads, looked_up_in, strict=True)
-        return [
-            pack_runs(of, rows, heads, self.device) if index else Packed((), rows, heads)
-            for of, rows, heads, index in columns
-        ]
+        return [pack_runs(of, rows, heads) if index else Packed((), rows, heads) for of, rows, heads, index in columns]
 
 
 def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
     """Transfers as messages: what one exchange moves of one kind and head span to or from one peer.
+    Both ends group alike.
 
-    `peers`: the column of the rank at the other end; `owned`: of each op. Both ends group alike.
+    `peers`: the column of the rank at the other end; `owned`: of each op.
     """
     keys = np.stack(
         [op_index, rows[:, peers], rows[:, Transfer.KIND], rows[:, Transfer.HEAD_START], rows[:, Transfer.HEAD_STOP]]
@@ -227,9 +239,8 @@ def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> 
 
 
 def _resolve(regions: Ints, message: Ints, index_of: Sequence[RegionIndex | None]) -> Ints:
-    """Row ranges of regions [5, n], each in the index of its message, if that has one.
-
-    `message` [n]: of each region, ascending; `index_of`: of each message.
+    """Row ranges of regions [5, n], each in the index of its message [n], ascending, if that has
+    one.
     """
     indexes = list(dict.fromkeys(index for index in index_of if index is not None))
     if len(indexes) == 1 and None not in index_of:
@@ -246,3 +257,210 @@ def _resolve(regions: Ints, message: Ints, index_of: Sequence[RegionIndex | None
         return resolved[-1]
     row_ranges = np.concatenate(resolved, axis=1)
     return row_ranges[:, row_ranges[RowRange.REGION].argsort(kind="stable")]
+
+
+_Box: TypeAlias = tuple[tuple[Kind, int], int, int, int, int]
+"""Kind and buffer, heads [start, stop), and rows [start, stop) that hold all that a run names."""
+
+
+def arrivals(receives: Sequence[PeerMessage]) -> tuple[tuple[int, ...], ...]:
+    """Numbers of messages in the order in which they are taken, those of one call together.
+
+    A head exchange brings heads from every peer, and a launch for each would cost the host more
+    than the rows cost the device. Messages that touch no row and head in common may be placed, or
+    added, in one call of the mover, gradients of queries with those of keys; those that do are
+    taken one after the other.
+    """
+    calls: dict[Kind, list[list[int]]] = {}
+    boxes: dict[Kind, list[list[_Box]]] = {}
+    for number, message in enumerate(receives):
+        kind = Kind.Q_GRAD if message.kind in GRADS else message.kind
+        numbers, taken = calls.setdefault(kind, []), boxes.setdefault(kind, [])
+        own = [_box(message.kind, run) for run in message.packed.runs]
+        at = next((i + 1 for i in range(len(taken) - 1, -1, -1) if _meet(own, taken[i])), 0)
+        if at == len(taken):
+            numbers.append([])
+            taken.append([])
+        numbers[at].append(number)
+        taken[at] += own
+    return tuple(tuple(call) for numbers in calls.values() for call in numbers)
+
+
+def _box(kind: Kind, run: RowRun) -> _Box:
+    rows = (run.start, run.stop) if run.index is None else (int(run.index.min()), int(run.index.max()) + 1)
+    return (kind, run.buffer), run.buffer_head, run.buffer_head + run.num_heads, *rows
+
+
+def _meet(own: Sequence[_Box], taken: Sequence[_Box]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and a[3] < b[4] and b[3] < a[4] for a in own for b in taken)
+
+
+_RANK_BITS = 20  # more than a rank or the index of an op takes
+
+
+_RANK = (1 << _RANK_BITS) - 1
+
+
+_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
+"""Columns of the ranks that a piece passes, in order."""
+
+
+_PIECE = [Route.SRC, Route.DST, Route.PIECE]
+
+
+_KINDS = tuple(Kind)
+
+
+_TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
+
+
+def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int = 0) -> int:
+    """First tag of the messages of an exchange, which its direct ones have."""
+    return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
+
+
+def _hop_tag(leg: Leg, *, first: bool, last: bool) -> int:
+    """Offset of a hop's tag from the exchange's first.
+
+    Messages between the same two ranks have different tags where they need not be received in the
+    order of sending: sources (`first`), targets (`last`) and proxies are different threads.
+    """
+    return (1 + LEGS.index(leg)) * 4 + first * 2 + last
+
+
+@lru_cache(maxsize=256)
+def routes_of(
+    routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]
+) -> tuple[_Routed, tuple[ProxyRoute, ...]]:
+    """The pieces of an exchange that this rank sends or receives, and those that it relays, by
+    source, target and piece: the order in which both ends of every hop have them.
+
+    `moved`: (source, target) pairs whose traffic class is not "copied".
+    """
+    table = as_array(routes)
+    table = table[np.lexsort(table.T[::-1])]
+    _check_routes(table)
+    # Pieces of a (source, target) pair stand together: their number, beside each of them.
+    pairs = table[:, Route.PAIR]
+    sizes = np.diff(run_bounds((pairs[1:] != pairs[:-1]).any(axis=1), len(table)))
+    counts = np.repeat(sizes, sizes)
+    concerned = (table[:, _STATIONS] == rank).any(axis=1)
+    table, counts = table[concerned], counts[concerned]
+    made: dict[tuple[int, ...], Hop] = {}  # many pieces take the same
+
+    def hop(end: Sequence[int], is_moved: bool) -> Hop | None:
+        key = (*end, is_moved)
+        leg, peer, first, last = end
+        if leg < 0:
+            return None
+        if key not in made:
+            crosses, traffic_class = peer // ranks_per_node != rank // ranks_per_node, _TRAFFIC_CLASSES[is_moved]
+            tag = _hop_tag(LEGS[leg], first=bool(first), last=bool(last))
+            made[key] = Hop(peer, LEGS[leg], tag, stream_name(LEGS[leg], crosses, traffic_class), crosses)
+        return made[key]
+
+    sends: dict[int, list[Piece]] = {}
+    receives: dict[int, list[Piece]] = {}
+    proxy_routes: list[ProxyRoute] = []
+    ends = (side.tolist() for side in _ends(table, rank))
+    for (src, dst, index), count, come, go in zip(table[:, _PIECE].tolist(), counts.tolist(), *ends, strict=True):
+        arrives, leaves = hop(come, (src, dst) in moved), hop(go, (src, dst) in moved)
+        if arrives is None and leaves is not None:
+            sends.setdefault(dst, []).append(Piece(index, count, leaves))
+        elif leaves is None and arrives is not None:
+            receives.setdefault(src, []).append(Piece(index, count, arrives))
+        elif arrives is not None and leaves is not None:
+            proxy_routes.append(ProxyRoute(relay_role(arrives.leg), src, dst, index, count, arrives, leaves))
+    own = _Routed(*({peer: tuple(pieces) for peer, pieces in side.items()} for side in (sends, receives)))
+    return own, tuple(proxy_routes)
+
+
+def _check_routes(table: Ints) -> None:
+    """Raise InvalidProgramError for a piece that comes back to a rank that it has left."""
+    src, dst, _, send_proxy, receive_proxy = table.T
+    left, far = src != send_proxy, receive_proxy != dst
+    twice = (
+        ((src == receive_proxy) & left)
+        | ((send_proxy == dst) & far)
+        | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
+    )
+    for source, target, _, *proxies in table[twice].tolist():
+        stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
+        raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
+
+
+def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
+    """The hops by which pieces come to this rank, and those by which they leave it: [n, 4] of (leg,
+    peer, first, last) each.
+
+    `leg`: a place in `LEGS`, -1: there is none; `first`, `last`: whether it is the first of the
+    piece, the last.
+    """
+    # [4, n]: source, send proxy, receive proxy, target; a hop goes where two neighbours differ.
+    stations = table.T[_STATIONS]
+    goes = stations[1:] != stations[:-1]
+    leads = np.logical_and.accumulate(~np.insert(goes[:-1], 0, False, axis=0))  # no leg before it
+    ends = np.logical_and.accumulate(~np.insert(goes[:0:-1], 0, False, axis=0))[::-1]
+    hops_at: list[Ints] = []
+    for here, there in ((stations[1:], stations[:-1]), (stations[:-1], stations[1:])):
+        takes = goes & (here == rank)
+        leg, piece = takes.argmax(axis=0), np.arange(len(table))
+        leg_or_none = np.where(takes.any(axis=0), leg, -1)
+        hops_at.append(np.stack([leg_or_none, there[leg, piece], leads[leg, piece], ends[leg, piece]], axis=1))
+    return hops_at[0], hops_at[1]
+
+
+def lower_routes(
+    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, nano_batch: int = 0
+) -> tuple[dict[int, _Routed], tuple[tuple[RelayTask, ...], ...]]:
+    """This rank's own pieces by index of the op, and all relay tasks of the phase, in groups that
+    wait for nothing in one another: of one role, traffic class and queue (`queues`: of each op).
+    """
+    own: dict[int, _Routed] = {}
+    groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
+    routed = {i: op for i, op in enumerate(ops) if isinstance(op, Exchange) and op.routes}
+    if not routed:
+        return own, ()
+    carried, moved = _of_others(routed, rank)
+    for i, op in routed.items():
+        pairs = moved.get(i, frozenset())
+        own[i], proxy_routes = routes_of(op.routes, rank, ranks_per_node, pairs)
+        tag = _tag_base(op.id, forward=forward, nano_batch=nano_batch)
+        for route in proxy_routes:
+            messages = carried.get((i, route.src, route.dst))
+            if messages is not None:
+                relay_task = RelayTask(i, op.id, tag, messages, route)
+                groups.setdefault((route.role, (route.src, route.dst) in pairs, queues[i]), []).append(relay_task)
+    return own, tuple(tuple(group) for group in groups.values())
+
+
+def _of_others(
+    routed: dict[int, Exchange], rank: int
+) -> tuple[dict[tuple[int, int, int], tuple[Carried, ...]], dict[int, frozenset[tuple[int, int]]]]:
+    """Messages of other ranks by op, source and target, in the order in which both ends have them
+    (by kind, then heads); and by op the (source, target) pairs that transfer anything whose traffic
+    class is not "copied".
+    """
+    tables = [op.transfers for op in routed.values()]
+    rows = concat(tables, Transfer.WIDTH)
+    op_of = np.repeat(np.array(list(routed), dtype=np.int64), [len(t) for t in tables])
+    moved: dict[int, set[tuple[int, int]]] = {}
+    src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
+    # Op, source and target in one number, so that one `unique` finds the pairs.
+    pairs = ((op_of << 2 * _RANK_BITS) | (src << _RANK_BITS) | dst)[is_moved(rows[:, Transfer.KIND])]
+    for pair in np.unique(pairs).tolist():
+        moved.setdefault(pair >> 2 * _RANK_BITS, set()).add((pair >> _RANK_BITS & _RANK, pair & _RANK))
+    others = (src != rank) & (dst != rank)
+    rows, op_of = rows[others], op_of[others]
+    carried: dict[tuple[int, int, int], list[Carried]] = {}
+    if len(rows):
+        keys = np.column_stack([op_of, rows[:, Transfer.ENDS], rows[:, Transfer.KIND], rows[:, Transfer.HEADS]])
+        order = np.lexsort(keys.T[::-1])
+        rows, keys = rows[order], keys[order]
+        begin = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows))[:-1]
+        tokens = np.add.reduceat(rows[:, Transfer.STOP] - rows[:, Transfer.START], begin)
+        for (op, src, dst, kind, h0, h1), count in zip(keys[begin].tolist(), tokens.tolist(), strict=True):
+            carried.setdefault((op, src, dst), []).append((_KINDS[kind], count, h1 - h0))
+    return {pair: tuple(messages) for pair, messages in carried.items()}, {
+        op: frozenset(pairs) for op, pairs in moved.items()
+    }

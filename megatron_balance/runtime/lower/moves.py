@@ -16,8 +16,18 @@ import torch
 
 from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.runtime.lower.last_use import Value
-from megatron_balance.runtime.lower.parcels import BytesPlace, CallForm, Shape, places_of
+from megatron_balance.runtime.lower.memory import (
+    BytesPlace,
+    CallForm,
+    ExchangeForm,
+    Rooms,
+    Shape,
+    Sizes,
+    Together,
+    is_whole,
+    places_of,
+    whole_of,
+)
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     FinishStep,
@@ -29,9 +39,8 @@ from megatron_balance.runtime.lower.steps import (
     PeerMessage,
     Phase,
     Sums,
+    Value,
 )
-from megatron_balance.runtime.lower.sums import is_whole, whole_of
-from megatron_balance.runtime.lower.views import ExchangeForm, Rooms, Sizes, Together
 
 Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
 """A mover's method; or a method of its partials: "partial", outputs of one packed tensor that are
@@ -39,14 +48,7 @@ added, and "send", of which each message gives output and LSE."""
 
 
 class Site(NamedTuple):
-    """Where a tensor [T, heads, ...] begins in memory that it may share with others.
-
-    Attributes:
-        memory: equal for tensors of one memory.
-        begin: byte there.
-        row: elements from a row to the next; 0: as the tensors have them, alike in one memory.
-        first_row: of that memory's rows, where it begins, instead of `begin`.
-    """
+    """Where a tensor [T, heads, ...] begins in memory that it may share with others."""
 
     memory: Hashable
     begin: int = 0
@@ -59,27 +61,22 @@ Alike: TypeAlias = tuple[torch.dtype, torch.dtype, int]
 
 
 class Moved(NamedTuple):
-    """Rows that are moved.
+    """Rows that are moved."""
 
-    Attributes:
-        packed: which.
-        kind: what one launch may move together; None where rows are merged, not moved.
-        of: of each run, where its buffer lies; empty: each buffer is a tensor of its own.
-        own: where the packed rows lie; None: a tensor of its own.
-        fresh: number of each run whose buffer was never written, and (rows, heads) of that: rows that
-            are added begin it, and all others become zero.
-    """
-
+    # Which.
     packed: Packed
+    # What one launch may move together; None where rows are merged, not moved.
     kind: Alike | None = None
+    # Of each run, where its buffer lies; empty: each buffer is a tensor of its own.
     of: tuple[Site, ...] = ()
+    # Where the packed rows lie; None: a tensor of its own.
     own: Site | None = None
+    # Number of each run whose buffer was never written, and (rows, heads) of that: rows that are
+    # added begin it, and all others become zero.
     fresh: tuple[tuple[int, tuple[int, int]], ...] = ()
 
 
 class MoverCall(NamedTuple):
-    """A call of a mover."""
-
     call: Call
     moved: tuple[Moved, ...]
 
@@ -107,8 +104,8 @@ def moves_of(
 ) -> Iterator[MoverCall]:
     """The calls that one run of a phase makes.
 
-    `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier phase
-    left; `rooms`: filled with the memory that its tensors share.
+    `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier
+    phase left; `rooms`: filled with the memory that its tensors share.
     """
     rooms = rooms or Rooms()
     walk = _Walk(*sizes, form, {} if sites is None else sites, phase, rooms.operands)
@@ -141,17 +138,7 @@ def _gathered(operand: Operand) -> bool:
 
 
 class _Walk:
-    """The state of a phase's run that decides what is moved.
-
-    Attributes:
-        step: number of the step that is taken.
-        held: types of the only gradients of buffers so far.
-        totals: types of the sums of gradients of buffers.
-        begun: gradients that become the first of a sum.
-        fresh: sums that were never written.
-        finals: buffers with output, its gradient and LSE.
-        shared: memory of sums that begin in one step and are let go in one.
-    """
+    """The state of a phase's run that decides what is moved."""
 
     def __init__(
         self, queries: Sizes, keys: Sizes, form: CallForm, sites: Sites, phase: Phase, gathered: dict[int, Together]
@@ -189,7 +176,6 @@ class _Walk:
 
     @staticmethod
     def placed(messages: Sequence[Sequence[BytesPlace]], memory: Hashable) -> list[list[Site]]:
-        """Where messages lie that fill one memory: of each the tensors of rows, pairs as two."""
         return [[site for place in places for site in _halves(place, memory)] for places in messages]
 
     def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
@@ -217,7 +203,6 @@ class _Walk:
         return tuple(one._replace(own=site) for one, site in zip(moved, own, strict=True))
 
     def final(self, packed: Packed, own: Sequence[Site | None] = (None,) * 3) -> tuple[Moved, ...]:
-        """The gradient, output and LSE of queries. `own`: where the packed rows lie."""
         kinds = (self.values, self.values, self.lse)
         return tuple(
             Moved(packed, kind, self.of(packed, Kind.OUT_GRAD if part < 2 else _LSE, part % 2), own[part])
@@ -236,7 +221,6 @@ class _Walk:
         )
 
     def outgoing(self, exchange: ExchangeStep, form: ExchangeForm) -> list[Sequence[Site | None]]:
-        """Where each message sent lies."""
         sites = self.placed(form.out.places, ("out", self.phase, exchange.id))
         return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
 
@@ -245,10 +229,8 @@ class _Walk:
             yield from self.filled(message, at, together=number >= 0)
 
     def filled(self, message: PeerMessage, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
-        """The tensors of a message that are filled, the others being sent from where they lie.
-
-        Outputs are merged. `at`: where its tensors lie; `together`: packed with others, so never from
-        there.
+        """The tensors of a message that are filled; the others are sent from where they lie.
+        `together`: packed, never from there.
         """
         packed = message.packed
         own = packed.direct and packed.runs[0].buffer == 0
@@ -299,7 +281,6 @@ class _Walk:
             yield from (_Filled(each, maybe=maybe) for each in moved)
 
     def widths(self, kind: Kind) -> tuple[int, ...]:
-        """Widths of the gradients of queries, or of those of keys and values."""
         return (self.form.dim,) if kind == Kind.Q_GRAD else self.form.kv_widths
 
     def heads(self, message: PeerMessage) -> int:
@@ -318,7 +299,6 @@ class _Walk:
     # Gradients, as `executor.BackwardRun` sums them
 
     def summed(self, kind: Kind, packed: Packed) -> torch.dtype:
-        """The type of the first of the gradients that are read."""
         values = [(kind, run.buffer) for run in packed.runs]
         for value in values:
             if value not in self.held:
@@ -360,7 +340,6 @@ class _Walk:
         return [site for place in places for site in _halves(place, ("sums", self.phase, *key))]
 
     def made(self) -> dict[Value, Together]:
-        """The memory of all sums that were made."""
         found: dict[Value, Together] = {}
         for beside in self.shared.values():
             last = beside[-1][1][-1]
@@ -401,7 +380,6 @@ class _Walk:
         )
 
     def added(self, kind: Kind, sums: Sums, dtype: torch.dtype, own: Sequence[Site]) -> tuple[Moved, ...]:
-        """`own`: where the packed gradients lie."""
         for run in sums.kept:
             self.held[kind, run.buffer] = dtype
             self.lie(kind, run.buffer, [site._replace(first_row=run.row) for site in own])
@@ -410,7 +388,6 @@ class _Walk:
         return self.each(kind, sums.added, own, dtype) if sums.added.runs else ()
 
     def each(self, kind: Kind, packed: Packed, own: Sequence[Site], dtype: torch.dtype) -> tuple[Moved, ...]:
-        """Additions of packed gradients of type `dtype`."""
         total = self.totals[kind, packed.runs[0].buffer]
         self.named.append((kind, packed))
         sizes = self.queries if kind == Kind.Q_GRAD else self.keys
@@ -423,14 +400,13 @@ class _Walk:
         )
 
     def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[MoverCall]:
-        """The calls for the messages that an exchange brings."""
         sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
         for together in form.together:
             yield from self.arrived([(form.brought[at], sites[at], form.become[at]) for at in together])
 
     def arrived(self, coming: Sequence[tuple[PeerMessage, Sequence[Site], bool]]) -> Iterator[MoverCall]:
-        """The calls for messages of one kind that arrive together, each with where it lies, and
-        whether it becomes buffers.
+        """The calls for messages of one kind that arrive together: where each lies, and whether it
+        becomes buffers.
         """
         arrived = [(message, at) for message, at, _ in coming]
         match arrived[0][0].kind:
@@ -447,7 +423,6 @@ class _Walk:
                     self.lie(message.kind, message.buffer, at)
 
     def adopted(self, message: PeerMessage, at: Sequence[Site], *, becomes: bool) -> bool:
-        """Whether a message of output gradients, all of some buffers, becomes them."""
         named = {run.buffer for run in message.packed.runs}
         becomes = becomes and not named & self.finals
         self.finals |= named

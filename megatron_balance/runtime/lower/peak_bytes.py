@@ -1,6 +1,5 @@
-"""Peak bytes of the pool that one call of a bound plan needs.
-
-Its steps are walked once, with what each takes and lets go.
+"""Peak bytes of the pool that one call of a bound plan needs: its steps are walked once, with what
+each takes and lets go.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 
 from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
-from megatron_balance.runtime.lower.parcels import CallForm
+from megatron_balance.runtime.lower.memory import CallForm, Sizes
 from megatron_balance.runtime.lower.steps import (
+    INPUTS,
     ExchangeStep,
     FinishStep,
     GradLaunch,
@@ -22,20 +21,18 @@ from megatron_balance.runtime.lower.steps import (
     PeerMessage,
     Phase,
     PhaseName,
+    Value,
+    grads_of,
 )
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due: the most of any transport."""
 
-Sizes = Mapping[int, tuple[int, int]]
-"""(rows, heads) of buffers by number."""
-
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """Bytes at once; 0 of a phase that will not run.
-
-    `kept_bytes`: of `forward_bytes`, those that the forward leaves for the backward (policy keep).
+    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: those that the forward leaves
+    for the backward (policy keep).
     """
 
     forward_bytes: int
@@ -51,7 +48,7 @@ def peak_bytes(
     phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
 ) -> PeakBytes:
     """Peak bytes of one call. `sizes`: of query and of key buffers."""
-    kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
     forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
     return PeakBytes(forward, backward, kept)
@@ -78,7 +75,7 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) ->
     return owned + finals + _peak(phase, form, grads)
 
 
-def message_bytes(message: PeerMessage, form: CallForm) -> int:
+def _message_bytes(message: PeerMessage, form: CallForm) -> int:
     """Bytes of the tensors that carry a message, each aligned."""
     return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
@@ -88,13 +85,12 @@ def _received(phase: Phase) -> list[PeerMessage]:
 
 
 def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
-    """Most bytes of messages, gathered operands and gradients beside received inputs, at any step.
-
-    `grads`: bytes of each.
+    """Most bytes of messages, gathered operands and gradients (`grads`: of each) beside received
+    inputs, at any step.
     """
     live = peak = 0
     made: dict[Value, int] = {}  # gradients so far
-    held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
+    held: dict[Value, int] = {(m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
     upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
@@ -121,7 +117,7 @@ def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
 
 
 def _side(messages: list[PeerMessage] | tuple[PeerMessage, ...], form: CallForm) -> int:
-    return sum(message_bytes(m, form) for m in messages)
+    return sum(_message_bytes(m, form) for m in messages)
 
 
 def _call(exchange: ExchangeStep, form: CallForm) -> int:
@@ -131,15 +127,13 @@ def _call(exchange: ExchangeStep, form: CallForm) -> int:
     sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
     for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
         for message in side:
-            num_bytes[message.peer] += message_bytes(message, form)
+            num_bytes[message.peer] += _message_bytes(message, form)
     if exchange.collective == "all_gather":  # as wide for every rank as for the widest
         return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
     return sum(sends.values()) + sum(receives.values())
 
 
 def _gathered(step: Launch | GradLaunch, form: CallForm) -> int:
-    """Bytes of a launch's operands that are no views."""
-
     def rows(operand: Operand, width: int) -> int:
         if operand.buffer >= 0:
             return 0

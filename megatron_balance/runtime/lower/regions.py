@@ -1,22 +1,22 @@
-"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie.
+"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie. NumPy, once per
+microbatch.
 
-NumPy, once per microbatch. A rank holds *instances*: regions that lie as consecutive rows in one
-buffer (its own fragments in buffer 0, each received message in a buffer of its own).
-`RegionIndex.resolve` turns regions into *row ranges*, each in one buffer; `grouped_runs` joins
-those into the runs that are copied.
+A rank holds *instances*: regions that lie as consecutive rows in one buffer (its own fragments in
+buffer 0, each received message in a buffer of its own). `RegionIndex.resolve` turns regions into
+*row ranges*, each in one buffer; `grouped_runs` joins those into the runs that are copied.
 
 Tables here are transposed, a column of the table a row of the array: [columns, n].
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+import torch
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
 from megatron_balance.ir.intervals import key, key_bounds, ranges
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 
 
 class Instance:
@@ -28,10 +28,9 @@ class Instance:
 
 
 class RowRange:
-    """Columns of a part of a region that lies as consecutive rows in one buffer.
-
-    Rows [ROW, ROW + COUNT) and heads [HEAD, HEAD + NUM_HEADS) of region `REGION` are those from
-    `BUFFER_ROW` and `BUFFER_HEAD` on of `BUFFER`.
+    """Columns of a part of a region that lies as consecutive rows in one buffer: rows [ROW, ROW +
+    COUNT) and heads [HEAD, HEAD + NUM_HEADS) of region `REGION` are those from `BUFFER_ROW` and
+    `BUFFER_HEAD` on of `BUFFER`.
     """
 
     WIDTH = 8
@@ -39,9 +38,8 @@ class RowRange:
 
 
 class RegionIndex:
-    """The instances of one kind (queries, or keys) on one rank, sorted to be searched.
-
-    `instances`: [n, `Instance.WIDTH`].
+    """The instances [n, `Instance.WIDTH`] of one kind (queries, or keys) on one rank, sorted to be
+    searched.
     """
 
     def __init__(self, instances: Ints) -> None:
@@ -60,6 +58,7 @@ class RegionIndex:
         begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
+        # [n]: the last instance that begins at or before each region; -1: none does.
         first = self.start.searchsorted(begin, side="right") - 1
         whole = (end <= self.stop[first]).all()  # each lies in one instance, which is the rule
         region, instance = (
@@ -74,6 +73,7 @@ class RegionIndex:
                 head_start[region],
                 head_stop[region],
             )
+        # Keys hold sequence and token in one number, so their differences are tokens.
         low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[instance])
         count = high - low
         if not (
@@ -92,9 +92,8 @@ class RegionIndex:
         return row_ranges
 
     def _resolve_overlapping(self, regions: Ints, begin: Ints, end: Ints) -> Ints:
-        """`resolve`, region by region, for instances that share tokens.
-
-        Other heads of the same tokens, say.
+        """`resolve`, region by region, for instances that share tokens (other heads of the same
+        tokens, say).
         """
         row_ranges: list[tuple[int, ...]] = []
         for index, (region, low, high) in enumerate(zip(regions.T.tolist(), begin.tolist(), end.tolist(), strict=True)):
@@ -110,6 +109,7 @@ class RegionIndex:
                         continue
                     buffer_row = row + x - int(self.start[at])
                     row_ranges.append((index, x - low, y - x, u - region[3], v - u, buffer, buffer_row, u - head_start))
+                    # Still missing of tokens x heads: before, behind, above and below.
                     left += [(a, x, c, d), (y, b, c, d), (x, y, c, u), (x, y, v, d)]
                 missing = [m for m in left if m[0] < m[1] and m[2] < m[3]]
             if missing:
@@ -129,6 +129,7 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     begin, end = begin[order], np.maximum.accumulate(end[order])
     begin[1:] = np.maximum(begin[1:], end[:-1])
     start, stop = key_bounds(instances)
+    # What lies between the fragments, with an open gap at either side: [m + 1].
     gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)
     row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
     low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])
@@ -137,25 +138,6 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     left[:, Instance.STOP] -= stop[row] - high
     left[:, Instance.ROW] += low - start[row]
     return left[low < high]
-
-
-class RowRun(NamedTuple):
-    """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
-
-    `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads
-    [head, head + num_heads) of the packed rows are heads [buffer_head, buffer_head + num_heads) of
-    the buffer.
-    """
-
-    row: int
-    count: int
-    buffer: int
-    start: int
-    stop: int
-    index: Ints | None
-    head: int
-    num_heads: int
-    buffer_head: int
 
 
 def grouped_runs(
@@ -177,6 +159,7 @@ def grouped_runs(
     offsets = sizes.cumsum() - sizes
     region, count, begin = row_ranges[RowRange.REGION], row_ranges[RowRange.COUNT], row_ranges[RowRange.BUFFER_ROW]
     group_of = group[region]
+    # Of each group the packed row, counted over all groups, at which it begins.
     base = offsets[np.minimum(group.searchsorted(np.arange(num_groups)), len(sizes) - 1)]
     row = offsets[region] + row_ranges[RowRange.ROW] - base[group_of]
     behind = begin[1:] == begin[:-1] + count[:-1]
@@ -185,6 +168,7 @@ def grouped_runs(
         same &= row_ranges[column, 1:] == row_ranges[column, :-1]
     bounds = run_bounds(~same, len(row))
     begins, ends = bounds[:-1], bounds[1:]
+    # A run lies consecutively in its buffer if no gap is counted between its first and its last range.
     gaps = np.zeros(len(row), dtype=np.int64)
     np.cumsum(~behind, out=gaps[1:])
     consecutive = gaps[ends - 1] == gaps[begins]
@@ -210,7 +194,17 @@ def grouped_runs(
 
 
 def _repeats(begin: Ints, count: Ints) -> bool:
-    """Whether two of the ranges [begin, begin + count) share anything."""
     order = np.argsort(begin)
     stop = begin[order] + count[order]
     return bool((begin[order[1:]] < stop[:-1]).any())
+
+
+_CONSECUTIVE = (None,)
+
+
+def pack_runs(runs: tuple[RowRun, ...], num_rows: int, num_heads: int) -> Packed:
+    """Runs as `Packed` rows, indices on the host."""
+    if len(runs) == 1 and runs[0].index is None:
+        return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
+    indices = tuple(None if run.index is None else torch.from_numpy(run.index) for run in runs)
+    return Packed(runs, num_rows, num_heads, indices, direct=False)

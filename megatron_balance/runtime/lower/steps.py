@@ -7,7 +7,8 @@ gradients have one tensor beside each query buffer, key gradients one beside eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -15,8 +16,34 @@ import torch
 from megatron_balance.analysis.wire import Carried
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.compile.ping_pong import Cuts
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.regions import RowRun
+
+INPUTS = (Kind.Q, Kind.KV)
+
+
+GRADS = (Kind.Q_GRAD, Kind.KV_GRAD)
+
+
+Value = tuple[Kind, int]
+"""(kind, buffer) of inputs and of gradients."""
+
+
+class RowRun(NamedTuple):
+    """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`: from `start` to
+    `stop`, or those that `index` lists. Heads [head, head + num_heads) of the packed rows are heads
+    [buffer_head, buffer_head + num_heads) of the buffer.
+    """
+
+    row: int
+    count: int
+    buffer: int
+    start: int
+    stop: int
+    index: Ints | None
+    head: int
+    num_heads: int
+    buffer_head: int
 
 
 class Packed(NamedTuple):
@@ -34,9 +61,8 @@ class Packed(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A kernel operand and where each entry's rows lie in it.
-
-    `buffer` >= 0: the whole buffer, heads [head, head + num_heads); -1: `packed` is gathered first.
+    """A kernel operand. `buffer` >= 0: the whole buffer, heads [head, head + num_heads); -1:
+    `packed` is gathered first.
     """
 
     buffer: int
@@ -46,40 +72,32 @@ class Operand(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where packed rows of gradients go.
+    """Where packed rows of gradients go."""
 
-    Attributes:
-        kept: runs that are the first of their buffer and all of it, in order: kept as they come.
-        added: the others, which are added to what their buffers hold.
-    """
-
+    # Runs that are the first of their buffer and all of it, in order: kept as they come.
     kept: tuple[RowRun, ...] = ()
+    # The others, which are added to what their buffers hold.
     added: Packed = Packed((), 0, 0)
 
 
 class Launch(NamedTuple):
-    """One forward launch.
-
-    Attributes:
-        op: place in the program.
-        zone: name.
-        q: queries.
-        k: keys and values.
-        entries: as the kernel prepared them.
-        out: packed output rows -> query buffers.
-        merges: of each run of `out`, whether its rows hold a partial already.
-        reads: buffers that it reads.
-        calls: kernel calls that it takes.
-    """
+    """One forward launch."""
 
     op: int
     zone: str
+    # Queries.
     q: Operand
+    # Keys and values.
     k: Operand
+    # As the kernel prepared them.
     entries: Any
+    # Packed output rows -> query buffers.
     out: Packed
+    # Of each run of `out`, whether its rows hold a partial already.
     merges: tuple[bool, ...]
+    # Buffers that it reads.
     reads: frozenset[tuple[Kind, int]]
+    # Kernel calls that it takes.
     calls: int
 
 
@@ -107,10 +125,9 @@ class GradLaunch(NamedTuple):
 class PeerMessage(NamedTuple):
     """Rows of one kind and one head span between this rank and `peer`.
 
-    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes
-    to `packed`.
-    `merges` as in `Launch`, for received outputs; `sums` for received gradients. `stream` as in
-    `compile.order.streams`.
+    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to
+    `packed`. `merges` as in `Launch`, for received outputs; `sums` for received gradients. `stream`
+    as in `compile.order.streams`.
     """
 
     peer: int
@@ -127,10 +144,8 @@ class PeerMessage(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`.
-
-    `tag` is added to the exchange's. `stream` as in `compile.order.streams`. `crosses`: the ends
-    are on different nodes.
+    """One transfer of a piece, as the rank at one of its ends sees it. `tag` is added to the
+    exchange's; `crosses`: nodes.
     """
 
     peer: int
@@ -141,10 +156,8 @@ class Hop(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of a routed parcel, at its source or at its target.
-
-    A parcel is all that goes from one rank to another in one exchange; this is piece `index` of
-    `count`.
+    """Piece `index` of `count` of a routed parcel, all that goes from one rank to another in one
+    exchange, at one of its ends.
     """
 
     index: int
@@ -165,54 +178,43 @@ class ProxyRoute(NamedTuple):
 
 
 class RelayTask(NamedTuple):
-    """One piece that a proxy relays in one exchange.
+    """One piece that a proxy relays in one exchange."""
 
-    Attributes:
-        op: the exchange's place in the program.
-        exchange: its id.
-        tag: its first tag.
-        carried: the messages of the parcel that the piece is of.
-        route: which piece, and its hops.
-    """
-
+    # The exchange's place in the program.
     op: int
     exchange: int
+    # Its first tag.
     tag: int
+    # The messages of the parcel that the piece is of.
     carried: tuple[Carried, ...]
+    # Which piece, and its hops.
     route: ProxyRoute
 
 
 class ExchangeStep(NamedTuple):
-    """One exchange of this rank. Messages with one peer stand together.
-
-    Attributes:
-        op: place in the program.
-        id: as in `ir.program.Exchange`.
-        zone: name.
-        collective: as in `ir.program.Exchange`.
-        group: as in `ir.program.Exchange`.
-        sends: messages.
-        receives: messages.
-        tag: of its direct messages.
-        routed_sends: by peer, the pieces that all messages to it travel as.
-        routed_receives: by peer, the pieces that all messages from it travel as.
-        far: peers on other nodes.
-        stream: of a collective.
-        arrivals: messages received, by number, that are taken together (`lower.arrivals`).
-    """
+    """One exchange of this rank. Messages with one peer stand together."""
 
     op: int
+    # As in `ir.program.Exchange`.
     id: int
     zone: str
+    # As in `ir.program.Exchange`.
     collective: str
+    # As in `ir.program.Exchange`.
     group: tuple[int, ...]
     sends: tuple[PeerMessage, ...]
     receives: tuple[PeerMessage, ...]
+    # Of its direct messages.
     tag: int
+    # By peer, the pieces that all messages to it travel as.
     routed_sends: dict[int, tuple[Piece, ...]]
+    # By peer, the pieces that all messages from it travel as.
     routed_receives: dict[int, tuple[Piece, ...]]
+    # Peers on other nodes.
     far: frozenset[int]
+    # Of a collective.
     stream: str
+    # Messages received, by number, that are taken together (`lower.arrivals`).
     arrivals: tuple[tuple[int, ...], ...] = ()
 
     def places(self) -> list[tuple[str, str]]:
@@ -227,8 +229,6 @@ class ExchangeStep(NamedTuple):
 
 
 class IssueStep(NamedTuple):
-    """Issue an exchange."""
-
     exchange: ExchangeStep
 
 
@@ -245,32 +245,25 @@ PhaseName: TypeAlias = Literal["forward", "backward"]
 BOTH_PHASES: tuple[PhaseName, ...] = ("forward", "backward")
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """(name, count) pairs that one run of a phase adds to its `runtime.counters.Counters`."""
-
-    counts: tuple[tuple[str, int], ...] = ()
+Work: TypeAlias = tuple[tuple[str, int], ...]
+"""(name, count) pairs that one run of a phase adds to its `runtime.counters.Counters`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The steps of the forward or the backward.
+    """The steps of the forward or the backward."""
 
-    Attributes:
-        steps: in order.
-        cuts: where another call's segments may run between the steps.
-        last_uses: of each step, the (kind, buffer) pairs that no later step touches.
-        blank_outputs: query buffers whose output must start empty.
-        work: for the counters.
-        relay_tasks: pieces that the rank relays for others, in groups that wait for nothing in one
-            another.
-    """
-
+    # In order.
     steps: tuple[Step, ...]
+    # Where another call's segments may run between the steps.
     cuts: Cuts
+    # Of each step, the (kind, buffer) pairs that no later step touches.
     last_uses: tuple[tuple[tuple[Kind, int], ...], ...]
+    # Query buffers whose output must start empty.
     blank_outputs: tuple[int, ...] = ()
-    work: Work = field(default_factory=Work)
+    # For the counters.
+    work: Work = ()
+    # Pieces that the rank relays for others, in groups that wait for nothing in one another.
     relay_tasks: tuple[tuple[RelayTask, ...], ...] = ()
 
 
@@ -290,3 +283,46 @@ def describe(step: Step) -> str:
                 f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in "
                 f"{step.calls} kernel calls"
             )
+
+
+def last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
+    """For each step, the received inputs, and gradients beside them, that no later step touches."""
+    last: dict[Value, int] = {}
+    for index, step in enumerate(steps):
+        match step:
+            case IssueStep(exchange):
+                touched = _sent_inputs(exchange)
+            case FinishStep(exchange):
+                touched = {(m.kind, m.buffer) for m in exchange.receives}
+            case Launch() | GradLaunch():
+                touched = step.reads
+        for value in (*touched, *grads_of(step)):
+            if value[1] > 0:
+                last[value] = index
+    last_of: list[list[Value]] = [[] for _ in steps]
+    for value, index in sorted(last.items()):
+        last_of[index].append(value)
+    return tuple(tuple(values) for values in last_of)
+
+
+def grads_of(step: Step) -> set[Value]:
+    """The gradients that a step adds to or sends."""
+    match step:
+        case IssueStep(exchange):
+            return _grads(exchange.sends)
+        case FinishStep(exchange):
+            return _grads(exchange.receives)
+        case GradLaunch():
+            return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {
+                (Kind.KV_GRAD, run.buffer) for run in step.dk.runs
+            }
+        case Launch():
+            return set()
+
+
+def _grads(messages: Sequence[PeerMessage]) -> set[Value]:
+    return {(m.kind, run.buffer) for m in messages if m.kind in GRADS for run in m.packed.runs}
+
+
+def _sent_inputs(exchange: ExchangeStep) -> set[Value]:
+    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in INPUTS for run in m.packed.runs}

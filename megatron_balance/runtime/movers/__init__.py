@@ -15,9 +15,8 @@ MOVERS = ("auto", "plain", "triton")
 
 
 def choose_mover(name: str, device: torch.device) -> Mover:
-    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere.
-
-    triton on CPU tensors needs its interpreter.
+    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere. Triton on CPU tensors
+    needs its interpreter.
 
     Raises:
         ConfigError: no such mover, or Triton is not installed.
@@ -45,6 +44,6 @@ def build_variants(device: torch.device, dtype: torch.dtype, head_dim: int) -> i
     """Compile all that the mover of `device` will launch; the number of variants."""
     if choose_mover("auto", device).name != "triton":
         return 0
-    from megatron_balance.runtime.movers.triton.variants import build
+    from megatron_balance.runtime.movers.triton.mover import build
 
     return build(device, dtype, head_dim)

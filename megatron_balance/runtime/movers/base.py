@@ -1,9 +1,8 @@
 """Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
 
-There are two movers. `movers.plain` is torch, run by run: the CPU's, and the one that the other is
-tested against. `movers.triton` does each of these calls in one launch where it can. No mover uses
-atomics: every destination row is written by one thread block, in an order that depends on the plan
-alone.
+`movers.plain` is torch, run by run: the CPU's, and the one that the other is tested against.
+`movers.triton` does each call in one launch where it can. No mover uses atomics: every destination
+row is written by one thread block, in an order that depends on the plan alone.
 
 Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
 """
@@ -17,10 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_balance.runtime.lower.memory import CallForm, Later
 from megatron_balance.runtime.lower.moves import MoverCall
-from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.lower.views import Later
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
@@ -46,8 +44,6 @@ class Fill(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message of outputs: packed rows, and the tensors for output [N, H, D] and LSE [N, H]."""
-
     packed: Packed
     out: Tensor | Later
     lse: Tensor | Later
@@ -68,18 +64,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Memory for the partials of one forward.
-
-    Attributes:
-        sizes: (rows, heads) of each query buffer.
-        blank: buffers that start empty.
-        dim: head dim.
-        dtype: of the output.
-        wide: of LSE and of accumulated partials.
-        empty: makes a tensor.
-        held: partials of all rows of a buffer, or of as many rows in all, that wait to be merged at
-            once.
-    """
+    """Memory for the partials of one forward."""
 
     sizes: Mapping[int, tuple[int, int]]
     blank: tuple[int, ...]
@@ -101,8 +86,8 @@ class Partials(Protocol):
         ...
 
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
-        """Out [N, H, D] in its final type and LSE [N, H] of packed rows where they lie, if both are
-        contiguous there.
+        """Out in its final type and LSE of packed rows where they lie, if both are contiguous
+        there.
         """
         ...
 
@@ -111,8 +96,8 @@ class Partials(Protocol):
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """Out [T, H, D] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller to
-        keep.
+        """Out [T, H, D] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller
+        to keep.
         """
         ...
 
@@ -140,9 +125,7 @@ class Mover(Protocol):
         ...
 
     def add(self, places: Sequence[Place]) -> None:
-        """Add the sources to their rows. A row may be named often, in one place and in several:
-        entries use the same key, and peers send gradients of it.
-        """
+        """Add the sources to their rows. A row may be named often, in one place and in several."""
         ...
 
     def partials(self, space: Space) -> Partials:
@@ -151,14 +134,12 @@ class Mover(Protocol):
 
 
 def rows_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view.
-
-    `x` itself if that is all of it.
+    """Rows [start, stop) and heads [head, head + num_heads) of `x`: a view; `x` itself if that is
+    all of it.
     """
     rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
     return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
 
 
 def heads_view(x: Tensor, head: int, num_heads: int) -> Tensor:
-    """Heads [head, head + num_heads) of `x`: a view; `x` itself if that is all of them."""
     return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)

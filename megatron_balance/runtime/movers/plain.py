@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
+from megatron_balance.runtime.lower.memory import CallForm, made
 from megatron_balance.runtime.lower.moves import MoverCall
-from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Sent, Space, heads_view, rows_view
 
 
@@ -59,10 +58,10 @@ class PlainMover:
                     heads_view(target, run.buffer_head, run.num_heads).index_add_(0, index, added.to(target.dtype))
 
     def partials(self, space: Space) -> Partials:
-        return PlainPartials(space, self)
+        return _PlainPartials(space, self)
 
 
-class PlainPartials:
+class _PlainPartials:
     """See `Partials`: accumulated two at a time, as they come."""
 
     def __init__(self, space: Space, mover: PlainMover) -> None:

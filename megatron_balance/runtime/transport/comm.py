@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import as_bytes, pack
+from megatron_balance.runtime.lower.memory import Block, as_bytes, pack
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, PeerMessage, Piece
-from megatron_balance.runtime.lower.views import Block
-from megatron_balance.runtime.transport.base import Parcel
+
+Parcel = tuple[int, Tensor]
+"""(pool rank of the peer, contiguous tensor)."""
+
 
 _POISON_TAG = 2**31 - 1
 
@@ -35,12 +38,15 @@ class CollectiveCall:
     where they are not read in place.
     """
 
-    issue: Callable[[], list[dist.Work]]
+    call: Callable[[], dist.Work | None]
     memory: list[Tensor]
     received: list[tuple[Tensor, Tensor]]
 
+    def issue(self) -> list[dist.Work]:
+        work = self.call()
+        return [work] if work is not None else []
+
     def unpack(self) -> None:
-        """Copy received bytes to the tensors that they are of."""
         for target, raw in self.received:
             target.copy_(raw.view(target.dtype).view(target.shape))
 
@@ -99,18 +105,17 @@ def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, T
 
 
 def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether an exchange is one collective call: its ranks have a process group."""
     return exchange.collective != "p2p" and groups.of(exchange.group) is not None
 
 
 def is_block(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether all messages that an exchange sends lie in one block, and all that it brings in another:
-    one after the other in the order of peers, each tensor aligned (`lower.parcels.unpack`).
+    """Whether all messages that an exchange sends lie in one block, and all that it brings in
+    another: one after the other in the order of peers, each tensor aligned.
     """
-    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not is_summed(exchange, groups)
+    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
 
 
-def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
+def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
 
     gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
@@ -121,7 +126,7 @@ def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
 
 def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
     """The messages that an exchange brings: those of one peer where it sums on the way."""
-    if not is_summed(exchange, groups):
+    if not _is_summed(exchange, groups):
         return exchange.receives
     return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
@@ -136,7 +141,6 @@ def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
 def pack_collective(
     sends: Sequence[Parcel] | Block, receives: Sequence[Parcel] | Block, exchange: ExchangeStep, groups: Groups
 ) -> CollectiveCall:
-    """An exchange as one collective call."""
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
     if isinstance(sends, Block) and isinstance(receives, Block):
@@ -144,8 +148,8 @@ def pack_collective(
     assert not isinstance(sends, Block), "a block goes out, parcels come back"
     assert not isinstance(receives, Block), "parcels go out, a block comes back"
     if exchange.collective == "all_gather":
-        return _all_gather(sends, receives, exchange.group, groups, group)
-    return _reduce_scatter(sends, receives, exchange.group, groups, group)
+        return _all_gather(sends, receives, exchange.group, groups)
+    return _reduce_scatter(sends, receives, exchange.group, groups)
 
 
 def far_bytes(parcels: Sequence[Parcel] | Block, far: frozenset[int], routed: Collection[int] = ()) -> int:
@@ -158,20 +162,18 @@ def _size(parcels: Sequence[Parcel], peer: int) -> int:
     return sum(padded(x.nbytes) for p, x in parcels if p == peer)
 
 
-def _pack_into(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
-    at = begin
-    for _, x in parcels:
-        raw[at : at + x.nbytes].copy_(as_bytes(x))
-        at += padded(x.nbytes)
-
-
 def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
-    slots, at = [], begin
+    """Tensors and the bytes of `raw` that belong to each, one after the other."""
+    slots: list[tuple[Tensor, Tensor]] = []
     for _, x in parcels:
-        num_bytes = x.numel() * x.element_size()
-        slots.append((x, raw[at : at + num_bytes]))
-        at += padded(num_bytes)
+        slots.append((x, raw[begin : begin + x.nbytes]))
+        begin += padded(x.nbytes)
     return slots
+
+
+def _pack_into(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
+    for x, place in _slots(parcels, raw, begin):
+        place.copy_(as_bytes(x))
 
 
 def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.device:
@@ -180,21 +182,13 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
 
 def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup) -> CollectiveCall:
     packed, raw = sends.memory, receives.memory
-    in_sizes, out_sizes = list(sends.arranged.sizes), list(receives.arranged.sizes)
-
-    def issue() -> list[dist.Work]:
-        work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
-        return [work] if work is not None else []
-
-    return CollectiveCall(issue, [packed, raw], [])
+    sizes = list(receives.arranged.sizes), list(sends.arranged.sizes)
+    call = partial(dist.all_to_all_single, raw, packed, *sizes, group=process_group, async_op=True)
+    return CollectiveCall(call, [packed, raw], [])
 
 
 def _all_gather(
-    sends: Sequence[Parcel],
-    receives: Sequence[Parcel],
-    group: tuple[int, ...],
-    groups: Groups,
-    process_group: dist.ProcessGroup,
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
 ) -> CollectiveCall:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
@@ -203,28 +197,19 @@ def _all_gather(
     packed = groups.buffers.empty((width,), torch.uint8, device)
     raw = groups.buffers.empty((width * len(group),), torch.uint8, device, received=True)
     _pack_into(mine, packed, 0)
-
-    def issue() -> list[dist.Work]:
-        work = dist.all_gather_into_tensor(raw, packed, group=process_group, async_op=True)
-        return [work] if work is not None else []
-
     received: list[tuple[Tensor, Tensor]] = []
     for index, peer in enumerate(group):
         if peer != groups.rank:
             received += _slots([p for p in receives if p[0] == peer], raw, index * width)
-    return CollectiveCall(issue, [packed, raw], received)
+    call = partial(dist.all_gather_into_tensor, raw, packed, group=groups.of(group), async_op=True)
+    return CollectiveCall(call, [packed, raw], received)
 
 
 def _reduce_scatter(
-    sends: Sequence[Parcel],
-    receives: Sequence[Parcel],
-    group: tuple[int, ...],
-    groups: Groups,
-    process_group: dist.ProcessGroup,
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
 ) -> CollectiveCall:
-    """A block for each rank, all as wide as the widest. This rank's own gradients stay here.
-
-    `receives`: the tensors that one peer would send.
+    """A block for each rank, all as wide as the widest; this rank's own gradients stay here.
+    `receives`: from one peer.
     """
     device = _device(sends, receives)
     dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
@@ -233,9 +218,7 @@ def _reduce_scatter(
     raw = groups.buffers.empty((width,), torch.uint8, device, received=True)
     for index, peer in enumerate(group):
         _pack_into([p for p in sends if p[0] == peer], packed, index * width)
-
-    def issue() -> list[dist.Work]:
-        work = dist.reduce_scatter_tensor(raw.view(dtype), packed.view(dtype), group=process_group, async_op=True)
-        return [work] if work is not None else []
-
-    return CollectiveCall(issue, [packed, raw], _slots(receives, raw, 0))
+    call = partial(
+        dist.reduce_scatter_tensor, raw.view(dtype), packed.view(dtype), group=groups.of(group), async_op=True
+    )
+    return CollectiveCall(call, [packed, raw], _slots(receives, raw, 0))

@@ -1,29 +1,22 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
-The host waits for nothing: what ranks must connect they connect when they bind a plan
-(`runtime.transport.connect`). Each stream of `compile.order.streams` has a communicator of its own
-(`runtime.groups.stream_groups`), so that what it carries is only in order with itself: transfers
-between nodes (high priority) beside those inside the node, and moved beside copied traffic. NCCL
-matches messages by their order between two ranks; ranks issue exchanges in one order
+The host waits for nothing: what ranks must connect they connect when they bind a plan (`connect`).
+Each stream of `compile.order.streams` has a communicator of its own
+(`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
+messages by their order between two ranks; ranks issue exchanges in one order
 (`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages
-within a batch by source, target and piece. The legs of a routed exchange are one batch each, on
-streams of their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg
-that brings them. Collectives have streams too, but go by the communicators of their ranks.
-
-Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
-come behind the launch that they travel beside; values that only come back to this rank are received
-behind the last launch. A backward launch is three kernels, each of which waits at the head of a
-single hardware queue for the one before, so a leg behind it reaches the device when the main kernel
-has ended. That is early enough for the next round of a ring. It is late for what other ranks need for
-their first launch, so legs of exchanges before this rank's first backward launch come at once.
+within a batch by source, target and piece. Collectives have streams too, but go by the
+communicators of their ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -33,16 +26,14 @@ from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.cuda import StreamMessage, Streams
-from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.issue import Behind
-from megatron_balance.runtime.lower.parcels import CallForm, parcel_bytes
-from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, Launch, Phase, RelayTask
-from megatron_balance.runtime.lower.views import Block
+from megatron_balance.runtime.groups import Behind, Groups, StreamPair
+from megatron_balance.runtime.lower.memory import Block, CallForm, parcel_bytes
+from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, IssueStep, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
-from megatron_balance.runtime.trace import Trace, Traced
-from megatron_balance.runtime.transport.base import Parcel
+from megatron_balance.runtime.recorder import Trace, Traced
 from megatron_balance.runtime.transport.comm import (
     CollectiveCall,
+    Parcel,
     direct_and_routed,
     far_bytes,
     is_collective,
@@ -56,16 +47,13 @@ LATER_LEGS: tuple[Leg, ...] = ("across", "combine")
 
 @dataclass(slots=True)
 class _UnderWay:
-    """An exchange that was started.
+    """An exchange that was started."""
 
-    Attributes:
-        fences: by stream, that behind which all that comes to this rank is there.
-        joined: streams that have waited for what the compute stream did before it.
-        packed: it is in a collective's own order.
-    """
-
+    # By stream, that behind which all that comes to this rank is there.
     fences: dict[str, Fence] = field(default_factory=dict)
+    # Streams that have waited for what the compute stream did before it.
     joined: set[str] = field(default_factory=set)
+    # It is in a collective's own order.
     packed: CollectiveCall | None = None
 
 
@@ -74,14 +62,7 @@ _Place = tuple[Leg, str]
 
 
 class _Batches:
-    """The batches of one exchange.
-
-    Attributes:
-        transfers: by place.
-        after: of places where the rank sends on what came: the places that bring it.
-        ended: by place, the fence behind a batch that is issued.
-        op: the exchange's place in the program.
-    """
+    """The batches of one exchange."""
 
     def __init__(self, op: int) -> None:
         self.op = op
@@ -104,9 +85,8 @@ def _relayed(carried: tuple[Carried, ...], form: CallForm, count: int) -> list[t
 
 
 class Streamed:
-    """See `runtime.transport.base.Transport`.
-
-    Relayed pieces are issued with the exchange, in the batches of its legs.
+    """One run of a phase on NCCL; calls as `Gloo` has them. Relayed pieces are issued with the
+    exchange, in the batches of its legs.
     """
 
     ahead = 0
@@ -117,13 +97,17 @@ class Streamed:
         self.streams: Streams = groups.streams
         self.traffic = PhaseTraffic()
         launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
+        # Later legs come behind the launch that they travel beside. A backward launch is three
+        # kernels, each of which waits at the head of a single hardware queue for the one before, so a
+        # leg behind it reaches the device when the main kernel has ended: early enough for the next
+        # round of a ring, late for what other ranks need for their first launch. So legs of exchanges
+        # before this rank's first backward launch come at once.
         self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
         self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
         self.relay_tasks: dict[int, list[RelayTask]] = {}
-        for group in phase.relay_tasks:
-            for relay_task in group:
-                self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
+        for relay_task in chain.from_iterable(phase.relay_tasks):
+            self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
     def expect(
         self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
@@ -143,6 +127,7 @@ class Streamed:
         relay_tasks = self.relay_tasks.get(exchange.op, ())
         self.add_relay_tasks(relay_tasks, batches)
         brings_back = all(m.kind in MOVED for m in exchange.receives)
+        # Values that only come back to this rank are received behind the last launch.
         late = not sends and not relay_tasks and brings_back
         under_way = self.under_way[exchange.id] = _UnderWay()
         ready = None if late else self.streams.now()
@@ -188,13 +173,11 @@ class Streamed:
             under_way.fences[name] = fence
 
     def fence(self, name: str) -> Fence:
-        """The end of all that a stream was given so far."""
         return self.groups.buffers.fence(name, self.streams.of(name).record(), self.streams.wait)
 
     def start_collective(self, exchange: ExchangeStep, packed: CollectiveCall) -> None:
-        """Put one call on the communicator of its ranks.
-
-        The compute stream has packed the bytes and will unpack them.
+        """Put one call on the communicator of its ranks: the compute stream has packed the bytes
+        and will unpack them.
         """
         under_way = self.under_way[exchange.id] = _UnderWay(packed=packed)
         ready, before = self.streams.now(), self.groups.buffers.fences(packed.memory)
@@ -223,7 +206,6 @@ class Streamed:
         arriving: Mapping[int, Tensor],
         batches: _Batches,
     ) -> None:
-        """Add this rank's own messages and pieces, by leg and stream."""
         rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
         direct, routed = direct_and_routed(sends, exchange)
         for index, (peer, x) in enumerate(direct):
@@ -257,7 +239,6 @@ class Streamed:
             self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
 
     def note(self, stream: str, op: int, leg: Leg, begun: Any, fence: Fence) -> None:
-        """Record what a batch or a collective takes on its stream, if anybody asks."""
         if begun is not None and self.trace is not None:
             self.trace.append(Traced(stream, op, leg, "own", begun, fence.event))
 
@@ -290,3 +271,58 @@ class Streamed:
         """
         self.groups.issues.forget()
         self.groups.abort()
+
+
+def connect(phases: Iterable[Phase], groups: Groups) -> int:
+    """Connect ranks that the phases need and no earlier call connected; the number of new links
+    (NCCL).
+
+    NCCL connects two ranks of a communicator at their first send or receive, each direction for
+    itself, and the host stands in the group call until the other end is in its own (NCCL 2.29.7,
+    `ncclTransportP2pSetup`; NVIDIA/nccl#783). A warm-up all-reduce connects rings, not pairs. So
+    each new pair is connected when a plan is bound, by one byte: one group call for each
+    communicator, in one order on all ranks, before anything of the step is issued. All ranks of the
+    pool bind the same plans, for the same phases, in one order, from the thread that issues their
+    steps.
+    """
+    if groups.streams is None:
+        return 0
+    new = {link for phase in phases for link in links(phase, groups)} - groups.connected
+    by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
+    for link in sorted(new):
+        by_stream[link.stream].append(link)
+    for name, together in by_stream.items():  # sorted, so in one order everywhere
+        stream = groups.streams.of(name)
+        stream.batch(
+            [
+                StreamMessage(src, dst, 0, src == groups.rank, dst if src == groups.rank else src, stream.empty(1))
+                for _, src, dst in together
+            ]
+        )
+    groups.connected.update(new)
+    return len(new)
+
+
+def links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
+    """Links of this rank point to point in a phase, with repeats."""
+    rank = groups.rank
+    for step in phase.steps:
+        if isinstance(step, IssueStep) and not is_collective(step.exchange, groups):
+            yield from _own(step.exchange, rank)
+    for relay_task in chain.from_iterable(phase.relay_tasks):
+        arrives, leaves = relay_task.route.arrives, relay_task.route.leaves
+        yield StreamPair(arrives.stream, arrives.peer, rank)
+        yield StreamPair(leaves.stream, rank, leaves.peer)
+
+
+def _own(exchange: ExchangeStep, rank: int) -> Iterator[StreamPair]:
+    for message in exchange.sends:
+        if message.peer not in exchange.routed_sends:
+            yield StreamPair(message.stream, rank, message.peer)
+    for message in exchange.receives:
+        if message.peer not in exchange.routed_receives:
+            yield StreamPair(message.stream, message.peer, rank)
+    for piece in chain.from_iterable(exchange.routed_sends.values()):
+        yield StreamPair(piece.hop.stream, rank, piece.hop.peer)
+    for piece in chain.from_iterable(exchange.routed_receives.values()):
+        yield StreamPair(piece.hop.stream, piece.hop.peer, rank)

@@ -102,7 +102,7 @@ def test_neighbours_share_a_nic(num_ranks: int, ranks_per_node: int, ranks_per_n
 
 def test_sizes_are_those_that_the_executor_packs() -> None:
     torch = pytest.importorskip("torch")
-    from megatron_balance.runtime.lower import parcels
+    from megatron_balance.runtime.lower import memory
 
     rng = np.random.default_rng(0)
     for element, dtype, wide in (
@@ -112,14 +112,14 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
     ):
         for dim in (4, 5, 64):
             ours = Payload.of(Model(4, 2, dim, bytes_per_element=element))
-            form = parcels.CallForm(dim, dtype, wide, wide)
+            form = memory.CallForm(dim, dtype, wide, wide)
             for _ in range(20):
                 kinds = np.sort(rng.choice(len(Kind), int(rng.integers(1, 4)), replace=False))
                 rows = [[0, 0, 1, int(kind), 0, int(rng.integers(1, 4)), int(rng.integers(1, 50))] for kind in kinds]
                 carried = [(Kind(kind), tokens, heads) for *_, kind, _, heads, tokens in rows]
                 found = ours.parcels(np.array(rows))
-                assert found.packed.tolist() == [parcels.parcel_bytes(carried, form)]
-                tensors = [shape for message in carried for shape in parcels.shapes(message, form)]
+                assert found.packed.tolist() == [memory.parcel_bytes(carried, form)]
+                tensors = [shape for message in carried for shape in memory.shapes(message, form)]
                 assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
                 for count in (1, 3, 4, 8):
                     pieces = [stop - start for start, stop in wire.piece_bounds(int(found.packed[0]), count)]

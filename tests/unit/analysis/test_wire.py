@@ -12,10 +12,9 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.lower.parcels import CallForm, pack, parcel_bytes, shapes, unpack  # noqa: E402
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, pack, parcel_bytes, shapes, unpack  # noqa: E402
 from megatron_balance.runtime.lower.regions import without  # noqa: E402
-from megatron_balance.runtime.shape import AttentionShape  # noqa: E402
-from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
+from megatron_balance.runtime.recorder import Traced, hidden_share  # noqa: E402
 
 FORMS = [
     CallForm.of(AttentionShape(1, 1, 5), torch.bfloat16, "fp32"),

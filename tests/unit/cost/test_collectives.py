@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import (
+from megatron_balance.cost.parallel import (
     CollectiveGroup,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
+    expert_exchange_s,
+    gradient_sync_s,
     group_of,
     reduce_scatter_s,
+    stage_transfer_s,
+    wide_ranks,
 )
-from megatron_balance.cost.parallel import expert_exchange_s, gradient_sync_s, stage_transfer_s, wide_ranks
 from megatron_balance.errors import ConfigError
 
 INTRA, INTER = Link(1e-6, 100e9), Link(10e-6, 25e9)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_balance.cost.fits import Quadratic, fit_link, fit_quadratic, least_squares
-from megatron_balance.cost.gamma import GAMMA_H100_FLUX, fit_gamma, gamma_work
+from megatron_balance.cost.fits import (
+    GAMMA_H100_FLUX,
+    Quadratic,
+    fit_gamma,
+    fit_link,
+    fit_quadratic,
+    gamma_work,
+    least_squares,
+)
 from megatron_balance.errors import ConfigError
 
 

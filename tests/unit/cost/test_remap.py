@@ -6,7 +6,7 @@ import pytest
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.remap import remap_s
+from megatron_balance.cost.base import remap_s
 
 MODEL = Model(32, 32, 128)
 CLUSTER = Cluster(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_balance.cost.gamma import GAMMA_H100_FLUX, gamma_of
+from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
 from megatron_balance.lab.papers.base import ITSELF, Effort
 from megatron_balance.lab.papers.knapformer import PAPER, cases, tables
 from megatron_balance.lab.papers.knapformer.cases import MODEL, WITHOUT, batches, flops, machine, plan

@@ -17,7 +17,7 @@ from megatron_balance import Batch, Cluster, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.gamma import gamma_of, gamma_work, sequence_work
+from megatron_balance.cost.fits import gamma_of, gamma_work, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan

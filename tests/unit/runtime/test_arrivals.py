@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.arrivals import arrivals, taken_together
-from megatron_balance.runtime.lower.regions import RowRun
-from megatron_balance.runtime.lower.steps import ExchangeStep, Packed, PeerMessage
+from megatron_balance.runtime.lower.memory import taken_together
+from megatron_balance.runtime.lower.messages import arrivals
+from megatron_balance.runtime.lower.steps import ExchangeStep, Packed, PeerMessage, RowRun
 
 
 def message(peer: int, kind: Kind, rows: tuple[int, int], heads: tuple[int, int], buffer: int = 0) -> PeerMessage:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.runtime.lower.parcels import adjacent_bytes, pack  # noqa: E402
+from megatron_balance.runtime.lower.memory import adjacent_bytes, pack  # noqa: E402
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange
-from megatron_balance.runtime.issue import Behind, IssueQueue
+from megatron_balance.runtime.groups import Behind, IssueQueue
 from megatron_balance.workloads.lengths import draw
 from tests.support import host_threads
 from tests.support.rendezvous import GroupCall, Meeting, calls_of, hanging

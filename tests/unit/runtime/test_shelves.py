@@ -27,9 +27,7 @@ def imported(path: Path) -> set[str]:
     return {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
-@pytest.mark.parametrize(
-    ("shelf", "choose"), [("kernels", "choose_kernel"), ("movers", "choose_mover"), ("transport", "open_transport")]
-)
+@pytest.mark.parametrize(("shelf", "choose"), [("kernels", "choose_kernel"), ("movers", "choose_mover")])
 def test_a_protocol_knows_no_implementation_and_no_implementation_the_choice(shelf: str, choose: str) -> None:
     package = f"megatron_balance.runtime.{shelf}"
     assert hasattr(importlib.import_module(package), choose)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from megatron_balance.ir.batch import Batch  # noqa: E402
 from megatron_balance.ir.cluster import Cluster  # noqa: E402
 from megatron_balance.ir.model import Model  # noqa: E402
-from megatron_balance.runtime.lower.tables import ALIGN, ship, tensors_in  # noqa: E402
+from megatron_balance.runtime.bind import ALIGN, ship, tensors_in  # noqa: E402
 from tests.support.strategies import ALL_PLANNERS, Case, plan  # noqa: E402
 
 CPU = torch.device("cpu")

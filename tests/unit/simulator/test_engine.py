@@ -20,8 +20,7 @@ from megatron_balance.compile.pipeline import compile_policies, expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import Link
-from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.base import Contention, Link
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster

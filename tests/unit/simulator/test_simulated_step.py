@@ -16,7 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, all_to_all_s
+from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, all_to_all_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

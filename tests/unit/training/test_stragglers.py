@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.host_times import SEVERAL
+from megatron_balance.runtime.groups import SEVERAL, Groups
 from megatron_balance.training.link_rates import rounds
 from megatron_balance.training.stragglers import (
     AGAIN,

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from megatron_balance.cost.gamma import GAMMA_H100_FLUX, gamma_work
+from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_work
 from megatron_balance.errors import ConfigError
 from megatron_balance.workloads.datacodes import (
     IMAGES_AND_VIDEOS,

@@ -27,7 +27,7 @@ from megatron_balance.megatron import entry, session
 from megatron_balance.megatron.planning import step_plans
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound, Prepared
-from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
+from megatron_balance.runtime.recorder import Trace, exchange_s, hidden_share
 from megatron_balance.training.plans import StepPlans
 from tools.bench.emulated import device
 from tools.bench.emulated.ablation import ABLATION, BASELINE, Ablation, Planned, Training, Variant

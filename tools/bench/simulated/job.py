@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.cost.table import CostTable, LinkTable
-from megatron_balance.profiling.kernels import model_scale
+from megatron_balance.profiling.cost_table import model_scale
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups, make_groups

@@ -26,8 +26,7 @@ import numpy as np
 
 from megatron_balance.analysis.memory import Recompute
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.collectives import CollectiveGroup, all_gather_s, group_of, reduce_scatter_s
-from megatron_balance.cost.parallel import stage_transfer_s
+from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, group_of, reduce_scatter_s, stage_transfer_s
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL

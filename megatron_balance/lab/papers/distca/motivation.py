@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
-from megatron_balance.cost.collectives import all_gather_s
+from megatron_balance.cost.parallel import all_gather_s
 from megatron_balance.ir.columns import Pair
 from megatron_balance.lab.papers.base import Effort, Ours, number, table
 from megatron_balance.lab.papers.distca.baselines import (

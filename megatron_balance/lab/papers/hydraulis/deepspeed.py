@@ -12,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.collectives import all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.cost.modules import num_parameters
-from megatron_balance.cost.parallel import WEIGHT_BYTES
+from megatron_balance.cost.parallel import WEIGHT_BYTES, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.lab.papers.hydraulis.cases import Lengths, TrainedCase, cluster_and_model, full
 
 

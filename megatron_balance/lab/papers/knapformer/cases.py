@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.gamma import GAMMA_H100_FLUX, sequence_work
+from megatron_balance.cost.fits import GAMMA_H100_FLUX, sequence_work
 from megatron_balance.cost.kernel import backward_factor
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, Zone

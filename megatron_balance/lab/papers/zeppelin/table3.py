@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.collectives import all_to_all_s, group_of
+from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -15,14 +15,20 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
-from megatron_balance.runtime.lower.parcels import CallForm
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.lower.tables import tensors_in
-from megatron_balance.runtime.lower.views import made
 from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, Sent, Space
 from megatron_balance.runtime.movers.plain import PlainMover
-from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
+from megatron_balance.runtime.movers.triton.kernels import (
+    BLOCK_ROWS,
+    AddBlock,
+    CopyBlock,
+    add_rows,
+    copy_rows,
+    disguised,
+    merge_rows,
+)
 from megatron_balance.runtime.movers.triton.tables import (
     MAX_PAIRS,
     BlockTable,
@@ -54,9 +60,8 @@ not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to
 
 
 class TritonMover:
-    """See `runtime.movers.base.Mover`.
-
-    Tables belong to the packed tensors of one bound plan, which are kept.
+    """See `runtime.movers.base.Mover`. Tables belong to the packed tensors of one bound plan, which
+    are kept.
     """
 
     name = "triton"
@@ -73,7 +78,6 @@ class TritonMover:
         self._blank: dict[torch.dtype, Tensor] = {}
 
     def blank(self, dtype: torch.dtype) -> Tensor:
-        """A tensor for places of a launch that it does not need."""
         if dtype not in self._blank:
             self._blank[dtype] = torch.zeros(16, dtype=dtype, device=self.device)
         return self._blank[dtype]
@@ -81,7 +85,6 @@ class TritonMover:
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        """See `Mover`: tables and row maps of these calls, on the host until they are shipped."""
         tables: list[BlockTable] = []
         maps: list[RowMap] = []
         expected = _Expected(sizes)
@@ -102,8 +105,12 @@ class TritonMover:
                     kinds.setdefault(one.kind, []).append(one)
             for (_, _, width), some in kinds.items():
                 tables += self._table(call, width, some, _HOST)
-        held = [(table.row_maps, table.out_begins, table.lse_begins) for table in sends]
-        return list(tensors_in(([(table.blocks, table.index) for table in tables], maps, held)))
+        maps += [row_map for table in sends for row_map in table.row_maps]
+        return [
+            *(x for table in tables for x in (table.blocks, table.index)),
+            *(row_map.rows for row_map in maps if row_map.rows is not None),
+            *(x for table in sends for x in (table.out_begins, table.lse_begins)),
+        ]
 
     def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: CallForm) -> Iterator[SendTable]:
         """The merge of all messages of outputs of an exchange, if that is one and they are several."""
@@ -180,10 +187,9 @@ class TritonMover:
         return found
 
     def partials(self, space: Space) -> Partials:
-        return TritonPartials(space, self)
+        return _TritonPartials(space, self)
 
     def row_maps(self, packed: Packed, space: Space) -> tuple[RowMap, ...]:
-        """Row maps of the packed rows, made once."""
         maps = self._row_maps.get(id(packed))
         if maps is None:
             maps = self._map_rows(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
@@ -197,9 +203,8 @@ class TritonMover:
         return maps
 
     def _tables_of(self, call: Call, moves: Sequence[Any], of: int, own: int) -> list[BlockTable]:
-        """Tables of a call on these tensors.
-
-        `of`, `own`: where a move has its buffers, and its packed rows.
+        """Tables of a call on these tensors. `of`, `own`: where a move has its buffers, and its
+        packed rows.
         """
         width = prod(made(moves[0][own]).shape[2:])
         key = (call, width, _fresh(call, moves), *[id(move[0]) for move in moves])
@@ -213,10 +218,11 @@ class TritonMover:
         return tables
 
     def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
-        """Tables of a call on these packed tensors, made once.
+        """Tables of a call on these packed tensors, made once: on the host by `prepare`, else here
+        and now, each with a copy of its own.
 
-        On the host by `prepare`, else here and now, each with a copy of its own. `width`: elements of
-        a head; keys and values of two widths have the same packed rows, and lie apart in a message.
+        `width`: elements of a head; keys and values of two widths have the same packed rows, and
+        lie apart in a message.
         """
         packed = [one.packed for one in moved]
         fresh = tuple([tuple([number for number, _ in one.fresh]) for one in moved])
@@ -231,7 +237,6 @@ class TritonMover:
 
 
 def _fresh(call: Call, moves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """`Place.fresh` of each move of an addition, if there is any."""
     if call != "add" or not any(move.fresh for move in moves):
         return ()
     return tuple([move.fresh for move in moves])
@@ -246,10 +251,8 @@ def _unprepared(call: Call, move: Any) -> Moved:
 
 
 def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> None:
-    """Check that tensors that a launch is not given lie where its table has them.
-
-    Raises:
-        AssertionError: one does not, and its rows would go astray.
+    """Check that tensors that a launch is not given lie where its table has them: else their rows
+    would go astray.
     """
     for share in shares:
         x, base = (
@@ -264,9 +267,8 @@ def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> 
 
 
 def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Launch over the blocks of a table.
-
-    `sources`, `targets`: of each of its pairs, [T, H, ...], each of one type.
+    """Launch over the blocks of a table. `sources`, `targets`: of each of its pairs, [T, H, ...],
+    each of one type.
     """
     num_blocks = table.blocks.shape[0]
     if not num_blocks:
@@ -293,7 +295,6 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
 
 
 def _disguised(values: Iterable[int]) -> tuple[int, ...]:
-    """As the kernels take integers in tuples."""
     return tuple([disguised(value) for value in values])
 
 
@@ -302,9 +303,7 @@ def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
 
 
 def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
-    """Numbers of the moves whose tensors have one type and one size of a head. `of`, `own`: as in
-    `_tables_of`.
-    """
+    """Numbers of the moves whose tensors have one type and one size of a head."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, move in enumerate(moves):
         buffer, packed = move[of][0], made(move[own])
@@ -350,7 +349,7 @@ def partial_of(out: Tensor, lse: Tensor) -> _Partial:
 
 
 class _Expected:
-    """The partials that a call will hold, before there are any: as `TritonPartials` holds them."""
+    """The partials that a call will hold, before there are any: as `_TritonPartials` holds them."""
 
     def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         self.sizes = sizes
@@ -358,43 +357,40 @@ class _Expected:
         self.number = 0
 
     def add(self, row_maps: Sequence[RowMap]) -> None:
-        """Add a partial."""
         self.number += 1
         for row_map in row_maps:
             buffer = row_map.buffer
             held = self.entries.setdefault(buffer, [])
-            if is_full(held):
+            if _is_full(held):
                 held[:] = [self.accumulated(buffer)]
             held.append(Entry(self.number, row_map))
-            if is_much(held, self.sizes[buffer], HELD_PARTS):
+            if _is_much(held, self.sizes[buffer], HELD_PARTS):
                 held[:] = [self.accumulated(buffer)]
 
     def accumulated(self, buffer: int) -> Entry:
         self.number += 1
-        return Entry(self.number, whole_map(buffer, self.sizes[buffer]), owned=True)
+        return Entry(self.number, _whole_map(buffer, self.sizes[buffer]), owned=True)
 
 
-def whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
-    """All rows and heads of a buffer of `size` (rows, heads)."""
+def _whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
     return RowMap(buffer, None, 0, size[1], 0, size[0])
 
 
-def is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
+def _is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
     """Whether one merge can take no more partials; an accumulator has a place of its own."""
     return len(held) - held[0].owned >= PARTS[-1] if held else False
 
 
-def is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
+def _is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
     """Whether partials of a buffer are merged at once: their rows and heads are more than `most` of
     all.
     """
     return sum([part.row_map.count * part.row_map.num_heads for part in held]) > most * size[0] * size[1]
 
 
-class TritonPartials:
-    """See `runtime.movers.base.Partials`.
-
-    Some partials are held as they came, and merged in one launch with the final conversion.
+class _TritonPartials:
+    """See `runtime.movers.base.Partials`. Some are held as they came, and merged in one launch with
+    the final conversion.
     """
 
     def __init__(self, space: Space, mover: TritonMover) -> None:
@@ -406,23 +402,22 @@ class TritonPartials:
         for row_map in self.mover.row_maps(packed, self.space):
             buffer = row_map.buffer
             held = self.held.setdefault(buffer, [])
-            if is_full(held):
+            if _is_full(held):
                 held[:] = [self.accumulated(buffer, held)]
             held.append(_Partial(out, lse, row_map))
-            if is_much(held, self.space.sizes[buffer], self.space.held):
+            if _is_much(held, self.space.sizes[buffer], self.space.held):
                 held[:] = [self.accumulated(buffer, held)]
 
     def accumulated(self, buffer: int, held: list[_Partial]) -> _Partial:
-        """All partials of a buffer as one, in the wide type.
-
-        In the memory of the first, if that was made so before.
+        """All partials of a buffer as one, in the wide type: in the memory of the first, if that
+        was made so before.
         """
         rows, heads = self.space.sizes[buffer]
         target = held[0]
         if not target.owned:
             out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
             target = _Partial(
-                out, self.space.empty((rows, heads), self.space.wide), whole_map(buffer, (rows, heads)), owned=True
+                out, self.space.empty((rows, heads), self.space.wide), _whole_map(buffer, (rows, heads)), owned=True
             )
         merge_parts(self.mover, held, target.out, target.lse)
         return target
@@ -451,7 +446,6 @@ class TritonPartials:
                 )
 
     def send_together(self, first: Sent, table: SendTable) -> None:
-        """Fill all messages of an exchange in one launch; `first`: of them."""
         parts = [
             self.held[buffer][number]._replace(row_map=row_map)
             for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
@@ -484,12 +478,11 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     first_head: int = 0,
     table: SendTable | None = None,
 ) -> None:
-    """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H].
+    """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H]: its heads from
+    `first_head` on, of row `rows` each or from `first_row` on. Without partials: zero and -inf.
+    `out` and `lse` may be the first partial's own.
 
-    The buffer's heads from `first_head` on; without partials: zero and -inf.
-
-    `rows`: the buffer's row of each, or None: from `first_row` on. `out` and `lse` may be the first
-    partial's own. `table`: the result is all messages of an exchange, of which these are the first.
+    `table`: the result is all messages of an exchange, of which these are the first.
     """
     if not held:
         out.zero_()
@@ -546,3 +539,52 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
         ROWS=block,
         COLS=cols,
     )
+
+
+class _LaunchTypes(NamedTuple):
+    source: torch.dtype
+    target: torch.dtype
+    dim: int
+
+
+def copies(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
+    """Kinds that are copied: inputs and outputs, LSE, gradients, and these converted."""
+    wide = wide_dtype(dtype)
+    kinds = [(a, b, head_dim) for a in (dtype, wide) for b in (dtype, wide)]
+    return [_LaunchTypes(*kind) for kind in dict.fromkeys((*kinds, (wide, wide, 1)))]
+
+
+def _additions(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
+    """Kinds that are added: gradients as a kernel leaves them, and as they travel."""
+    wide = wide_dtype(dtype)
+    return [_LaunchTypes(a, wide, head_dim) for a in dict.fromkeys((dtype, wide))]
+
+
+def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
+    """Launch each variant of the kernels once, on nothing, before the first step; their number.
+
+    Compiling one takes from a part of a second to several; in a step that would stop this rank, and
+    with it every rank that waits for it.
+    """
+    mover = TritonMover(device)
+    launches = 0
+    for kernel, width, kinds in (
+        (copy_rows, CopyBlock.WIDTH, copies(dtype, head_dim)),
+        (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
+    ):
+        blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
+        table = BlockTable((), blocks, mover.blank(torch.int32), 1)
+        for kind in kinds:
+            for places in PLACES:
+                x, y = (torch.zeros((1, 1, kind.dim), dtype=d, device=device) for d in (kind.source, kind.target))
+                launch(kernel, table, [x] * places, [y] * places)
+                launches += 1
+    wide = wide_dtype(dtype)
+    lse = torch.zeros((1, 1), dtype=wide, device=device)
+    part = partial_of(torch.zeros((1, 1, head_dim), dtype=dtype, device=device), lse)
+    for num_parts in PARTS:
+        for out_dtype in dict.fromkeys((dtype, wide)):
+            out = torch.empty((1, 1, head_dim), dtype=out_dtype, device=device)
+            merge_parts(mover, [part] * num_parts, out, torch.empty_like(lse))
+            launches += 1
+    return launches

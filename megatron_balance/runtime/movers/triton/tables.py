@@ -1,5 +1,4 @@
 """Tables of blocks for the kernels of `movers.triton.kernels`, from the runs of packed tensors.
-
 NumPy, once for a bound plan.
 """
 
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.lower.moves import Moved, Site
-from megatron_balance.runtime.lower.regions import RowRun
-from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
 
 MAX_PAIRS = 8
@@ -31,8 +29,8 @@ Pair = tuple[int, int]
 
 
 class Share(NamedTuple):
-    """A tensor that lies in the memory of a pair's, which stands for it: `begin` bytes and `rows` of
-    its rows behind that one. `own`: the packed rows, not the buffer.
+    """A tensor that lies in the memory of a pair's, which stands for it: `begin` bytes and `rows`
+    of its rows behind that one. `own`: the packed rows, not the buffer.
     """
 
     own: bool
@@ -44,15 +42,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Blocks of one launch.
-
-    Attributes:
-        pairs: whose tensors it is given; those that share memory with them are not.
-        blocks: int32 [n, `CopyBlock.WIDTH` or `AddBlock.WIDTH`].
-        index: int32 rows.
-        heads: most of any block.
-        shares: the tensors that it is not given.
-    """
+    """Blocks of one launch."""
 
     pairs: tuple[Pair, ...]
     blocks: Tensor
@@ -62,14 +52,11 @@ class BlockTable:
 
 
 class _Sides(NamedTuple):
-    """Where the two tensors of a move lie: the buffer and the packed rows."""
-
     buffer: Site
     own: Site
 
     @classmethod
     def of(cls, moved: Moved, place: int, run_at: int) -> _Sides:
-        """Of run `run_at` of the call's `place`-th packed tensor. Unknown: in memory of its own."""
         buffer = moved.of[run_at] if moved.of else Site(("buffer", place, moved.packed.runs[run_at].buffer))
         return cls(buffer, moved.own or Site(("own", place)))
 
@@ -103,7 +90,6 @@ class _TableBuilder:
         return begins, rows
 
     def listed(self, rows: Ints) -> int:
-        """Append rows to `index`; where they begin."""
         self.index.append(rows)
         self.num_index += len(rows)
         return self.num_index - len(rows)
@@ -117,19 +103,14 @@ class _TableBuilder:
 
 
 def _to(device: torch.device, values: Ints) -> Tensor:
-    """Values as int32 on the device.
-
-    Raises:
-        AssertionError: a row number needs more than 31 bits; a rank has no 2**31 tokens.
-    """
+    """Values as int32 on the device: no row number needs more than 31 bits."""
     assert values.size == 0 or int(values.max()) < 1 << 31, int(values.max())
     return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # no wait
 
 
 def copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[BlockTable]:
-    """Launches that copy all runs of the packed tensors: usually one. Blocks: `CopyBlock`.
-
-    `take`: from their buffers, else to them.
+    """Launches that copy all runs of the packed tensors: usually one. `take`: from their buffers,
+    else to them.
     """
     launches: list[_TableBuilder] = []
     numbers: dict[tuple[object, ...], int] = {}
@@ -182,8 +163,6 @@ def _rows(run: RowRun) -> tuple[Ints, Ints]:
 
 
 class _AddedRows(NamedTuple):
-    """Rows of one run that are added: where both tensors lie, and the rows in each."""
-
     sides: _Sides
     pair: Pair
     of_buffer: Ints
@@ -192,9 +171,8 @@ class _AddedRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """Rows that one program may add: to the same heads of one tensor, from one memory.
-
-    `head`, `buffer_head`, `num_heads`: as of a run; `low`, `high`: bounds of the target rows.
+    """Rows that one program may add: to the same heads of one tensor, from one memory. `low`,
+    `high`: bounds of the target rows.
     """
 
     head: int
@@ -214,7 +192,6 @@ class _Sum:
         self.added.append(one)
 
     def meets(self, other: _Sum) -> bool:
-        """Whether both touch an element."""
         if (
             self.target != other.target
             or self.buffer_head >= other.buffer_head + other.num_heads
@@ -287,6 +264,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
     of_buffer = np.concatenate([each.of_buffer + rows[0] for each, (_, rows) in zip(one.added, lies, strict=True)])
     packed = np.concatenate([each.packed + rows[1] for each, (_, rows) in zip(one.added, lies, strict=True)])
     begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
+    # Sources of one target row stand together, in the order of the plan: sums do not depend on time.
     order = np.argsort(of_buffer, kind="stable")
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     sources = launch.listed(packed[order])
@@ -300,7 +278,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
 
 def _blank_blocks(launch: _TableBuilder, number: int, lies: tuple[int, tuple[int, int]], rows: Ints) -> None:
     """Rows of a fresh tensor that get nothing: they become zero. `lies`: where it begins, and which
-    (head, heads) of the rows.
+    (head, heads).
     """
     none = np.zeros(len(rows), dtype=np.int64)
     blocks = _blocks_to(launch, number, rows, (none, none))
@@ -311,8 +289,8 @@ def _blank_blocks(launch: _TableBuilder, number: int, lies: tuple[int, tuple[int
 
 
 def _blocks_to(launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints]) -> Ints:
-    """Blocks for target rows, without heads and begins. `sources`: of each target row, the place of
-    the first and their number.
+    """Blocks for target rows, without heads and begins. `sources`: of each the place of the first
+    and their number.
     """
     target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
@@ -369,8 +347,8 @@ def row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device) 
 
 
 class Entry(NamedTuple):
-    """A partial of a buffer: equal `part` for the rows of one launch or message, and where its rows
-    are. `owned`: it is an accumulator.
+    """A partial of a buffer: equal `part` for the rows of one launch or message. `owned`: it is an
+    accumulator.
     """
 
     part: int
@@ -380,17 +358,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendTable:
-    """One merge of partials into all messages of an exchange.
-
-    Attributes:
-        parts: (buffer, number among its partials) that stands for each.
-        row_maps: of each part, the packed row of every row sent.
-        out_begins: int32 [rows sent], units of 16 bytes from the first message's output to each row.
-        lse_begins: int32 [rows sent], elements from its LSE.
-        num_heads: of each message.
-        first_head: of the buffers, where those begin.
-        shares: bytes from the first message's output, and LSE, to each message's.
-    """
+    """One merge of partials into all messages of an exchange."""
 
     parts: tuple[tuple[int, int], ...]
     row_maps: tuple[RowMap, ...]
@@ -477,6 +445,7 @@ def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints
     """Packed rows by buffer row, [num_rows] each; the k-th for a buffer row in the k-th."""
     order = np.argsort(of_buffer, kind="stable")
     of_buffer, packed_rows = of_buffer[order], packed_rows[order]
+    # How many packed rows of the same buffer row stand before each.
     depth = np.arange(len(of_buffer)) - np.searchsorted(of_buffer, of_buffer)
     maps = [np.full(num_rows, -1, dtype=np.int64) for _ in range(int(depth.max(initial=-1)) + 1)]
     for k, one in enumerate(maps):

@@ -1,0 +1,465 @@
+"""Where tensors of messages, operands and sums lie in memory that they share: known at bind, made
+when asked for.
+
+Messages are packed as `analysis.wire` has them: source, target and proxies compute the same sizes,
+from rows, heads and element types alone. A head exchange brings some twenty tensors in one memory;
+a launch takes the memory and a table of what lies where, so most of them are never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from math import prod
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_balance.analysis import wire
+from megatron_balance.analysis.wire import ALIGN, Carried, padded
+from megatron_balance.ir.model import GradientWire
+from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.runtime.lower.steps import (
+    GRADS,
+    ExchangeStep,
+    Packed,
+    PeerMessage,
+    RowRun,
+    Value,
+)
+
+Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """Element types of one attention call, and widths of its heads.
+
+    `dim`: of queries and keys; `value_dim`: of values and outputs, None: the same; `latent_dim`: of
+    what travels in place of keys and values, None: they do. `wide`: of partials and of summed
+    gradients; `gradient`: in which gradients travel.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    wide: torch.dtype
+    gradient: torch.dtype
+    value_dim: int | None = None
+    latent_dim: int | None = None
+
+    @classmethod
+    def of(cls, shape: AttentionShape, dtype: torch.dtype, gradient_wire: GradientWire) -> CallForm:
+        wide = wide_dtype(dtype)
+        gradient = torch.bfloat16 if gradient_wire == "bf16" else wide
+        value_dim = None if shape.value_dim == shape.head_dim else shape.value_dim
+        return cls(shape.head_dim, dtype, wide, gradient, value_dim, shape.latent_dim)
+
+    @property
+    def value_width(self) -> int:
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Widths of keys and of values, or of what travels in their place."""
+        return self.sizes.kv_widths
+
+    @property
+    def joined(self) -> bool:
+        """Whether keys and values are of one width, so that one tensor carries both."""
+        return self.value_dim is None and self.latent_dim is None
+
+    @property
+    def sizes(self) -> wire.HeadSizes:
+        elements = (self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
+        return wire.HeadSizes(self.dim, *elements, self.value_dim, self.latent_dim)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that partials are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def shapes(message: Carried, form: CallForm) -> tuple[Shape, ...]:
+    """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
+    types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
+    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.sizes)])
+
+
+class BytesPlace(NamedTuple):
+    """A contiguous tensor in packed bytes, from byte `begin` on."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def places_of(shapes: Sequence[Shape], behind: BytesPlace | None = None) -> tuple[BytesPlace, ...]:
+    """Tensors one after the other, `behind` a place of the same memory if there is one."""
+    places: list[BytesPlace] = []
+    for shape, dtype in shapes:
+        begin = 0 if behind is None else padded(behind.begin + behind.num_bytes)
+        behind = BytesPlace(begin, dtype, shape, tuple(prod(shape[at:]) for at in range(1, len(shape) + 1)))
+        places.append(behind)
+    return tuple(places)
+
+
+class _Layout(NamedTuple):
+    """Messages packed one after the other: bytes of all, and the tensors of each."""
+
+    num_bytes: int
+    places: tuple[tuple[BytesPlace, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def layout(messages: tuple[Carried, ...], form: CallForm) -> _Layout:
+    """The layout of messages one after the other; every layer asks for the same ones."""
+    of_messages = [shapes(message, form) for message in messages]
+    each = places_of(list(chain.from_iterable(of_messages)))
+    ends = list(accumulate(map(len, of_messages), initial=0))
+    num_bytes = each[-1].begin + each[-1].num_bytes if each else 0
+    return _Layout(num_bytes, tuple(each[first:stop] for first, stop in pairwise(ends)))
+
+
+def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
+    return layout(tuple(messages), form).num_bytes
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The bytes of tensors that already lie packed in one memory: a view; else None."""
+    first, at = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage()
+    for x in tensors:
+        if x.data_ptr() != at or x.untyped_storage().data_ptr() != memory.data_ptr() or not x.is_contiguous():
+            return None
+        at = x.data_ptr() + padded(x.nbytes)
+    size = tensors[-1].data_ptr() + tensors[-1].nbytes - first.data_ptr()
+    return as_bytes(first).as_strided((size,), (1,))
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors as packed bytes: a view of one or of adjacent ones, else a copy."""
+    if len(tensors) == 1:
+        return as_bytes(tensors[0])
+    together = adjacent_bytes(tensors)
+    if together is not None:
+        return together
+    starts, at = [], 0
+    for x in tensors:
+        starts.append(at)
+        at = padded(at + x.nbytes)
+    raw = torch.empty(starts[-1] + tensors[-1].nbytes, dtype=torch.uint8, device=tensors[0].device)
+    for start, x in zip(starts, tensors, strict=True):
+        raw[start : start + x.nbytes].copy_(as_bytes(x))
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of the tensors that this rank's attention sees; under tensor parallelism of its share.
+
+    `value_dim`: width of values and outputs, where it is not that of queries and keys, `head_dim`.
+    `latent`: where the latent of multi-latent attention travels in place of keys and values, its
+    rank and the width of the rotary key beside it; then `num_kv_heads` is 1.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    latent: tuple[int, int] | None = None
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Width of what travels in place of keys and values; None: they do."""
+        return None if self.latent is None else sum(self.latent)
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values and outputs."""
+        return self.head_dim, self.value_width
+
+
+T = TypeVar("T")
+
+
+Later: TypeAlias = Callable[[], Tensor]
+"""Makes a tensor."""
+
+
+Sizes: TypeAlias = Mapping[int, tuple[int, int]]
+"""(rows, heads) of buffers by number."""
+
+
+def made(x: Tensor | Later) -> Tensor:
+    return x if isinstance(x, Tensor) else x()
+
+
+class Views:
+    """Tensors of messages in one memory (uint8 [bytes]), each made when it is asked for and then
+    kept.
+
+    `places`: of each message's tensors.
+    """
+
+    __slots__ = ("_made", "_typed", "memory", "places")
+
+    def __init__(self, memory: Tensor, places: Sequence[Sequence[BytesPlace]]) -> None:
+        self.memory, self.places = memory, places
+        self._made: dict[int, list[Tensor]] = {}
+        self._typed: dict[torch.dtype, tuple[Tensor, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return (self[at] for at in range(len(self.places)))
+
+    def __getitem__(self, at: int) -> list[Tensor]:
+        held = self._made.get(at)
+        if held is None:
+            held = self._made[at] = [self._view(place) for place in self.places[at]]
+        return held
+
+    def later(self, at: int, part: int, half: int = -1) -> Later:
+        """Tensor `part` of message `at`, or half of that pair, made when it is called."""
+        if half < 0:
+            return lambda: self[at][part]
+        return lambda: self[at][part][half]
+
+    def later_rows(self, at: int, part: int, half: int, rows: tuple[int, int]) -> Later:
+        whole = self.later(at, part, half)
+        return lambda: whole().narrow(0, *rows)
+
+    def _view(self, place: BytesPlace) -> Tensor:
+        begin, dtype, shape, strides = place
+        seen = self._typed.get(dtype)
+        if seen is None:
+            typed = self.memory.view(dtype)
+            seen = self._typed[dtype] = typed, int(typed.storage_offset())
+        return seen[0].as_strided(shape, strides, seen[1] + begin // dtype.itemsize)
+
+
+def unpack(raw: Tensor, messages: Sequence[Carried], form: CallForm) -> list[list[Tensor]]:
+    """The tensors of each message, as views of the bytes that `pack` made of them."""
+    whole = raw.narrow(0, 0, raw.shape[0] // ALIGN * ALIGN)  # what can be seen as elements of any type
+    return list(Views(whole, layout(tuple(messages), form).places))
+
+
+class Sources(Sequence[Tensor]):
+    """The buffers of packed rows, each made when it is asked for. `of`: a buffer's tensor."""
+
+    __slots__ = ("_of", "_runs")
+
+    def __init__(self, runs: Sequence[RowRun], of: Callable[[int], Tensor]) -> None:
+        self._runs, self._of = runs, of
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, at: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._of(self._runs[at].buffer)
+
+
+class Buffers(dict[int, T]):
+    """Tensors by buffer. Those that are made later are there once they are asked for."""
+
+    def __init__(
+        self, given: Mapping[int, T] | None = None, later: Mapping[int, Callable[[], T]] | None = None
+    ) -> None:
+        super().__init__(given or {})
+        self.later = dict(later or {})
+
+    def __missing__(self, buffer: int) -> T:
+        self[buffer] = x = self.later.pop(buffer)()
+        return x
+
+    def __contains__(self, buffer: object) -> bool:
+        return super().__contains__(buffer) or buffer in self.later
+
+    def let_go(self, buffer: int) -> None:
+        self.pop(buffer, None)
+        self.later.pop(buffer, None)
+
+    def received(self) -> Buffers[T]:
+        """All but the caller's own, buffer 0."""
+        return Buffers({b: x for b, x in self.items() if b}, self.later)
+
+    def all(self) -> dict[int, T]:
+        """Each made."""
+        for buffer in [*self.later]:
+            self[buffer]
+        return dict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """Messages that lie one after the other in one memory, each tensor aligned."""
+
+    places: tuple[tuple[BytesPlace, ...], ...]
+    num_bytes: int
+    peers: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[PeerMessage], group: Sequence[int], form: CallForm) -> Arranged:
+        """Of an exchange's messages, those of a peer together."""
+        num_bytes, places = layout(tuple([m.carried for m in messages]), form)
+        own, parts = dict.fromkeys((m.peer for m in messages), 0), dict.fromkeys(group, 0)
+        for message, tensors in zip(messages, places, strict=True):
+            sizes = [place.num_bytes for place in tensors]
+            own[message.peer] += sum(sizes)
+            parts[message.peer] = parts.get(message.peer, 0) + sum(map(padded, sizes))
+        return cls(places, padded(num_bytes), tuple(own.items()), tuple(parts[rank] for rank in group))
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.peers)
+
+
+class Together(NamedTuple):
+    """Tensors that are made and let go together, in one memory."""
+
+    values: tuple[Value, ...]
+    places: tuple[tuple[BytesPlace, ...], ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Rooms:
+    """Memory that tensors of a phase share."""
+
+    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
+    operands: dict[int, Together] = field(default_factory=dict[int, Together])
+
+
+class Block(NamedTuple):
+    """Memory, uint8 [bytes], with all messages that an exchange sends, or brings."""
+
+    memory: Tensor
+    arranged: Arranged
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeForm:
+    """What of an exchange is the same in every layer, worked out once."""
+
+    sent: Sequence[PeerMessage]
+    brought: Sequence[PeerMessage]
+    is_block: bool
+    packed: tuple[int, ...]
+    out: Arranged
+    back: Arranged
+    together: Sequence[tuple[int, ...]]
+    become: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        exchange: ExchangeStep,
+        sides: tuple[Sequence[PeerMessage], Sequence[PeerMessage]],
+        form: CallForm,
+        sizes: tuple[Sizes, Sizes],
+        *,
+        is_block: bool,
+    ) -> ExchangeForm:
+        """`sides`: messages that leave, and those that arrive; `sizes`: of query and key buffers."""
+        sent, brought = sides
+        row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
+        chosen = [m for m in sent if is_block or _is_packed(m, exchange, form, sizes[1])]
+        if not is_block and len(chosen) < 2:
+            chosen = []
+        numbers = {id(m): number for number, m in enumerate(chosen)}
+        return cls(
+            sent,
+            brought,
+            is_block,
+            tuple([numbers.get(id(m), -1) for m in sent]),
+            Arranged.of(chosen, exchange.group, form),
+            Arranged.of(brought, exchange.group, form),
+            taken_together(exchange, len(brought), wide=form.gradient == form.wide),
+            tuple([m.kind == Kind.OUT_GRAD and _become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
+        )
+
+
+def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, keys: Sizes) -> bool:
+    """Whether a message is written to memory in any case, or must lie beside its peer's others."""
+    if message.peer in exchange.routed_sends:
+        parts = sum(len(shapes(m.carried, form)) for m in exchange.sends if m.peer == message.peer)
+        if parts > 1:
+            return True
+    if message.kind in KEY_SIDE and form.joined and message.packed.direct:
+        run = message.packed.runs[0]
+        if (run.count, run.num_heads) != keys[run.buffer]:  # rows of two tensors, which lie apart
+            return True
+    match message.kind:
+        case Kind.OUT_GRAD:
+            return True
+        case Kind.KV:  # the caller's are two tensors
+            return not message.packed.direct or message.packed.runs[0].buffer == 0
+        case Kind.OUT:
+            return not message.packed.direct or form.dtype != form.wide
+        case _:
+            return not message.packed.direct
+
+
+def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = False) -> list[tuple[int, ...]]:
+    """`arrivals` of the first messages of an exchange: one that sums on the way brings no others.
+
+    `wide`: gradients travel in the type that they are summed in. Then all are added in one call,
+    which takes those of a row in order. In a narrower type the first of a buffer may have to be
+    added to before it is converted.
+    """
+    of_call = [tuple(number for number in numbers if number < num_brought) for numbers in exchange.arrivals]
+    calls = [numbers for numbers in of_call if numbers]
+    if not wide:
+        return calls
+    grads = [numbers for numbers in calls if exchange.receives[numbers[0]].kind in GRADS]
+    others = [numbers for numbers in calls if numbers not in grads]
+    return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
+
+
+def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
+    """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
+    rows, heads = size
+    whole_rows = run.index is None and (run.start, run.count) == (0, rows)
+    return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
+
+
+def _become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
+    """Whether packed rows that came in a message are all of one or of several buffers, none of them
+    the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
+    row, of each tensor.
+    """
+    return len({run.buffer for run in packed.runs}) == len(packed.runs) and all(
+        run.buffer > 0
+        and is_whole(run, packed, sizes[run.buffer])
+        and not any(run.row * packed.num_heads * num_bytes % ALIGN for num_bytes in head_bytes)
+        for run in packed.runs
+    )
+
+
+@lru_cache(maxsize=4096)
+def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
+    del kind  # movers know packed rows by identity: each kind has its own
+    return Packed((RowRun(0, rows, buffer, 0, rows, None, 0, heads, 0),), rows, heads, (None,), direct=True)
+
+
+def whole_of(value: Value, sizes: Mapping[int, tuple[int, int]]) -> Packed:
+    """All rows and heads of a buffer of these (rows, heads): the same object for the same value."""
+    return _whole(value[1], *sizes[value[1]], value[0])
