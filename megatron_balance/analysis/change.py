@@ -24,11 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.analysis.link import (
-    Base,
-    Buffer,
-    Parameter,
-    ParameterTable,
-    Shard,
     Twins,
     WeightTraffic,
     layer_slot,
@@ -39,6 +34,7 @@ from megatron_balance.analysis.link import (
     volume,
 )
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.cost.collectives import all_gather_s, group_of, reduce_scatter_s
 from megatron_balance.cost.modules import head_module, layer_modules
 from megatron_balance.cost.parallel import joined_nodes

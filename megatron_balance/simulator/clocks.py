@@ -13,10 +13,9 @@ from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
 from megatron_balance.simulator.tables import Tables, ZoneTable
-from megatron_balance.simulator.work import ADDED, STORED
+from megatron_balance.simulator.work import ADDED, STORED, all_to_all, ring_collective
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""
@@ -245,9 +244,7 @@ class Clocks:
             return self.carry(transfers, posted, traffic_class)[ranks]
         self.issue(ranks, 1, 0)
         taken = (
-            collective.ring(ranks, float(num_bytes.max()), machine)
-            if ring
-            else collective.exchange(ranks, num_bytes, machine)
+            ring_collective(ranks, float(num_bytes.max()), machine) if ring else all_to_all(ranks, num_bytes, machine)
         )
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)

@@ -23,10 +23,10 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns.base import PointToPoint
 from megatron_balance.patterns.rows import messages_from
-from megatron_balance.simulator import host
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import hosts_behind
 from megatron_balance.simulator.ring import RingClock
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable
 
@@ -47,7 +47,7 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
     if sum(use.crosses for use in ahead.uses) >= 2:
         taken = _taken(ahead.uses, tables.machine)
         outcome = _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken).run()
-    behind = host.behind(ahead.clocks.issued, outcome.end_s)
+    behind = hosts_behind(ahead.clocks.issued, outcome.end_s)
     if not behind.any():
         return outcome
     return _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, MicrobatchBytes
+from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import ZoneClocks
 from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
-from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.max_len import max_len
+from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.compile.proof.structure import verify_step
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError

@@ -35,8 +35,8 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
 from megatron_balance.planning.layers import Layers
+from megatron_balance.simulator.attention import linear_s
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.tables import Tables
 from megatron_balance.solvers.nano_batches import nano_batches
 from megatron_balance.workloads.lengths import Lengths, draw

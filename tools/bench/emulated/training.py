@@ -25,7 +25,7 @@ from megatron.training import training as megatron_training
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import ping_pong as ping_pong_order
 from megatron_balance.compile.pipeline import expand
