@@ -5,7 +5,7 @@ Source: Hydraulis, arXiv 2412.07894, sections 5.2 and 5.3, Appendix B.
 
 - What we implement: bytes by the link (`analysis.link`), of every rank and NIC; exchanges one after
   the other, weights from each stage's first layer on, gradients from its last one on, each begun
-  when the slowest pipeline has left its layers (`analysis.link.slots`).
+  when the slowest pipeline has left its layers (`analysis.link`).
 - Where we differ: B.2 compares one matrix product with the whole of its weights, for the receiver
   alone. Here every link counts, and the time that is left over.
 - What we leave out: fixed seconds of messages, and what exchanges take from kernels beside them.
@@ -74,7 +74,7 @@ class PipelineWork:
 class Change:
     """Pull and push of one strategy, by links alone.
 
-    `pull_s`, `push_s` [slots]: of each exchange (`analysis.link.slots`), the layers' evenly.
+    `pull_s`, `push_s` [slots]: of each exchange (`analysis.link`), the layers' evenly.
     `whole_s`: of all at once. `traffic`: bytes of all ranks.
     """
 

@@ -1,4 +1,18 @@
-"""The table of transfers: intersections of owned shards and held ones, in both directions."""
+"""The link between the base layout and a strategy: which rectangle of which parameter goes from which
+rank to which, in a pull (weights to roles) and in a push (gradients to owners).
+
+Source: Hydraulis, arXiv 2412.07894, section 5.2 and Appendix B.1.
+
+- The paper cuts every parameter into equal slices, as many as the LCM of the number of GPUs and the
+  largest TP. Such a number need not divide a dimension: transfers here are intersections of
+  rectangles, so any degrees go together. Gradients go to their owner at once.
+- What several ranks of a node have alike crosses its NICs once (`Twins`): one hands on what came in a
+  pull, and sums what the others have in a push.
+- Slot 0 of an exchange beside compute has the embedding, the last one what the last stage has alone;
+  between them are as many as the longest stage has layers (`layer_slot`).
+
+Every rank computes its own rows, and those of two ranks agree without a message (docs/adr/0024).
+"""
 
 from __future__ import annotations
 
@@ -307,7 +321,7 @@ class WeightTraffic:
     SHAPE: ClassVar[tuple[int, ...]] = (2, 2, 2)
     table: Ints
     handed_on: bool = False
-    """Whether transfers among ranks of a node follow those between nodes (`nodes`)."""
+    """Whether transfers among ranks of a node follow those between nodes (`Twins`)."""
 
     def described(self, cluster: Cluster) -> dict[str, float]:
         """Bytes of all ranks, and the seconds that links alone take by a data sheet."""

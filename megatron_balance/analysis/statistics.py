@@ -37,7 +37,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     rank is handed to attend with; their outputs go back. In bytes both ways are included. A proxy
     does not count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours
     sharing one) counts all that goes over it, proxies included, and collectives as gloo runs them
-    (`analysis.traffic`).
+    (`traffic`).
 
     Args:
         plan: of one microbatch.

@@ -1,4 +1,4 @@
-"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all
+"""The round engine: the same calls as `simulator.attention`, zone by zone and round by round, all
 ranks of a zone at once.
 
 For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order,
@@ -156,10 +156,7 @@ class _RoundsPhase:
     def _compute(self, table: ZoneTable) -> None:
         """The one launch of each rank of a zone."""
         self.clocks.open(table.ranks, table.waits)
-        seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
-        self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
-        self.clocks.done[table.ranks] += seconds
-        self.clocks.busy[table.ranks] += seconds
+        self._launch(table, 0)
 
     def _remap(self, kinds: tuple[Kind, ...], *, remap_in: bool, hops: bool = False) -> None:
         """One exchange of the remap; `hops`: with the first hops that owners make for holders."""

@@ -45,7 +45,7 @@ from megatron_balance.simulator.step import PHASES, Step
 
 
 @dataclass(frozen=True, slots=True)
-class TickTimes:
+class _TickTimes:
     """Times of a step in ticks.
 
     `end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each
@@ -54,7 +54,7 @@ class TickTimes:
     `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a
     layer included) and of the loss; `done_s` [ranks]: when each rank is through the last tick;
     `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation and optimizer are not
-    in it (`simulator.joint`).
+    in it (`simulate_joint`).
     """
 
     end_s: Floats
@@ -75,7 +75,7 @@ class TickTimes:
 
 def simulate_ticks(
     ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()
-) -> TickTimes:
+) -> _TickTimes:
     """Simulate the ticks of a step.
 
     Args:
@@ -140,7 +140,7 @@ class _TicksRun:
             )
         self.known: dict[tuple[tuple[int | None, ...], bool], _TickPass] = {}
 
-    def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> TickTimes:
+    def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> _TickTimes:
         clock, busy, done = np.zeros((3, self.machine.num_ranks))
         phases = {name: np.zeros(self.machine.num_ranks) for name in (*_PHASES[False], *_PHASES[True], "head")}
         bytes_moved = np.zeros(len(self.machine.capacity()))
@@ -159,7 +159,7 @@ class _TicksRun:
             done = clock
             clock = self._passed_on(one.tick, plans, clock)
             ends.append(float(clock.max()))
-        return TickTimes(np.array(ends), busy, done, phases, bytes_moved)
+        return _TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
     def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _TickPass:
         """The layers of a tick, simulated once for the same microbatches."""
@@ -302,7 +302,7 @@ def _step_bytes(
     return found
 
 
-def _ticks_utilisation(times: TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
+def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
     full = times.bytes_moved / machine.capacity()
     links = 2 * machine.num_ranks
     return {

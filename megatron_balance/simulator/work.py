@@ -28,7 +28,7 @@ ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchSeconds:
+class _LaunchSeconds:
     """Seconds of each launch: `kernel` alone, and `around` it: merging partial outputs, or adding
     up gradients.
     """
@@ -43,7 +43,7 @@ class LaunchSeconds:
 
 def launches(
     pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool, walked: Bools | None = None
-) -> LaunchSeconds:
+) -> _LaunchSeconds:
     """Costs of launches [len(merging)].
 
     `pairs` and `launch` are as in `MachineCost.attend_s`. `merging`: 1 where a forward launch
@@ -54,7 +54,7 @@ def launches(
     pairs, launch = pairs[seen], launch[seen]
     queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
-        return LaunchSeconds(
+        return _LaunchSeconds(
             kernel,
             merging
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
@@ -64,7 +64,7 @@ def launches(
         keys = np.where(walked, 0.0, keys)
     sizes = machine.payload.whole()
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
-    return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
+    return _LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
 
 
 @dataclass(frozen=True, slots=True)

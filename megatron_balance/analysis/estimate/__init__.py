@@ -139,7 +139,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 def _received(
     plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: PricedMachine
 ) -> ReceivedBytes:
-    """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
+    """Bytes of received inputs that ranks hold: as `received_bytes`, from those that one rank of
     each zone receives.
     """
     taken, given = moved
