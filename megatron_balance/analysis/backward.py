@@ -8,31 +8,30 @@ costs memory in every layer and microbatch in flight, replaying costs traffic in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
-from megatron_balance.analysis.received import ReceivedBytes, received_bytes
-from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.analysis.statistics import received_load, tokens_per_rank
+from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array, sums
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Backward
+from megatron_balance.ir.program import Backward, Kind
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
 
 USABLE = 0.9
 """Share of a device's memory that `auto` fills by prediction; the rest is for what is not
 predicted: the device's context, communicators, fragments of the allocator."""
 
 GB = 1e9
-NOT_SHARDED = Sharding()
-NOTHING_AGAIN = Recompute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,18 @@ def _owned(plan: MicrobatchPlan) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """The forwards that a backward computes again.
+
+    `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
+    or the first `num_layers` layers, one by one ("block").
+    """
+
+    what: Literal["nothing", "core_attention", "uniform", "block"] = "nothing"
+    num_layers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """The layers of one pipeline stage, as memory sees them.
 
@@ -71,8 +82,8 @@ class Stage:
     """
 
     num_layers: int
-    sharding: Sharding = NOT_SHARDED
-    recompute: Recompute = NOTHING_AGAIN
+    sharding: Sharding = field(default_factory=Sharding)
+    recompute: Recompute = field(default_factory=Recompute)
     chunks: int = 1
     state_bytes: float | None = None
     in_flight: float | None = None
@@ -311,3 +322,178 @@ def _ways(
         most = max(int(each.tokens.max()) for each in microbatches)
         ways.append((f"at most {int(most * share):,} tokens on a rank, in place of {most:,}", usable))
     return ways
+
+
+class _LayerRun(NamedTuple):
+    """Consecutive layers. `again`: their forward is computed once more in the backward."""
+
+    num_layers: int
+    again: bool
+
+
+def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tuple[_LayerRun, ...]:
+    """Split layers into the runs of full recomputation.
+
+    Without it, or in evaluation, they are one run.
+    """
+    if recompute.what not in ("uniform", "block") or not training:
+        return (_LayerRun(num_layers, again=False),)
+    size = recompute.num_layers
+    if recompute.what == "block":
+        again = min(size, num_layers)
+        rest = (_LayerRun(num_layers - again, again=False),) if again < num_layers else ()
+        return (_LayerRun(1, again=True),) * again + rest
+    return tuple(_LayerRun(min(size, num_layers - first), again=True) for first in range(0, num_layers, size))
+
+
+def attention_runs(recompute: Recompute, num_layers: int, *, training: bool = True) -> tuple[_LayerRun, ...]:
+    """The runs in which attention calls are made: those of `layer_runs`, or every layer for itself
+    where core attention alone is recomputed.
+    """
+    if training and recompute.what == "core_attention":
+        return (_LayerRun(1, again=True),) * num_layers
+    return layer_runs(recompute, num_layers, training=training)
+
+
+class _HeldLayers(NamedTuple):
+    """Layers of a model chunk as memory sees them.
+
+    `numbers` [layers]: a layer keeps what it received if its number is at most the number of layers
+    that shall keep at once. `most`: the largest of the numbers; the layers held at once if all
+    keep. `saved`: layers that save all activations; `inputs`: runs that save their input; `again`:
+    layers of the longest run that is computed again.
+    """
+
+    numbers: tuple[int, ...]
+    most: int
+    saved: int
+    inputs: int
+    again: int
+
+
+def held_layers(recompute: Recompute, num_layers: int) -> _HeldLayers:
+    """Number the layers of a chunk by what keeping costs, the last ones first.
+
+    The last layers hold for the shortest time. A run that is computed again holds what its layers
+    received only while its own backward runs, so all such runs together cost as much as the longest
+    of them, and come before layers that hold from forward to backward.
+    """
+    runs = attention_runs(recompute, num_layers)
+    again = max((run.num_layers for run in runs if run.again), default=0)
+    apart = sum(run.num_layers for run in runs if not run.again)
+    numbers: list[int] = []
+    seen = 0
+    for run in runs:
+        if run.again:
+            numbers += range(run.num_layers, 0, -1)
+        else:
+            numbers += range(again + apart - seen, again + apart - seen - run.num_layers, -1)
+            seen += run.num_layers
+    whole = layer_runs(recompute, num_layers, training=True)
+    return _HeldLayers(
+        tuple(numbers),
+        max(numbers, default=0),
+        sum(run.num_layers for run in whole if not run.again),
+        sum(run.again for run in whole),
+        max((run.num_layers for run in whole if run.again), default=0),
+    )
+
+
+_Counts: TypeAlias = Ints | Floats
+
+
+IN_USE_AND_ARRIVING = 2
+"""Rounds whose keys and values a replayed backward holds at once."""
+
+
+GRADIENT_ROUNDS, GRADIENT_COPIES = 8, 3
+"""Blocks of a ring, and copies of all received keys and values, whose gradients are held at once:
+accumulated, sent and arriving. Fitted to the buffers that the runtime counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBytes:
+    """Bytes by rank, int64 [num_ranks], of one attention call.
+
+    `kept`: of all inputs that the forward received, with their heads: what a layer with policy keep
+    holds until its backward. `replayed`: of those that a layer with policy replay holds at once in
+    its backward. `working`: beside them, of the call while it runs: partial outputs, gradients and
+    messages on their way.
+    """
+
+    kept: Ints
+    replayed: Ints
+    working: Ints
+
+    def __add__(self, other: ReceivedBytes) -> ReceivedBytes:
+        """Of two nano-batches, which are under way at once."""
+        return ReceivedBytes(self.kept + other.kept, self.replayed + other.replayed, self.working + other.working)
+
+
+def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
+    """Received inputs of one layer of a microbatch.
+
+    A remap hands queries, keys and values over before attention and they are used throughout: a
+    replay holds them all, and beside them of every other exchange what is in use and what arrives.
+    `kept` is exact but for the padding of messages. `working` is an estimate: gradients of owned
+    rows, what goes and comes with each query that is attended elsewhere, and the gradients of keys
+    and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
+    that was received.
+    """
+    load, moves = received_load(plan), as_array(plan.moves)
+    given = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
+    taken = sums(moves[:, Move.DST], moves[:, Move.TOKENS], plan.num_ranks)
+    queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
+    own, largest = tokens_per_rank(plan) - given + taken, largest_exchange(plan)
+    loads = Loads(own, queries, keys, outputs, largest, given, taken)
+    return loads.bytes((plan.num_heads, plan.num_kv_heads), Payload.of(model).whole().tolist())
+
+
+class Loads(NamedTuple):
+    """Counts of one attention call, arrays [num_ranks]: tokens that each rank owns; token-heads of
+    queries and of keys that it receives, and of outputs that it sends home; the most token-heads of
+    keys that one exchange brings (`CommPattern.largest_exchange`); tokens that a remap has it attend
+    for others (`given`), and others for it (`taken`).
+    """
+
+    own: _Counts
+    queries: _Counts
+    keys: _Counts
+    outputs: _Counts
+    largest: _Counts
+    given: _Counts
+    taken: _Counts
+
+    def bytes(self, heads: tuple[int, int], row_bytes: Sequence[int]) -> ReceivedBytes:
+        """Bytes of them. `heads`: of queries, and of keys and values; `row_bytes`: of a token and head
+        by kind.
+        """
+        own, queries, keys, outputs, largest, given, taken = self
+        num_heads, num_kv = heads
+        handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
+        kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
+        of_rounds = IN_USE_AND_ARRIVING * largest * row_bytes[Kind.KV]
+        replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
+        served, sent = queries + given * num_heads, outputs + taken * num_heads
+        arriving = np.minimum(GRADIENT_ROUNDS * (largest + given * num_kv), GRADIENT_COPIES * (keys + given * num_kv))
+        working = (
+            own * (num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
+            + (1.5 * served + 2 * sent + own * num_heads * (sent > 0))
+            * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
+            + arriving * row_bytes[Kind.KV_GRAD]
+        )
+        return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
+
+
+def largest_exchange(plan: MicrobatchPlan) -> Ints:
+    """For each rank the most token-heads of keys that one exchange of attention's forward brings it,
+    the remap's apart (`CommPattern.largest_exchange`): int64 [num_ranks].
+    """
+    context = Context.of(plan)
+    most = np.zeros(plan.num_ranks, dtype=np.int64)
+    for zone in plan.zones:
+        pattern = pattern_of(zone)
+        ranks = np.array(pattern.ranks(zone, plan.num_ranks))
+        if len(ranks) > 1:
+            most[ranks] = np.maximum(most[ranks], pattern.largest_exchange(zone, context))
+    return most

@@ -5,7 +5,7 @@ Source: Hydraulis, arXiv 2412.07894, sections 5.2 and 5.3, Appendix B.
 
 - What we implement: bytes by the link (`analysis.link`), of every rank and NIC; exchanges one after
   the other, weights from each stage's first layer on, gradients from its last one on, each begun
-  when the slowest pipeline has left its layers (`analysis.link.slots`).
+  when the slowest pipeline has left its layers (`analysis.link`).
 - Where we differ: B.2 compares one matrix product with the whole of its weights, for the receiver
   alone. Here every link counts, and the time that is left over.
 - What we leave out: fixed seconds of messages, and what exchanges take from kernels beside them.
@@ -24,11 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.analysis.link import (
-    Base,
-    Buffer,
-    Parameter,
-    ParameterTable,
-    Shard,
     Twins,
     WeightTraffic,
     layer_slot,
@@ -39,6 +34,7 @@ from megatron_balance.analysis.link import (
     volume,
 )
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.cost.modules import head_module, layer_modules
 from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes, reduce_scatter_s
 from megatron_balance.ir.arrays import Ints
@@ -77,7 +73,7 @@ class PipelineWork:
 class Change:
     """Pull and push of one strategy, by links alone.
 
-    `pull_s`, `push_s` [slots]: of each exchange (`analysis.link.slots`), the layers' evenly.
+    `pull_s`, `push_s` [slots]: of each exchange (`analysis.link`), the layers' evenly.
     `whole_s`: of all at once. `traffic`: bytes of all ranks.
     """
 

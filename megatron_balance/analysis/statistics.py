@@ -6,19 +6,22 @@ holds every number against the ops of the expanded program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_balance.analysis.inter_node import InterNodeTraffic
-from megatron_balance.analysis.wire import NicOf, Payload
-from megatron_balance.ir.arrays import Ints, as_array, sums
-from megatron_balance.ir.columns import Move
+from megatron_balance.analysis.wire import NicOf, Parcels, Payload, is_collective, piece_bounds, piece_bytes
+from megatron_balance.compile import layouts
+from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.columns import Message, Move, Route
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import by_pattern
-from megatron_balance.patterns.base import Context, Load
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan
+from megatron_balance.ir.program import Exchange, Kind, Program
+from megatron_balance.patterns import by_pattern, pattern_of
+from megatron_balance.patterns.base import Context, Load, ZoneMessages, spared_messages
+from megatron_balance.patterns.sends import messages_from, messages_of
 
 
 def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     rank is handed to attend with; their outputs go back. In bytes both ways are included. A proxy
     does not count as receiving what it passes on. By NIC ([nodes][NICs of a node], neighbours
     sharing one) counts all that goes over it, proxies included, and collectives as gloo runs them
-    (`analysis.traffic`).
+    (`traffic`).
 
     Args:
         plan: of one microbatch.
@@ -52,7 +55,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
         (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
     )
     remap = _Remap(plan, row_bytes)
-    between = InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
+    between = _InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
     kv_between, bytes_between = between.received(payload)
     sent, received, routed = between.nic_bytes(payload)
     linear_tokens = tokens + remap.taken - remap.given
@@ -122,3 +125,228 @@ class _Remap:
             "tokens_moved_inter_node": int(tokens[between].sum()),
             "max_bytes_sent": int((self.taken * inputs + self.given * outputs).max(initial=0)),
         }
+
+
+_REMAP_IN = 0  # the exchange of a remap's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _ExchangeBlock:
+    """Messages of some exchanges: whether they are routed, or carried by a collective, which pads
+    them.
+    """
+
+    rows: Ints
+    routed: bool = False
+    collective: bool = False
+
+
+class _InterNodeTraffic:
+    """Messages between nodes of one plan, zone by zone, with its remap."""
+
+    def __init__(self, plan: MicrobatchPlan, nics: NicOf) -> None:
+        self.plan, self.nics = plan, nics
+        self._nothing = np.empty((0, Message.WIDTH), dtype=np.int64)
+        self._attention, self._remap = [self._nothing], self._nothing
+        self._blocks: list[_ExchangeBlock] = []
+        self._gathers: list[ZoneMessages] = []  # all-gathers that are one collective call each
+        context, remote = Context.of(plan), layouts.remote_in(plan)
+        hops: list[Ints] = []
+        spared: dict[int, Ints] = {}
+        for pattern, zones in by_pattern(plan.zones) if len(remote) else ():
+            first = pattern.first_hops(zones, context, remote)
+            hops.append(messages_of(_REMAP_IN, first.rows))
+            spared |= {int(index): spared_messages(first)[first.zones == index] for index in np.unique(first.zones)}
+        base = 1 if plan.moves else 0
+        for index, zone in enumerate(plan.zones):
+            pattern = pattern_of(zone)
+            self._add(index, base, pattern.messages(zone, context, across=True), spared.get(index, self._nothing))
+            base += pattern.num_exchanges(zone)
+        if plan.moves:
+            self._add_remap(base, np.concatenate([self._nothing, *hops]))
+
+    def _add(self, index: int, base: int, exchanges: Sequence[ZoneMessages], spared: Ints) -> None:
+        """Messages of a zone, whose first exchange is `base`, less those that it is `spared`."""
+        routed = self._is_routed(index)
+        rows = [spared]
+        together = False
+        for messages in exchanges:
+            call = messages.collective != "p2p" and not routed
+            call = call and is_collective(messages.group, self.plan.num_ranks, self.plan.ranks_per_node)
+            if call and messages.collective == "all_gather":
+                self._gathers.append(messages)
+            else:
+                rows.append(messages.each_pair())
+                together = call
+        own = self._across(np.concatenate(rows))
+        if len(own):
+            own[:, Message.EXCHANGE] += base
+            self._blocks.append(_ExchangeBlock(own, routed, together))
+            self._attention.append(own)
+
+    def _add_remap(self, last: int, hops: Ints) -> None:
+        """Inputs and outputs (exchange `last`) of what is remote, and the first hops that owners
+        make.
+        """
+        holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
+        heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
+        moves = [
+            messages_from(_REMAP_IN, owner, holder, Kind.Q, heads, tokens),
+            messages_from(_REMAP_IN, owner, holder, Kind.KV, kv_heads, tokens),
+            messages_from(last, holder, owner, Kind.OUT, heads, tokens),
+        ]
+        self._remap, hops = self._across(np.concatenate(moves)), self._across(hops)
+        self._attention.append(hops)
+        self._blocks.append(_ExchangeBlock(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
+
+    def received(self, payload: Payload) -> tuple[Ints, Ints]:
+        """Tokens of keys and values for attention that come from other nodes, and all bytes: int64
+        [num_ranks] each.
+        """
+        kv_tokens, num_bytes = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
+        row_bytes = payload.whole()
+        attention = np.concatenate(self._attention)
+        keys = attention[attention[:, Message.KIND] == Kind.KV]
+        kv_tokens += sums(keys[:, Message.DST], keys[:, Message.TOKENS], self.plan.num_ranks)
+        for rows in (attention, self._remap):
+            heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+            each = rows[:, Message.TOKENS] * heads * row_bytes[rows[:, Message.KIND]]
+            num_bytes += sums(rows[:, Message.DST], each, self.plan.num_ranks)
+        for gather in self._gathers:
+            ranks, tokens = gather.rows[:, Message.SRC], gather.rows[:, Message.TOKENS]
+            nodes = self.nics.node(ranks)
+            from_others = tokens.sum() - sums(nodes, tokens, self.nics.num_nodes)[nodes]
+            kv_tokens[ranks] += from_others
+            num_bytes[ranks] += from_others * self.plan.num_kv_heads * row_bytes[Kind.KV]
+        return kv_tokens, num_bytes
+
+    def nic_bytes(self, payload: Payload) -> tuple[Ints, Ints, int]:
+        """Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
+        parcels.
+        """
+        sent, received = np.zeros((2, self.nics.num_nodes, self.nics.per_node), dtype=np.int64)
+        for gather in self._gathers:
+            # As gloo runs it: blocks as wide as the widest go round a ring of the ranks.
+            group, largest = np.array(gather.group), gather.rows[[gather.rows[:, Message.TOKENS].argmax()]]
+            num_bytes = (len(group) - 1) * int(payload.parcels(largest).padded.sum())
+            after = np.roll(group, -1)
+            edge = self.nics.node(group) != self.nics.node(after)
+            sent += self.nics.sums(group[edge], np.full(edge.sum(), num_bytes))
+            received += self.nics.sums(after[edge], np.full(edge.sum(), num_bytes))
+        num_routed = 0
+        for block in self._blocks:
+            parcels = payload.parcels(block.rows)
+            routed = self._goes_by_proxies(parcels.tokens, block)
+            num_routed += int(routed.sum())
+            size = np.where(routed, 0, parcels.padded if block.collective else parcels.direct)
+            sent += self.nics.sums(parcels.src, size)
+            received += self.nics.sums(parcels.dst, size)
+            pieces = piece_bytes(parcels.packed[routed], self._num_pieces) if routed.any() else ()
+            for index, piece in enumerate(pieces):
+                place = index % self.nics.per_node
+                sent[:, place] += sums(self.nics.node(parcels.src[routed]), piece, self.nics.num_nodes)
+                received[:, place] += sums(self.nics.node(parcels.dst[routed]), piece, self.nics.num_nodes)
+        return sent, received, num_routed
+
+    @property
+    def _num_pieces(self) -> int:
+        return self.nics.per_node * (self.plan.routing.pieces if self.plan.routing is not None else 1)
+
+    def _goes_by_proxies(self, tokens: Ints, block: _ExchangeBlock) -> Bools:
+        routing = self.plan.routing
+        if not block.routed or routing is None or self.nics.per_node == 1:
+            return np.zeros(len(tokens), dtype=bool)
+        return tokens >= routing.min_tokens
+
+    def _is_routed(self, index: int) -> bool:
+        return self.plan.routing is not None and index in self.plan.routing.zones
+
+    def _across(self, rows: Ints) -> Ints:
+        src, dst = self.nics.node(rows[:, Message.SRC]), self.nics.node(rows[:, Message.DST])
+        across = (src != dst) & (rows[:, Message.TOKENS] != 0)
+        return rows if across.all() else rows[across]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload bytes of one attention call, one layer.
+
+    By rank, int64 [num_ranks]: bytes that it sends and receives inside its node and to or from
+    other nodes, those that it passes on for others included. By NIC, int64 [nodes, NICs of a node]:
+    bytes that it sends and receives.
+    """
+
+    intra_node_sent: Ints
+    intra_node_received: Ints
+    inter_node_sent: Ints
+    inter_node_received: Ints
+    nic_sent: Ints
+    nic_received: Ints
+
+
+def traffic(program: Program, payload: Payload, *, ranks_per_node: int, ranks_per_nic: int = 1) -> Traffic:
+    """Traffic of the forward and, where the program has one, of the backward."""
+    nics = NicOf(program.num_ranks, ranks_per_node, ranks_per_nic)
+    hops = [np.empty((0, 3), dtype=np.int64)]
+    hops += [_hops(op, payload, nics) for op in (*program.forward, *program.backward) if isinstance(op, Exchange)]
+    src, dst, num_bytes = np.concatenate(hops).T
+    across = nics.node(src) != nics.node(dst)
+
+    def by_rank(rank: Ints, inter_node: bool) -> Ints:
+        return sums(rank[across == inter_node], num_bytes[across == inter_node], program.num_ranks)
+
+    return Traffic(
+        intra_node_sent=by_rank(src, False),
+        intra_node_received=by_rank(dst, False),
+        inter_node_sent=by_rank(src, True),
+        inter_node_received=by_rank(dst, True),
+        nic_sent=nics.sums(src[across], num_bytes[across]),
+        nic_received=nics.sums(dst[across], num_bytes[across]),
+    )
+
+
+def _hops(op: Exchange, payload: Payload, nics: NicOf) -> Ints:
+    """Rows (src, dst, bytes) of the transfers that one exchange is carried by."""
+    parcels = payload.parcels(messages_of(op.id, as_array(op.transfers)))
+    if op.collective != "p2p" and is_collective(op.group, nics.num_ranks, nics.ranks_per_node):
+        if op.collective == "all_gather":
+            return _ring_hops(op.group, int(parcels.padded.max()) if len(parcels.padded) else 0)
+        return np.column_stack([parcels.src, parcels.dst, parcels.padded])
+    return np.concatenate([_direct(op, parcels), *_routed(op, parcels)])
+
+
+def _ring_hops(group: tuple[int, ...], block_bytes: int) -> Ints:
+    members = np.array(group)
+    return np.column_stack([members, np.roll(members, -1), np.full(len(members), (len(members) - 1) * block_bytes)])
+
+
+def _direct(op: Exchange, parcels: Parcels) -> Ints:
+    routed = {row[Route.PAIR] for row in op.routes}
+    free = [pair not in routed for pair in zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True)]
+    return np.column_stack([parcels.src, parcels.dst, parcels.direct])[np.array(free, dtype=bool)]
+
+
+def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
+    """The hops of every piece: to its send proxy, across, and from its receive proxy."""
+    packed = dict(
+        zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
+    )
+    counts: dict[tuple[int, ...], int] = {}
+    for row in op.routes:
+        counts[row[Route.PAIR]] = counts.get(row[Route.PAIR], 0) + 1
+    hops_of: list[Ints] = []
+    for src, dst, piece, send_proxy, receive_proxy in op.routes:
+        start, stop = piece_bounds(packed[src, dst], counts[src, dst])[piece]
+        path = (src, send_proxy, receive_proxy, dst)
+        hops = [(a, b, stop - start) for a, b in zip(path, path[1:], strict=False) if a != b]
+        hops_of.append(np.array(hops, dtype=np.int64))
+    return hops_of
+
+
+def linear_tokens(plan: MicrobatchPlan) -> Ints:
+    """Tokens of each rank outside attention [num_ranks]."""
+    tokens = tokens_per_rank(plan)
+    holder, owner, moved = as_array(plan.moves).T
+    for ranks, sign in ((owner, 1), (holder, -1)):
+        np.add.at(tokens, ranks, sign * moved)
+    return tokens

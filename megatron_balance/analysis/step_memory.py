@@ -8,22 +8,29 @@ in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_balance.analysis.backward import (
+    USABLE,
     Decision,
     MicrobatchBytes,
     Stage,
     decide,
+    received_bytes,
     state_bytes,
     step_bytes,
 )
-from megatron_balance.analysis.layer_runs import Recompute
-from megatron_balance.analysis.memory import Sharding
+from megatron_balance.analysis.backward import Recompute as Again
+from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Holding, Recompute, Sharding, rank_memory
+from megatron_balance.cost.modules import num_parameters
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Backward
+from megatron_balance.ir.strategy import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class StepMemory:
     def from_json(cls, body: Mapping[str, Any]) -> StepMemory:
         """The one that `dataclasses.asdict` made a mapping of."""
         stages: list[Mapping[str, Any]] = [
-            {**each, "sharding": Sharding(**each["sharding"]), "recompute": Recompute(**each["recompute"])}
+            {**each, "sharding": Sharding(**each["sharding"]), "recompute": Again(**each["recompute"])}
             for each in body["stages"]
         ]
         return cls(Model(**body["model"]), tuple(Stage(**each) for each in stages), body["asked"])
@@ -81,3 +88,96 @@ def _covers(stage: Stage, other: Stage) -> bool:
         and stage.in_flight >= other.in_flight
         and stage.state_bytes >= other.state_bytes
     )
+
+
+PROBE_TOKENS = 1024
+
+
+PROBE_RANKS = 16
+"""Ranks of a ring from which on a replayed backward holds no more for another one."""
+
+
+def stages_of(
+    model: Model, num_ranks: int, *, recompute: Recompute = "none", pipeline: int = 1, chunks: int = 1, experts: int = 1
+) -> list[Stage]:
+    """The pipeline stages of a step, each over `num_ranks` ranks that share out the optimizer's state.
+
+    `chunks`: model chunks of a stage; `experts`: ranks that share out the experts of a layer.
+    """
+    again = Again("uniform") if recompute == "full" else Again()
+    return [
+        Stage(
+            model.num_layers // pipeline,
+            Sharding(pipeline=pipeline, stage=at, optimizer=num_ranks, experts=experts),
+            again,
+            chunks,
+        )
+        for at in range(pipeline)
+    ]
+
+
+def most_tokens(
+    model: Model, num_ranks: int, memory_bytes: float, stages: Sequence[Stage], num_microbatches: int = 1
+) -> int:
+    """Tokens of each microbatch that a rank of every stage holds within `USABLE` of its memory; less
+    than 1 where the state alone does not fit.
+
+    Every sequence goes round a ring of all ranks, and the backward receives keys and values again
+    (policy replay), as `auto` does where memory is short.
+    """
+    probe = [_probe(model, num_ranks)] * num_microbatches
+    found = [step_bytes(probe, model, stage) for stage in stages]
+    # All but the state grows with the tokens.
+    return min(
+        int(PROBE_TOKENS * (USABLE * memory_bytes - each.state) / (float(each.peak(0).max()) - each.state))
+        for each in found
+    )
+
+
+def _probe(model: Model, num_ranks: int) -> MicrobatchBytes:
+    """Bytes of a microbatch of `PROBE_TOKENS` on each rank, one sequence around a ring of them all."""
+    ranks = min(num_ranks, PROBE_RANKS)
+    plan = MicrobatchPlan(
+        "probe",
+        (PROBE_TOKENS * ranks,),
+        ranks,
+        ranks,
+        model.num_heads,
+        model.num_kv_heads,
+        (Zone("pool", "ring", tuple(range(ranks)), (0,)),),
+    )
+    return MicrobatchBytes(np.full(ranks, PROBE_TOKENS), received_bytes(plan, model))
+
+
+MARGIN = 0.1
+"""Share of a GPU's memory that is left free."""
+
+
+def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float = MARGIN) -> int:
+    """Most tokens of a microbatch that the first and the last stage of a pipeline hold; 0 where the
+    states alone do not fit.
+
+    The optimizer's state is split over all `num_ranks` GPUs; weights and gradients are the stage's.
+    The first stage holds the activations of PP microbatches, the last one those of one and its
+    logits; with context parallelism, keys and values of one round and of the next. C.1 has one
+    vocabulary table, two lie on a pipeline of one stage, and it has no logits.
+    """
+    return max(0, min(_stage_tokens(scheme, model, memory_bytes, num_ranks, margin, at) for at in _ends(scheme)))
+
+
+def _ends(scheme: Scheme) -> set[int]:
+    return {0, scheme.pipeline - 1}
+
+
+def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float, stage: int) -> int:
+    sharding = Sharding(scheme.tensor, scheme.pipeline, stage)
+    holding = Holding("replay", num_microbatches=scheme.pipeline)
+
+    def used(tokens: float) -> float:
+        own = tokens / scheme.context
+        held = rank_memory(model, own, own if scheme.context > 1 else 0.0, sharding, holding)
+        return replace(held, optimizer=OPTIMIZER_BYTES * num_parameters(model) / num_ranks).total
+
+    empty = used(0.0)
+    per_token = (used(float(PROBE_TOKENS)) - empty) / PROBE_TOKENS  # used bytes are linear in tokens
+    return int(((1 - margin) * memory_bytes - empty) / per_token)

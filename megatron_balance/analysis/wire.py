@@ -205,7 +205,7 @@ class Payload:
         def total(each: Ints) -> Ints:
             return np.add.reduceat(each, begin) if len(begin) else each
 
-        padded = total(padded_bytes(values) + padded_bytes(more))
+        padded = total(_padded_bytes(values) + _padded_bytes(more))
         unpadded = last[end]
         first = messages[begin]
         return Parcels(
@@ -215,11 +215,11 @@ class Payload:
             tokens=total(messages[:, Message.TOKENS]),
             direct=total(values + more),
             padded=padded,
-            packed=padded - padded_bytes(unpadded) + unpadded,
+            packed=padded - _padded_bytes(unpadded) + unpadded,
         )
 
 
-def padded_bytes(num_bytes: Ints) -> Ints:
+def _padded_bytes(num_bytes: Ints) -> Ints:
     """`padded` of many sizes."""
     return -(-num_bytes // ALIGN) * ALIGN
 

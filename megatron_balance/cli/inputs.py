@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_balance.analysis.memory import Recompute
-from megatron_balance.analysis.room import stages_of
+from megatron_balance.analysis.step_memory import stages_of
 from megatron_balance.config import (
     DEFAULT_CLUSTER,
     DEFAULT_MODEL,

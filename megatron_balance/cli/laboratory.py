@@ -140,10 +140,9 @@ class Bench:
 
     def memory(self, mode: StepMode) -> StepMemory:
         """The memory of a step around its plans, as it is simulated."""
-        from megatron_balance.simulator.around import Around
-        from megatron_balance.simulator.memory import step_memory
+        from megatron_balance.simulator.setup import StageSetup, step_memory
 
-        found = step_memory(Around(self.machine, self.setup))
+        found = step_memory(StageSetup(self.machine, self.setup))
         return replace(found, asked="replay") if mode.joint else found
 
     def plan(self, choice: PlannerChoice) -> Planned:
@@ -268,7 +267,7 @@ class Bench:
 
     def bound_s_per_step(self) -> list[float]:
         """Seconds of even computation of each step."""
-        from megatron_balance.simulator.bound import bound_s
+        from megatron_balance.simulator.step import bound_s
 
         batches = self.given.batches
         groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]

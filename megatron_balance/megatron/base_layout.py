@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable, Shard
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_balance.analysis.layer_runs import Recompute, held_layers
+from megatron_balance.analysis.backward import Recompute, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
 from megatron_balance.megatron import latent

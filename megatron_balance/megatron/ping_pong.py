@@ -28,7 +28,7 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_balance.analysis.layer_runs import layer_runs
+from megatron_balance.analysis.backward import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags

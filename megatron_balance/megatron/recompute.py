@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.analysis.layer_runs import Recompute
+from megatron_balance.analysis.backward import Recompute
 
 
 def recompute_of(config: Any) -> Recompute:

@@ -28,7 +28,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_balance.analysis.link import Shard, WeightTraffic, held, slots_of
+from megatron_balance.analysis.link import WeightTraffic, slots_of
+from megatron_balance.analysis.shards import Shard, held
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy

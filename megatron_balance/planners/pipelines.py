@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 from megatron_balance.analysis.backward import state_bytes
 from megatron_balance.analysis.change import Change, PipelineWork
-from megatron_balance.analysis.max_len import max_len
-from megatron_balance.analysis.room import stages_of
-from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.analysis.step_memory import StepMemory, max_len, stages_of
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, wide_ranks
 from megatron_balance.cost.perturbed import of_share, on_cluster
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from megatron_balance.analysis.backward import Stage, state_bytes
-from megatron_balance.analysis.room import most_tokens, stages_of
+from megatron_balance.analysis.step_memory import most_tokens, stages_of
 from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from megatron_balance.analysis.max_len import MARGIN, max_len
+from megatron_balance.analysis.step_memory import MARGIN, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import joined_nodes

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.analysis.statistics import linear_tokens
+from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.perturbed import of_model
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.simulator import engine, rounds
-from megatron_balance.simulator.engine import Transport
+from megatron_balance.simulator import rounds
+from megatron_balance.simulator.emulated.sockets import Sockets
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import phase_of, ring_names
+from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, issued_s, phase_of, ring_names
+from megatron_balance.simulator.streams import StreamsPhase
 
 EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
+Transport: TypeAlias = Literal["streams", "sockets"]
 
 SMALL = 16
 """Ranks up to which "auto" takes the event engine (docs/adr/0017)."""
@@ -91,6 +96,26 @@ def check_engine(name: EngineName, machine: Machine) -> None:
         )
 
 
+def play_events(
+    phase: SimulatedPhase, machine: Machine, enter_s: Floats, transport: Transport = "streams", *, trace: bool = False
+) -> Outcome:
+    """Run a phase on the event engine: every stream and every transfer, by the executor's rules (CUDA
+    streams, or gloo's sockets). `enter_s` [num_ranks]: when each rank enters it; `trace`: note what
+    every stream does.
+    """
+    kind = StreamsPhase if transport == "streams" else Sockets
+    outcome = kind(phase, machine, enter_s, trace=trace).run()
+    if not machine.host.is_modelled:
+        return outcome
+    issued = issued_s(phase, machine.host)
+    late = hosts_behind(np.array([max(each, default=0.0) for each in issued]), outcome.end_s)
+    if not late.any():
+        return outcome
+    again = kind(phase, machine, enter_s, trace=trace)
+    again.issued_s = [each if behind else None for each, behind in zip(issued, late.tolist(), strict=True)]
+    return again.run()
+
+
 def events(
     plan: MicrobatchPlan,
     machine: Machine,
@@ -104,7 +129,7 @@ def events(
     ranks = compile_ranks(plan, policy)
     return BothPhases(
         *(
-            engine.play(
+            play_events(
                 phase_of(ranks, machine, backward=backward, sums=transport == "streams", rings=ring_names(plan)),
                 *(machine, enter_s[backward], transport),
                 trace=trace,
@@ -114,13 +139,17 @@ def events(
     )
 
 
-def linear_tokens(plan: MicrobatchPlan) -> Ints:
-    """Tokens of each rank outside attention [num_ranks]."""
-    tokens = tokens_per_rank(plan)
-    holder, owner, moved = as_array(plan.moves).T
-    for ranks, sign in ((owner, 1), (holder, -1)):
-        np.add.at(tokens, ranks, sign * moved)
-    return tokens
+def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan, Machine, float]]:
+    """The layers under each of the model's masks (`Model.mask_shares`): what runs there, on which
+    machine, and their share of the layers.
+    """
+    return [(under(plan, mask), under_mask(machine, mask), share) for mask, share in machine.model.mask_shares]
+
+
+def under_mask(machine: Machine, mask: Mask) -> Machine:
+    """The machine with a model all of whose layers have that mask."""
+    model = replace(machine.model, attention=mask.name, other_attention="", other_layers=0)
+    return machine if model == machine.model else replace(machine, model=model, cost=of_model(machine.cost, model))
 
 
 def coupled(plan: MicrobatchPlan) -> Ints:
@@ -147,3 +176,19 @@ def coupled(plan: MicrobatchPlan) -> Ints:
     for holder, owner, _ in plan.moves:
         join(holder, owner)
     return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)
+
+
+def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
+    """Seconds of one layer's modules outside attention on each rank [R], forward and backward."""
+    counts, place = np.unique(linear_tokens(plan), return_inverse=True)
+    forward, backward = (
+        np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True)
+    )
+    return forward * machine.slow(), backward * machine.slow()
+
+
+def in_step(seconds: Floats, group: Ints) -> Floats:
+    """The largest of each group's seconds, on all its ranks (`coupled`)."""
+    most = np.zeros(len(seconds))
+    np.maximum.at(most, group, seconds)
+    return most[group]

@@ -13,10 +13,9 @@ from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
 from megatron_balance.simulator.tables import Tables, ZoneTable
-from megatron_balance.simulator.work import ADDED, STORED
+from megatron_balance.simulator.work import ADDED, STORED, all_to_all, ring_collective
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""
@@ -26,7 +25,7 @@ INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
 
 
 @dataclass(slots=True)
-class Transfers:
+class _Transfers:
     """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
 
     src: Ints
@@ -44,7 +43,7 @@ class Clocks:
     launch waits for comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each
     NIC, out and in, that is free for what comes next; `nic_bytes`: what has gone over it since that
     was set. `issued`: seconds that each host has spent issuing, which its device waits for where the
-    host is `behind` (`simulator.host`).
+    host is `behind` (`simulator.phase.hosts_behind`).
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Clocks:
         """Seconds of packing, elementwise; nothing takes none."""
         return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
 
-    def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
+    def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
         free; when each rank has all it receives.
         """
@@ -171,7 +170,7 @@ class Clocks:
         """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
-        sent = Transfers(
+        sent = _Transfers(
             parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed
         )
         ranks = np.arange(self.machine.num_ranks)
@@ -199,7 +198,7 @@ class Clocks:
         self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
 
-    def _calls(self, transfers: Transfers) -> tuple[Ints, Ints]:
+    def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
         """Group calls of each rank, and their messages: one call for the transfers inside its node,
         one for those between nodes, and two more legs of those that are routed, in a piece for each
         NIC; what it passes on for others left out.
@@ -239,15 +238,13 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]
         self.issue(ranks, 1, 0)
         taken = (
-            collective.ring(ranks, float(num_bytes.max()), machine)
-            if ring
-            else collective.exchange(ranks, num_bytes, machine)
+            ring_collective(ranks, float(num_bytes.max()), machine) if ring else all_to_all(ranks, num_bytes, machine)
         )
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)

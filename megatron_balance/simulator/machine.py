@@ -25,7 +25,7 @@ class Machine:
     """A cluster that runs a model at the prices of `cost`, which need not be those of the planner.
 
     `slowdown`: by how much each rank computes slower than the others; empty: not at all. `host`: what
-    hosts take to issue work, where that is simulated (`simulator.host`); a cost model has the prices.
+    hosts take to issue work, where that is simulated (`hosts_behind`); a cost model has the prices.
     A transfer inside a node takes the sender's link out and the receiver's link in; one between nodes
     takes a NIC out and a NIC in. Every one of them is shared fairly.
     """

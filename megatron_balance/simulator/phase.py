@@ -6,8 +6,10 @@ Steps and streams are those of `compile.order`, which the executor follows; byte
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -26,17 +28,15 @@ from megatron_balance.compile.order import (
 )
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.transpose import places
-from megatron_balance.cost.base import ADD, Floats, Ints
+from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Host, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.simulator import collective
-from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import ADDED, STORED, launches
+from megatron_balance.simulator.work import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 
 Place: TypeAlias = tuple[int, int, Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
@@ -78,8 +78,8 @@ class GroupExchange:
     def taken(self, machine: Machine) -> Taken:
         """Seconds and bytes of one call of NCCL."""
         if self.collective in ("all_gather", "reduce_scatter"):
-            return collective.ring(np.array(self.ranks), float(self.num_bytes.max(initial=0)), machine)
-        return collective.exchange(np.array(self.ranks), self.num_bytes, machine)
+            return ring_collective(np.array(self.ranks), float(self.num_bytes.max(initial=0)), machine)
+        return all_to_all(np.array(self.ranks), self.num_bytes, machine)
 
 
 @dataclass(slots=True)
@@ -367,3 +367,39 @@ def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     return GroupExchange(
         op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes
     )
+
+
+def issued_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:
+    """Seconds from when a host begins the phase until each step is issued, by rank and step.
+
+    A start issues a group call for each of its legs on the rank, and packs before if there is
+    anything to pack; an end unpacks.
+    """
+    places = {place for flow in phase.flows for place in flow.places}
+    calls = Counter((rank, exchange) for rank, exchange, _, _ in places)
+    messages = Counter((rank, flow.exchange) for flow in phase.flows for rank in (flow.a, flow.b))
+    for group in phase.collectives:
+        calls.update((rank, group.exchange) for rank in group.ranks)
+
+    def step_s(rank: int, step: Step, exchange: int, seconds: float) -> float:
+        match step:
+            case RunLaunches():
+                return host.issue_s(0, LAUNCHES_OF_RUN)
+            case Start():
+                return host.issue_s(calls[rank, exchange], seconds > 0, messages[rank, exchange])
+            case Finish():
+                return host.issue_s(0, seconds > 0)
+
+    return [
+        list(accumulate(step_s(rank, *each) for each in zip(*columns, strict=True)))
+        for rank, columns in enumerate(zip(phase.steps, phase.exchanges, phase.seconds, strict=True))
+    ]
+
+
+def hosts_behind(total_s: Floats, end_s: Floats) -> Floats:
+    """Mark hosts that take longer for a layer than it takes without them: 1, the others 0.
+
+    `total_s`: to issue it, by rank; `end_s`: when ranks are done with it. Ranks go through layers in
+    step, at the pace of the slowest.
+    """
+    return (total_s > end_s.max(initial=0.0)).astype(np.float64)

@@ -28,13 +28,19 @@ from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import PointToPoint
-from megatron_balance.simulator import engine, host
-from megatron_balance.simulator.attention import SMALL, EngineName, check_engine, linear_tokens
+from megatron_balance.simulator.attention import (
+    SMALL,
+    BothPhases,
+    EngineName,
+    Transport,
+    check_engine,
+    linear_s,
+    play_events,
+)
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
-from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
+from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, phase_of, ring_names
 from megatron_balance.simulator.rounds import stages, turned
 from megatron_balance.simulator.tables import Tables, ZoneTable
 
@@ -58,20 +64,13 @@ class PingPongMode:
     transport: Transport = "streams"
 
 
-class Passes(NamedTuple):
-    """The forward and the backward through all layers."""
-
-    forward: Outcome
-    backward: Outcome
-
-
 def layers(
     nano_batches: Sequence[MicrobatchPlan],
     machine: Machine,
     num_layers: int,
     mode: PingPongMode = PingPongMode(),
     experts: Sequence[tuple[Floats | float, Floats | float]] = ((0.0, 0.0),) * ping_pong.NUM_NANO_BATCHES,
-) -> Passes:
+) -> BothPhases:
     """Run both nano-batches through layers, all ranks entering at once.
 
     Args:
@@ -113,16 +112,7 @@ def layers(
             continue
         less, more = (simulated.run(n, backward=backward) for n in (SIMULATED - 1, SIMULATED))
         outcomes.append(_extended(less, more, num_layers - SIMULATED))
-    return Passes(*outcomes)
-
-
-def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
-    """Seconds of one layer's modules outside attention on each rank [R], forward and backward."""
-    counts, place = np.unique(linear_tokens(plan), return_inverse=True)
-    forward, backward = (
-        np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True)
-    )
-    return forward * machine.slow(), backward * machine.slow()
+    return BothPhases(*outcomes)
 
 
 def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
@@ -188,7 +178,7 @@ class _PingPongEvents:
                 phase = own.phases[backward]
                 joint.flows += [replace(flow, exchange=first + flow.exchange) for flow in phase.flows]
                 joint.collectives += [replace(each, exchange=first + each.exchange) for each in phase.collectives]
-        return engine.play(joint, self.machine, np.zeros(ranks), self.mode.transport)
+        return play_events(joint, self.machine, np.zeros(ranks), self.mode.transport)
 
     def _append(
         self, joint: SimulatedPhase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool
@@ -253,7 +243,7 @@ class _Rounds:
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         outcome, issued = self._run(num_layers, None, backward=backward)
-        behind = host.behind(issued, outcome.end_s)
+        behind = hosts_behind(issued, outcome.end_s)
         return self._run(num_layers, behind, backward=backward)[0] if behind.any() else outcome
 
     def _run(self, num_layers: int, behind: Floats | None, *, backward: bool) -> tuple[Outcome, Floats]:

@@ -86,9 +86,8 @@ class PipelineClocks:
 
     @property
     def bubble_share(self) -> float:
-        """Idle time over work, of all stages: waiting for neighbours, transfers, and the end.
-
-        With passes that are all alike it is what the function of this name says.
+        """Idle time over work, of all stages: waiting for neighbours, transfers, and the end. Where
+        all passes are alike: (p - 1) / (v m) (Narayanan et al., section 2.2).
         """
         work_s = float(np.sum(self.busy_s))
         return self.total_s * sum(map(len, self.busy_s)) / work_s - 1 if work_s else 0.0
@@ -152,10 +151,3 @@ def _ready(
         return done.get((False, last, step.microbatch))
     before = done.get((step.backward, place + 1 if step.backward else place - 1, step.microbatch))
     return None if before is None else before + transfer_s
-
-
-def bubble_share(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
-    """Idle time of a stage over its work, when all passes are alike: (p - 1) / (v m) (Narayanan et
-    al., section 2.2).
-    """
-    return (num_stages - 1) / (num_chunks * num_microbatches)

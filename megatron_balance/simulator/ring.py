@@ -14,7 +14,7 @@ from megatron_balance.simulator.tables import Hops, ZoneTable
 
 
 @dataclass(slots=True)
-class Turn:
+class _Turn:
     """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each
     hop (nan: none), and its link [G].
 
@@ -89,7 +89,7 @@ class RingClock:
             self.done = np.maximum(self.done, self.behind * self.issued)
             self.ready = np.maximum(self.ready, self.behind * self.issued)
 
-    def _issue_round(self, turn: Turn, at: int) -> None:
+    def _issue_round(self, turn: _Turn, at: int) -> None:
         """Issue a round's transfers: those of a rank that go by one link are one call; routed ones
         are a piece for each NIC.
         """
@@ -103,7 +103,7 @@ class RingClock:
             np.add.at(num_messages, end, np.where(legs[sender] > 0, self.machine.nics.per_node, 1))
         self._issue(calls.sum(axis=0), 0, num_messages)
 
-    def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[Turn, Floats]:
+    def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[_Turn, Floats]:
         """Transfers of all rounds, and their bytes [rounds, G].
 
         `tokens` [rounds, G]: what each place sends to the one `step` further.
@@ -140,12 +140,12 @@ class RingClock:
             inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
             legs = inside, alpha + clocks.call_s + between, inside.copy()
         self._count(num_bytes, routed, uses, (node_out, node_in), step)
-        turn = Turn(seconds, step, cross.astype(np.int64), legs)
+        turn = _Turn(seconds, step, cross.astype(np.int64), legs)
         if legs is not None:
             self._relay(turn, legs, node_out, node_in)
         return turn, num_bytes
 
-    def _relay(self, turn: Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
+    def _relay(self, turn: _Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
         """The ranks of both nodes pass on what is routed, and are kept busy by it too."""
         dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
         for row in range(len(dispatch)):
@@ -171,7 +171,7 @@ class RingClock:
         clocks.bytes_moved += load
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
-    def _carry(self, turn: Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
+    def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of a round; when each rank has what it receives (-inf: it receives
         nothing).
         """
@@ -192,7 +192,7 @@ class RingClock:
         arrived[there[moving]] = free[turn.link[moving], there[moving]]
         return arrived
 
-    def _by_proxies(self, turn: Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
+    def _by_proxies(self, turn: _Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
         """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
         the next one of the round before.
         """
@@ -209,7 +209,7 @@ class RingClock:
         free[INTER, hop], free[INTER, there] = between, between
         arrived[there] = last
 
-    def _launch(self, seconds: Floats, *beside: tuple[Turn, int]) -> None:
+    def _launch(self, seconds: Floats, *beside: tuple[_Turn, int]) -> None:
         """Run launches, slowed by the transfers of the turns and rounds `beside` them."""
         self._issue(0, LAUNCHES_OF_RUN * (seconds > 0))
         took = seconds
@@ -265,7 +265,7 @@ class RingClock:
         added_s *= self.slow
         self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
         arrived, returned = np.full((2, self.size), -np.inf)
-        again: Turn | None = None
+        again: _Turn | None = None
         posted = self.ready
         if replay:
             again, copied = self._turn(self._blocks(self.hops.backward, -self.lanes), Kind.KV, -self.lanes)
@@ -301,7 +301,7 @@ class RingClock:
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return self.hops.forward[(place - self.lanes * rounds) % self.size, rounds]
 
-    def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
+    def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
         """Keys and gradients leave by the same link at the same time: each has half of it while the
         other needs it.
         """

@@ -1,4 +1,4 @@
-"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all
+"""The round engine: the same calls as `simulator.attention`, zone by zone and round by round, all
 ranks of a zone at once.
 
 For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order,
@@ -23,10 +23,10 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns.base import PointToPoint
 from megatron_balance.patterns.sends import messages_from
-from megatron_balance.simulator import host
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import hosts_behind
 from megatron_balance.simulator.ring import RingClock
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable
 
@@ -47,7 +47,7 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
     if sum(use.crosses for use in ahead.uses) >= 2:
         taken = _taken(ahead.uses, tables.machine)
         outcome = _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken).run()
-    behind = host.behind(ahead.clocks.issued, outcome.end_s)
+    behind = hosts_behind(ahead.clocks.issued, outcome.end_s)
     if not behind.any():
         return outcome
     return _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
@@ -156,10 +156,7 @@ class _RoundsPhase:
     def _compute(self, table: ZoneTable) -> None:
         """The one launch of each rank of a zone."""
         self.clocks.open(table.ranks, table.waits)
-        seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
-        self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
-        self.clocks.done[table.ranks] += seconds
-        self.clocks.busy[table.ranks] += seconds
+        self._launch(table, 0)
 
     def _remap(self, kinds: tuple[Kind, ...], *, remap_in: bool, hops: bool = False) -> None:
         """One exchange of the remap; `hops`: with the first hops that owners make for holders."""

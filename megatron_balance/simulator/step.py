@@ -11,26 +11,35 @@ the gradients are synchronised. A microbatch given as two plans runs as two nano
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision
+from megatron_balance.analysis.backward import Decision, decide
+from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
-from megatron_balance.simulator import memory, ping_pong, pipeline
-from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import BothPhases, attention_call, coupled, linear_tokens, mean_call
+from megatron_balance.ir.step import Lengths
+from megatron_balance.simulator import ping_pong, pipeline
+from megatron_balance.simulator.attention import (
+    BothPhases,
+    attention_call,
+    by_mask,
+    coupled,
+    in_step,
+    linear_s,
+    mean_call,
+    under_mask,
+)
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.experts import added_s
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.masks import by_mask
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
-from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
+from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 
 PHASES = (
     "forward_linear",
@@ -98,7 +107,7 @@ def simulate_step(
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
-    return _StepRun(plans, machine, setup, Around(sharing or machine, setup)).step()
+    return _StepRun(plans, machine, setup, StageSetup(sharing or machine, setup)).step()
 
 
 class Played(NamedTuple):
@@ -126,108 +135,76 @@ class PlayedStep(NamedTuple):
 
 def play_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> PlayedStep:
     """The passes of `simulate_step`, one by one. Errors as there."""
-    run = _StepRun(plans, machine, setup, Around(machine, setup))
+    run = _StepRun(plans, machine, setup, StageSetup(machine, setup))
     passes: list[Played] = []
     done_s = run.clocks(passes).total_s
     num_layers = run.layers_per_chunk * setup.interleave
-    sync_s = run.around.sync_s(num_layers, float(run.layers[-1].backward_s.max()))
-    return PlayedStep(passes, run.layers_per_chunk, done_s, sync_s, run.around.optimizer_s())
+    sync_s = run.stage.sync_s(num_layers, float(run.layers[-1].backward_s.max()))
+    return PlayedStep(passes, run.layers_per_chunk, done_s, sync_s, run.stage.optimizer_s())
 
 
 class _StepRun:
-    def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup, around: Around) -> None:
-        self.plans, self.machine, self.setup, self.around = plans, machine, setup, around
-        self.chunks = setup.pipeline * setup.interleave
-        self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
-        if rest:
-            raise ConfigError(
-                f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline "
-                "chunks"
-            )
+    def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup, stage: StageSetup) -> None:
+        self.plans, self.machine, self.setup, self.stage = plans, machine, setup, stage
+        self.layers_per_chunk = stage.layers_per_chunk()
         for plan in (plan for microbatch in plans for plan in parts_of(microbatch)):
             machine.check(plan)
-        self.stages = memory.predicted(plans, self.around)
-        self.decision = memory.decide(self.stages, setup.policy, machine.cluster.memory_bytes)
-        self.shares = _shares(self.decision)
+        self.stages = stage.step_bytes(plans)
+        self.decision = decide(self.stages, setup.policy, machine.cluster.memory_bytes)
+        keeping = self.decision.keeping / max(1, self.decision.layers)
+        shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
+        self.shares: list[tuple[Policy, float]] = [each for each in shares if each[1]]
         known: dict[tuple[str, ...], _LayerSeconds] = {}
         self.layers: list[_LayerSeconds] = []
         for microbatch in plans:
             name = tuple(plan.fingerprint() for plan in parts_of(microbatch))
             if name not in known:
-                known[name] = self._ping_pong(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
+                known[name] = self._layer(microbatch)
             self.layers.append(known[name])
 
-    def _layer(self, plan: MicrobatchPlan) -> _LayerSeconds:
-        machine, setup, cost = self.machine, self.setup, self.machine.cost
-        tokens, slow = linear_tokens(plan), machine.slow()
-        counts, place = np.unique(tokens, return_inverse=True)
-        experts = added_s(plan, self.around)
-
-        def of_tokens(seconds: list[float]) -> Floats:
-            return np.array(seconds)[place] * slow
-
-        forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts.forward_s
-        backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts.backward_s
-        heads = tuple(of_tokens([cost.head_s(n, backward=b) for n in counts.tolist()]) for b in (False, True))
-        calls = [
-            (
-                mean_call(
-                    [
-                        (attention_call(own, on, policy, (forward, backward), setup.engine, setup.transport), share)
-                        for policy, share in self.shares
-                    ]
-                ),
-                part,
-            )
-            for own, on, part in by_mask(plan, machine)
-        ]
-        call, group = mean_call(calls), coupled(plan)
-        forward_s, backward_s = _layers_s(calls, group)
-        if setup.recompute == "full":
-            backward_s = backward_s + forward_s
-        return _LayerSeconds(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
-
-    def _ping_pong(self, plans: Sequence[MicrobatchPlan]) -> _LayerSeconds:
-        """The mean layer of a pipeline chunk of a microbatch in nano-batches, filling and draining
-        included.
+    def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
+        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
+        draining included.
         """
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
-        experts = [added_s(plan, self.around) for plan in plans]
-        mode = ping_pong.PingPongMode("keep", setup.interleaved, engine=setup.engine, transport=setup.transport)
-        calls = [
-            (
-                mean_call(
-                    [
-                        (
-                            BothPhases(*ping_pong.layers(own, on, num_layers, replace(mode, policy=policy), experts)),
-                            share,
-                        )
-                        for policy, share in self.shares
-                    ]
-                ),
-                part,
-            )
-            for own, on, part in _nano_batches_by_mask(plans, machine)
-        ]
-        passes = mean_call(calls)
-        linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
+        plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
+        experts = [added_s(plan, self.stage) for plan in plans]
+        linear = np.sum([linear_s(plan, machine) for plan in plans], axis=0) + np.sum(experts, axis=0)  # [2, ranks]
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
+
+        def run(own: Sequence[MicrobatchPlan], on: Machine, policy: Policy) -> BothPhases:
+            if not in_turns:
+                return attention_call(own[0], on, policy, (linear[0], linear[1]), setup.engine, setup.transport)
+            mode = ping_pong.PingPongMode(policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
+            return ping_pong.layers(own, on, num_layers, mode, experts)
+
+        calls: list[tuple[BothPhases, float]] = []
+        # Layers of one mask are taken as if they followed one another.
+        for alike in zip(*(by_mask(plan, machine) for plan in plans), strict=True):
+            (_, on, part), own = alike[0], [plan for plan, _, _ in alike]
+            calls.append((mean_call([(run(own, on, policy), share) for policy, share in self.shares]), part))
+        call = mean_call(calls)
+        groups = np.array([coupled(plan) for plan in plans])
+        group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
+        times = num_layers if in_turns else 1
+        forward_s, backward_s = (
+            np.sum([part * in_step(each[backward].end_s, group) for each, part in calls], axis=0) / times
+            for backward in (False, True)
+        )
+        if setup.recompute == "full":
+            backward_s = backward_s + forward_s
+        if in_turns:
+            call = BothPhases(
+                *(
+                    Outcome(outcome.end_s, outcome.compute_s / times - own, outcome.bytes_moved / times)
+                    for own, outcome in zip(linear, call, strict=True)
+                )
+            )
         heads = tuple(
             np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
             for b in (False, True)
         )
-        groups = np.array([coupled(plan) for plan in plans])
-        group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
-        forward_s, backward_s = (seconds / num_layers for seconds in _layers_s(calls, group))
-        if setup.recompute == "full":
-            backward_s = backward_s + forward_s
-        attention = (
-            Outcome(outcome.end_s, outcome.compute_s / num_layers - linear[b], outcome.bytes_moved / num_layers)
-            for b, outcome in enumerate(passes)
-        )
-        return _LayerSeconds(
-            tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, BothPhases(*attention)
-        )
+        return _LayerSeconds(tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, call)
 
     def step(self) -> Step:
         clocks = self.clocks()
@@ -237,14 +214,14 @@ class _StepRun:
         phases = self._phases(last, rank)
         phases["waiting"] = max(0.0, float(stages[last][rank]) - sum(phases.values()))
         num_layers = self.layers_per_chunk * self.setup.interleave
-        phases["gradient_sync"] = self.around.sync_s(num_layers, float(self.layers[-1].backward_s.max()))
-        phases["optimizer"] = self.around.optimizer_s()
+        phases["gradient_sync"] = self.stage.sync_s(num_layers, float(self.layers[-1].backward_s.max()))
+        phases["optimizer"] = self.stage.optimizer_s()
         step_s = sum(phases.values())
         return Step(
             step_s,
             sum(plan.num_tokens for each in self.plans for plan in parts_of(each)),
             phases,
-            memory.peaks(self.stages, self.decision.keeping),
+            peaks(self.stages, self.decision.keeping),
             self._utilisation(step_s),
             self.decision,
             clocks.bubble_share,
@@ -261,7 +238,7 @@ class _StepRun:
             layer_s = layer.backward_s if step.backward else layer.forward_s
             has_head = (stage, step.chunk) == (last_stage, last_chunk)
             head_s = layer.head_s[step.backward] * has_head
-            begin_s = _together(ready, layer.group)
+            begin_s = in_step(ready, layer.group)
             if passes is not None:
                 again_s = layer.forward_s * (step.backward and setup.recompute == "full")
                 passes.append(Played(stage, step, begin_s, layer_s, again_s, head_s))
@@ -315,36 +292,29 @@ class _StepRun:
         }
 
 
-def _layers_s(calls: Sequence[tuple[BothPhases, float]], group: Ints) -> tuple[Floats, Floats]:
-    """Seconds of the mean layer, forward and backward, where the ranks of a group go through layers of
-    each mask in step; each call with its share of the layers.
+def bound_s(lengths: Lengths, machine: Machine, setup: Setup = PLAIN) -> float:
+    """Seconds of a step's forward and backward: even computation over all ranks and pipeline stages.
+
+    Args:
+        lengths: of the step's documents in tokens, microbatch by microbatch.
+        machine: of one pipeline stage's ranks.
+        setup: `pipeline` and `recompute` count; what surrounds layers and head (optimizer,
+            synchronisation, experts' exchange, bubbles) does not.
     """
-
-    def seconds(backward: bool) -> Floats:
-        return np.sum([part * _together(call[backward].end_s, group) for call, part in calls], axis=0)
-
-    return seconds(False), seconds(True)
+    return sum(_bound_of_microbatch(each, machine, setup) for each in lengths) / setup.pipeline
 
 
-def _nano_batches_by_mask(
-    plans: Sequence[MicrobatchPlan], machine: Machine
-) -> list[tuple[list[MicrobatchPlan], Machine, float]]:
-    """The nano-batches under each mask of the model's layers, as if layers of one mask followed one
-    another.
-    """
-    found = [by_mask(plan, machine) for plan in plans]
-    return [([each.plan for each in alike], alike[0].machine, alike[0].share) for alike in zip(*found, strict=True)]
-
-
-def _shares(decision: Decision) -> list[tuple[Policy, float]]:
-    """The policies, each with the share of layers that it has."""
-    keeping = decision.keeping / max(1, decision.layers)
-    shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
-    return [(policy, share) for policy, share in shares if share]
-
-
-def _together(seconds: Floats, group: Ints) -> Floats:
-    """The largest of each group's seconds, on all its ranks."""
-    most = np.zeros(len(seconds))
-    np.maximum.at(most, group, seconds)
-    return most[group]
+def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup) -> float:
+    cost, model, ranks = machine.cost, machine.model, machine.num_ranks
+    costs = [(under_mask(machine, mask).cost, share) for mask, share in model.mask_shares]
+    pairs = np.zeros((len(lengths), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = lengths
+    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
+    tokens, launch = sum(lengths) / ranks, np.zeros(len(lengths), dtype=np.int64)
+    forward, backward = (
+        sum(share * float(each.attend_s(pairs, launch, 1, backward=b)[0]) for each, share in costs) / ranks
+        + cost.layer_s(tokens, backward=b)
+        for b in (False, True)
+    )
+    again = forward if setup.recompute == "full" else 0.0
+    return model.num_layers * (forward + backward + again) + cost.head_s(tokens) + cost.head_s(tokens, backward=True)

@@ -10,10 +10,19 @@ next stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis.backward import (
+    MicrobatchBytes,
+    ReceivedBytes,
+    StepBytes,
+    decide,
+    microbatch_bytes,
+    step_bytes,
+)
+from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
@@ -21,15 +30,22 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Tick, TickPlan
 from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
-from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
-from megatron_balance.simulator.experts import added_s
+from megatron_balance.simulator.attention import attention_call, coupled, in_step, linear_s
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.setup import PLAIN, Setup
+from megatron_balance.simulator.setup import (
+    PLAIN,
+    Microbatch,
+    Setup,
+    StageSetup,
+    added_s,
+    parts_of,
+    peaks,
+)
+from megatron_balance.simulator.step import PHASES, Step
 
 
 @dataclass(frozen=True, slots=True)
-class TickTimes:
+class _TickTimes:
     """Times of a step in ticks.
 
     `end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each
@@ -38,7 +54,7 @@ class TickTimes:
     `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a
     layer included) and of the loss; `done_s` [ranks]: when each rank is through the last tick;
     `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation and optimizer are not
-    in it (`simulator.joint`).
+    in it (`simulate_joint`).
     """
 
     end_s: Floats
@@ -59,7 +75,7 @@ class TickTimes:
 
 def simulate_ticks(
     ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()
-) -> TickTimes:
+) -> _TickTimes:
     """Simulate the ticks of a step.
 
     Args:
@@ -124,7 +140,7 @@ class _TicksRun:
             )
         self.known: dict[tuple[tuple[int | None, ...], bool], _TickPass] = {}
 
-    def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> TickTimes:
+    def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> _TickTimes:
         clock, busy, done = np.zeros((3, self.machine.num_ranks))
         phases = {name: np.zeros(self.machine.num_ranks) for name in (*_PHASES[False], *_PHASES[True], "head")}
         bytes_moved = np.zeros(len(self.machine.capacity()))
@@ -133,7 +149,7 @@ class _TicksRun:
             plans = [each.plan for each in (one, *second[number : number + 1])]
             layers = self._layers(one.tick, plans)
             head = self._head(one.tick, plans)
-            clock = _together(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
+            clock = _in_step(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
             busy += layers.compute_s + head
             bytes_moved += layers.bytes_moved
             for name, seconds in zip(
@@ -143,7 +159,7 @@ class _TicksRun:
             done = clock
             clock = self._passed_on(one.tick, plans, clock)
             ends.append(float(clock.max()))
-        return TickTimes(np.array(ends), busy, done, phases, bytes_moved)
+        return _TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
     def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _TickPass:
         """The layers of a tick, simulated once for the same microbatches."""
@@ -160,19 +176,19 @@ class _TicksRun:
         """Forward and backward."""
         setup, groups = self.setup, [coupled(plan) for plan in plans]
         # those that share experts are ranks of one stage
-        experts = [added_s(plan, Around(self.machine, self.setup), self.size) for plan in plans]
-        linear = np.sum([ping_pong.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
+        experts = [added_s(plan, StageSetup(self.machine, self.setup), self.size) for plan in plans]
+        linear = np.sum([linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts, axis=0)
         if len(plans) > 1:
             mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
             passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts)
             return [
-                _TickPass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
+                _TickPass(_in_step(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
                 for o, own in zip(passes, linear, strict=True)
             ]
         call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
             _TickPass(
-                *(self.layers * each for each in (_together(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
+                *(self.layers * each for each in (_in_step(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
             )
             for o, own in zip(call, linear, strict=True)
         ]
@@ -202,10 +218,95 @@ class _TicksRun:
         return after.ravel()
 
 
-def _together(seconds: Floats, groups: Sequence[Ints]) -> Floats:
-    """The largest seconds of all that a rank exchanges anything with, on all of them."""
+def _in_step(seconds: Floats, groups: Sequence[Ints]) -> Floats:
+    """The largest seconds of all that a rank exchanges anything with in any nano-batch."""
     for group in groups:
-        most = np.zeros(len(seconds))
-        np.maximum.at(most, group, seconds)
-        seconds = most[group]
+        seconds = in_step(seconds, group)
     return seconds
+
+
+def simulate_joint(
+    ticks: Sequence[Sequence[TickPlan]],
+    microbatches: Sequence[Microbatch],
+    stage: Machine,
+    machine: Machine,
+    setup: Setup,
+) -> Step:
+    """Simulate the step of these ticks.
+
+    Args:
+        ticks: of the step; of each nano-batch, if microbatches run as two.
+        microbatches: where their tokens are owned, over the ranks of a stage.
+        stage: the machine of one stage's ranks.
+        machine: that of all stages' ranks.
+        setup: as for `simulate_ticks`; the policy is `replay`.
+
+    Raises:
+        ConfigError: what `simulate_ticks` refuses.
+    """
+    first, *second = ticks
+    times = simulate_ticks(first, machine, setup, *second)
+    rank = int(times.done_s.argmax())
+    phases = dict.fromkeys(PHASES, 0.0) | {name: float(seconds[rank]) for name, seconds in times.phases_s.items()}
+    phases["waiting"] = max(0.0, times.step_s - sum(phases.values()))
+    stage_setup = StageSetup(stage, setup)
+    chunk = stage_setup.layers_per_chunk()
+    last_s = float(np.diff(times.end_s, prepend=0.0)[-1]) / chunk
+    phases["gradient_sync"], phases["optimizer"] = (
+        stage_setup.sync_s(chunk * setup.interleave, last_s),
+        stage_setup.optimizer_s(),
+    )
+    step_s = sum(phases.values())
+    held = _step_bytes(ticks, microbatches, stage_setup)
+    return Step(
+        step_s,
+        sum(plan.num_tokens for each in microbatches for plan in parts_of(each)),
+        phases,
+        peaks(held, 0),
+        _ticks_utilisation(times, machine, step_s),
+        decide(held, "replay", machine.cluster.memory_bytes),
+    )
+
+
+def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
+    """The largest number of passes through model chunks whose activations a stage holds at once."""
+    held = most = 0
+    for each in ticks:
+        if each.tick.cells[stage] is not None:
+            held += -1 if each.tick.backward else 1
+            most = max(most, held)
+    return most
+
+
+def _step_bytes(
+    ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage_setup: StageSetup
+) -> list[StepBytes]:
+    """Predicted bytes of each stage's ranks: the largest microbatch, what ticks bring, and what is
+    in flight.
+    """
+    setup, model = stage_setup.setup, stage_setup.machine.model
+    tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
+    brought = {
+        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model).received
+        for each in zip(*ticks, strict=True)
+    }
+    replayed, working = (
+        np.max([getattr(each, name) for each in brought.values()], axis=0).reshape(setup.pipeline, len(tokens))
+        for name in ("replayed", "working")
+    )
+    found: list[StepBytes] = []
+    for at, stage in enumerate(stage_setup.stages()):
+        received = ReceivedBytes(replayed[at], replayed[at], working[at])  # a tick's plan is replayed, none kept
+        held = replace(stage, in_flight=most_held(ticks[0], at))
+        found.append(step_bytes([MicrobatchBytes(tokens, received)], model, held))
+    return found
+
+
+def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
+    full = times.bytes_moved / machine.capacity()
+    links = 2 * machine.num_ranks
+    return {
+        "compute": float(times.compute_s.mean() / step_s),
+        "link": float(full[:links].mean() / step_s),
+        "nic": float(full[links:].mean() / step_s),
+    }

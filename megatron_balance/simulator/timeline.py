@@ -25,13 +25,11 @@ from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.simulator import memory
-from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import events, linear_tokens
+from megatron_balance.simulator.attention import events, linear_s
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
-from megatron_balance.simulator.setup import PLAIN, Setup
+from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, settled
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
 MOST_RANKS = 128
@@ -68,7 +66,7 @@ def step_trace(
         ConfigError: as `simulate_step`, or more ranks than can be traced.
     """
     _check(machine.num_ranks * setup.pipeline)
-    setup = memory.settled(plans, Around(machine, setup))
+    setup = settled(plans, StageSetup(machine, setup))
     policy = setup.drawn
     played = play_step(plans, machine, replace(setup, engine="events"))
     known: dict[str, tuple[list[TrackSpan], list[TrackSpan]]] = {}
@@ -190,11 +188,8 @@ def _end(step: PlayedStep, num_ranks: int) -> Iterator[TrackSpan]:
 
 def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[list[TrackSpan], list[TrackSpan]]:
     """Spans of a layer's forward and of its backward, each from 0 on."""
-    tokens, slow = linear_tokens(plan).tolist(), machine.slow()
-    linear = tuple(
-        np.array([machine.cost.layer_s(n, backward=backward) for n in tokens]) * slow for backward in (False, True)
-    )
-    call = events(plan, machine, policy, (linear[0], linear[1]), trace=True)
+    linear = linear_s(plan, machine)
+    call = events(plan, machine, policy, linear, trace=True)
     ranks = compile_ranks(plan, policy)
     made: list[list[TrackSpan]] = []
     for phase, backward, outcome in (("forward", False, call.forward), ("backward", True, call.backward)):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.base import ADD, Floats, Ints
+from megatron_balance.cost.base import ADD, Floats, Ints, Link
 from megatron_balance.cost.kernel import distinct_rows
+from megatron_balance.cost.parallel import CollectiveGroup
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.intervals import sees
 from megatron_balance.ir.program import Kind
@@ -27,7 +28,7 @@ ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchSeconds:
+class _LaunchSeconds:
     """Seconds of each launch: `kernel` alone, and `around` it: merging partial outputs, or adding
     up gradients.
     """
@@ -42,7 +43,7 @@ class LaunchSeconds:
 
 def launches(
     pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool, walked: Bools | None = None
-) -> LaunchSeconds:
+) -> _LaunchSeconds:
     """Costs of launches [len(merging)].
 
     `pairs` and `launch` are as in `MachineCost.attend_s`. `merging`: 1 where a forward launch
@@ -53,7 +54,7 @@ def launches(
     pairs, launch = pairs[seen], launch[seen]
     queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
-        return LaunchSeconds(
+        return _LaunchSeconds(
             kernel,
             merging
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
@@ -63,4 +64,46 @@ def launches(
         keys = np.where(walked, 0.0, keys)
     sizes = machine.payload.whole()
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
-    return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
+    return _LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """`seconds` from when the last rank has begun; bytes by resource (`Machine.resources`)."""
+
+    seconds: float
+    load: Floats
+
+
+def ring_collective(group: Ints, block_bytes: float, machine: Machine) -> Taken:
+    """A ring all-gather or reduce-scatter of blocks padded to the widest, `block_bytes`, over all
+    NICs of a node.
+    """
+    after = np.roll(group, -1)
+    load = _collective_load(group, after, np.full(len(group), (len(group) - 1) * block_bytes), machine)
+    counts = np.unique(machine.nics.node(group), return_counts=True)[1]
+    here = int(counts.max())
+    num_nics = min(machine.nics.per_node, -(-int(counts.min()) // machine.nics.ranks_per_nic))
+    inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * num_nics)
+    step = CollectiveGroup(len(group), here if len(group) % here == 0 else 1, machine.intra, inter).slowest
+    return Taken((len(group) - 1) * (step.alpha_s + block_bytes / step.bytes_per_s), load)
+
+
+def all_to_all(group: Ints, num_bytes: Floats, machine: Machine) -> Taken:
+    """A pairwise all-to-all; transfers inside a node go beside those between nodes.
+
+    `num_bytes` [G, G]: from the rank of a row to that of a column.
+    """
+    node = machine.nics.node(group)
+    src, dst = np.nonzero(~np.eye(len(group), dtype=bool))
+    load = _collective_load(group[src], group[dst], num_bytes[src, dst], machine)
+    here = np.bincount(node)[node]
+    links, nics = np.split(load / machine.capacity(), [2 * machine.num_ranks])
+    inside = (here.max() - 1) * machine.intra.alpha_s + links.max()
+    between = (len(group) - here.min()) * machine.inter.alpha_s + nics.max()
+    return Taken(float(max(inside, between)), load)
+
+
+def _collective_load(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> Floats:
+    uses = machine.resources(src, dst)
+    return np.bincount(uses.ravel(), weights=np.repeat(num_bytes, 2), minlength=len(machine.capacity()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_balance.analysis.layer_runs import Recompute, attention_runs
+from megatron_balance.analysis.backward import Recompute, attention_runs
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.runtime.lower.steps import PhaseName

@@ -14,20 +14,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.analysis.link import (
-    Base,
-    ParameterTable,
-    Shard,
     StrategyLink,
     Twins,
     WeightPiece,
     elements,
-    held,
     link,
     num_slots,
     places,
     slots_of_pieces,
     through_nodes,
 )
+from megatron_balance.analysis.shards import Base, ParameterTable, Shard, held
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Strategy
 

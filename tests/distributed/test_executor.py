@@ -11,8 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import reference
-from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import plan_statistics, traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.transpose import Policy

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_balance.analysis.link import Base, Parameter, ParameterTable, Shard
+from megatron_balance.analysis.shards import Base, Parameter, ParameterTable, Shard
 from megatron_balance.ir.strategy import Scheme
 from tests.support.links import buffers_of, cut
 

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.training")
 
 import torch
 
-from megatron_balance.analysis.layer_runs import Recompute
+from megatron_balance.analysis.backward import Recompute
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.memory import stages_of
 from megatron_balance.megatron.planned_model import planned_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron.base_layout import base_layout, check_shards

@@ -8,21 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.link import (
-    Base,
-    Buffer,
-    Parameter,
-    ParameterTable,
-    Shard,
     Twins,
     WeightPiece,
     WeightPlace,
     elements,
-    held,
     link,
     places,
     through_nodes,
     traffic,
 )
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy

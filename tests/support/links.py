@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.link import Base, Buffer, Parameter, ParameterTable
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.strategy import Scheme, Strategy
 

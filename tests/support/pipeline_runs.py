@@ -82,7 +82,7 @@ def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
     import torch.distributed as dist
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    from megatron_balance.analysis.link import Shard
+    from megatron_balance.analysis.shards import Shard
     from megatron_balance.megatron import session
 
     step: Any = ChainedOptimizer.step

@@ -35,9 +35,9 @@ from megatron_balance.patterns.base import Context
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, step_mode
-from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import bound_s
 from megatron_balance.simulator.training import simulate_planned
 
 CLUSTERS: dict[str, AttentionKernel] = {

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, MicrobatchBytes
+from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import ZoneClocks
 from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
-from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
@@ -140,7 +139,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 def _received(
     plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: PricedMachine
 ) -> ReceivedBytes:
-    """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
+    """Bytes of received inputs that ranks hold: as `received_bytes`, from those that one rank of
     each zone receives.
     """
     taken, given = moved

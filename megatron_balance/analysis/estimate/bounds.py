@@ -70,7 +70,7 @@ class Bounds:
         return forward, forward * self.attention_s[1] / max(self.attention_s[0], 1e-12)
 
     def even(self) -> float:
-        """Of any plan: all computation even, nothing moves (as `simulator.bound`)."""
+        """Of any plan: all computation even, nothing moves (as `simulator.step.bound_s`)."""
         return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
 
     def rings(self) -> float:

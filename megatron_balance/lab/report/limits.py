@@ -18,17 +18,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.lab.report import words
 from megatron_balance.lab.report.cases import Figures, PlayedCase, mean_step_s, simulate
-from megatron_balance.simulator.around import Around
-from megatron_balance.simulator.attention import BothPhases, attention_call, linear_tokens, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.masks import by_mask
-from megatron_balance.simulator.memory import settled
+from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Setup
 
 _NO_TIME = 1e-9
@@ -68,7 +67,7 @@ def of(played: PlayedCase) -> Figures:
     computing, with a sentence on each.
     """
     case, steps = played.case, played.steps
-    setup = settled(steps[0].plans, Around(case.machine, case.setup))
+    setup = settled(steps[0].plans, StageSetup(case.machine, case.setup))
     seconds = _parts(steps, case.machine, setup)
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])

@@ -50,11 +50,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, MicrobatchBytes
+from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
 from megatron_balance.analysis.estimate import best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.estimate.times import PricedMachine
-from megatron_balance.analysis.received import Loads, ReceivedBytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import MachineCost

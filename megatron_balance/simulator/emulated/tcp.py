@@ -57,7 +57,7 @@ up alike.
 _LEFT = 4
 
 
-class Listener(Protocol):
+class _Listener(Protocol):
     """Receives what becomes of messages."""
 
     def left(self, message: int) -> None:
@@ -137,7 +137,7 @@ class Network:
         machine: Machine,
         now: Callable[[], float],
         at: Callable[[float, int], None],
-        listener: Listener,
+        listener: _Listener,
         longest: int,
     ) -> None:
         self._machine, self._now, self._at, self._listener = machine, now, at, listener

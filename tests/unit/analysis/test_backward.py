@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.backward import (
     USABLE,
     MicrobatchBytes,
+    ReceivedBytes,
+    Recompute,
     Stage,
     StepBytes,
     check_fits,
     decide,
+    held_layers,
     microbatch_bytes,
     step_bytes,
 )
-from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes
-from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.config import load_model
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.model import Model

@@ -15,10 +15,9 @@ from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS, parts_heads
-from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
-from megatron_balance.simulator.step import Step, simulate_step
+from megatron_balance.simulator.step import Step, bound_s, simulate_step
 
 LENGTHS = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
 MODEL = load_model("llama3-8b")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.analysis.max_len import MARGIN, max_len
 from megatron_balance.analysis.memory import LOGIT_BYTES, OPTIMIZER_BYTES, PARTIAL_BYTES, layer_activation_bytes
+from megatron_balance.analysis.step_memory import MARGIN, max_len
 from megatron_balance.config import load_model
 from megatron_balance.cost.modules import head_module, num_parameters
 from megatron_balance.ir.strategy import Scheme

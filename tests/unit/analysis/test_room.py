@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance.analysis.backward import USABLE, decide, microbatch_bytes, step_bytes
-from megatron_balance.analysis.room import most_tokens, stages_of
+from megatron_balance.analysis.step_memory import most_tokens, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.received import largest_exchange
-from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance.analysis.statistics import plan_statistics, traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import Projector, expand, layout
 from megatron_balance.errors import InvalidProgramError

@@ -13,14 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.backward import MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.backward import MicrobatchBytes, ReceivedBytes, Recompute, Stage, decide, step_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
-from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.analysis.memory import Sharding
-from megatron_balance.analysis.received import ReceivedBytes
-from megatron_balance.analysis.room import stages_of
-from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
@@ -31,10 +28,8 @@ from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
-from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.memory import step_memory
-from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
 
@@ -194,7 +189,7 @@ def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_oth
     plan = planner.plan(Batch(tuple(MIXED)), cluster, model, own)
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     setup = Setup("auto", experts=experts, engine="rounds")
-    told = step_memory(Around(machine, setup)).of_microbatches(1)
+    told = step_memory(StageSetup(machine, setup)).of_microbatches(1)
     found, step = estimate(plan, Prices.of(cluster, model, own, told)), simulate_step([plan], machine, setup)
     assert found is not None
     around = sum(step.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))

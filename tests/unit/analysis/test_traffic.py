@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.analysis import wire
-from megatron_balance.analysis.traffic import Traffic, traffic
+from megatron_balance.analysis.statistics import Traffic, traffic
 from megatron_balance.analysis.wire import NicOf, Payload, is_collective
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.ir.columns import Rows

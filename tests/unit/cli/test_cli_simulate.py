@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from megatron_balance import make_planner, simulate
-from megatron_balance.analysis.room import stages_of
-from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.max_len import max_len
+from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster

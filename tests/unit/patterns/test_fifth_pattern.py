@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import patterns
-from megatron_balance.analysis.received import largest_exchange
+from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.issue_order import IssueOrder, issue_orders
 from megatron_balance.compile.layouts import fragments

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.analysis.room import stages_of
-from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.strategy import Strategy

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.backward import received_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
-from megatron_balance.analysis.received import received_bytes
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -24,10 +24,8 @@ from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search, ZeppelinOptions, most_bytes
 from megatron_balance.planning.choice import planning_cost
-from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.memory import step_memory
-from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
 
@@ -44,7 +42,7 @@ def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, P
     """A plan for 512 H800, told their memory; prices and the simulated machine."""
     cluster = load_cluster("h800").build(num_ranks=32)
     machine, cost = Machine(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK)), planning_cost(cluster, DEEPSEEK, None)
-    memory = step_memory(Around(machine, SETUP)).of_microbatches(STAGES)
+    memory = step_memory(StageSetup(machine, SETUP)).of_microbatches(STAGES)
     context = StepContext(cluster, DEEPSEEK, cost, memory=memory, options=ZeppelinOptions(**options))
     return zeppelin.plan_in(Batch(lengths), context), Prices.of(cluster, DEEPSEEK, cost, memory), machine
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.analysis.max_len import max_len
+from megatron_balance.analysis.step_memory import max_len
 from megatron_balance.config import load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_balance.analysis.received import ReceivedBytes, received_bytes
+from megatron_balance.analysis.backward import ReceivedBytes, received_bytes
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError

@@ -9,10 +9,9 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
-from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
-from megatron_balance.simulator.step import simulate_step
+from megatron_balance.simulator.step import bound_s, simulate_step
 from tests.support import by_hand
 
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=4, hidden_size=1024, ffn_size=4096)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step, streams
@@ -30,7 +30,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.patterns.sends import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
-from megatron_balance.simulator import engine
+from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
 from megatron_balance.simulator.phase import Flow, SimulatedPhase, phase_of
@@ -56,7 +56,7 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
 
 def forward_s(program: Program, machine: Machine) -> np.ndarray:
     ranks = list(map(in_order, split(program)))
-    return engine.play(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
+    return attention.play_events(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
@@ -165,7 +165,7 @@ def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_in
     exchanges = [[-1 if isinstance(step, RunLaunches) else 0 for step in own] for own in steps]
     blocks_s = [[2.0 if isinstance(step, RunLaunches) else 0.0 for step in own] for own in steps]
     phase = SimulatedPhase(steps, seconds, exchanges, blocks_s, flows)
-    found = engine.play(phase, machine, np.zeros(8), trace=True).occupied
+    found = attention.play_events(phase, machine, np.zeros(8), trace=True).occupied
     near, far = CALL + INTRA.time_s(num_bytes), CALL + INTER.time_s(num_bytes)
     stop = {each.name: each.stop_s for each in found if each.name in ("dispatch", "across", "combine")}
     crossed = near + across_s + far

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import simulate
+from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
-from megatron_balance.analysis.received import largest_exchange
-from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.statistics import linear_tokens, plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
@@ -24,13 +24,12 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.simulator import collective, pipeline
+from megatron_balance.simulator import pipeline, work
 from megatron_balance.simulator import step as step_module
-from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
-from megatron_balance.simulator.bound import bound_s
+from megatron_balance.simulator.attention import attention_call, coupled
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
-from megatron_balance.simulator.step import Setup, simulate_step
+from megatron_balance.simulator.step import Setup, bound_s, simulate_step
 from tests.support import by_hand
 from tests.support.flat_cost import MODEL, flat_machine
 
@@ -127,7 +126,7 @@ def test_the_bubble_of_a_pipeline_is_what_the_closed_form_says(stages, microbatc
 
     clocks = pipeline.run(stages, microbatches, chunks, 1, each, lambda _: np.zeros(1))
     work_s = microbatches * (forward_s + backward_s)
-    bubble_share = pipeline.bubble_share(stages, microbatches, chunks)
+    bubble_share = (stages - 1) / (chunks * microbatches)
     assert clocks.total_s == pytest.approx(work_s * (1 + bubble_share))
     assert clocks.bubble_share == pytest.approx(bubble_share)
     assert [busy.tolist() for busy in clocks.busy_s] == [[pytest.approx(work_s)]] * stages
@@ -208,9 +207,9 @@ def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_n
         machine.intra,
         replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node),
     )
-    assert collective.ring(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
+    assert work.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
-    assert collective.exchange(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
+    assert work.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
 
 
 @settings(max_examples=15, deadline=None)

@@ -18,9 +18,8 @@ from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
-from megatron_balance.simulator.attention import attention_call
+from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
 from tests.support import by_hand

@@ -14,10 +14,10 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_planner, step_mode
 from megatron_balance.planning.tick_order import ticks
-from megatron_balance.simulator.joint import most_held, simulate_joint
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, parts_of
 from megatron_balance.simulator.step import simulate_step
+from megatron_balance.simulator.ticks import most_held, simulate_joint
 from megatron_balance.simulator.training import simulate_planned
 from tests.unit.simulator.test_simulated_ticks import planned, whole
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import traffic
 from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
@@ -19,7 +19,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
-from megatron_balance.simulator import engine
+from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.emulated import sockets, tcp
 from megatron_balance.simulator.events import Outcome
@@ -44,7 +44,7 @@ def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collec
 def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
     ranks = list(map(in_order, split(of)))
     start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
-    return engine.play(phase_of(ranks, machine, backward=False), machine, start, "sockets")
+    return attention.play_events(phase_of(ranks, machine, backward=False), machine, start, "sockets")
 
 
 def one_by_one(ways: list[tuple[int, int]]) -> Program:
@@ -139,7 +139,7 @@ def test_pieces_overtake_one_another() -> None:
 
 @pytest.mark.parametrize(("transport", "meanwhile"), [("sockets", True), ("streams", False)])
 def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
-    transport: engine.Transport, meanwhile: bool
+    transport: attention.Transport, meanwhile: bool
 ) -> None:
     fair = flat_machine(4, 4, launch=0.001)
     slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 10_000.0, 1.0, 1.0))

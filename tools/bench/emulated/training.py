@@ -20,7 +20,7 @@ import torch.distributed as dist
 import yaml
 from megatron.training import training as megatron_training
 
-from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.megatron import entry, session

@@ -14,7 +14,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.papers.base import Effort, Ours, table
 from megatron_balance.lab.papers.distca.cases import TENSOR, DistcaCase
 from megatron_balance.lab.papers.distca.speedups import TABLE_4
-from megatron_balance.simulator.ping_pong import linear_s
+from megatron_balance.simulator.attention import linear_s
 from megatron_balance.workloads.distributions import K
 
 TABLE_6 = (("8B", 8), ("8B", 16), ("8B", 32), ("34B", 16), ("34B", 32), ("34B", 64))

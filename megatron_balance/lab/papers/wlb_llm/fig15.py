@@ -10,6 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.lab.papers.base import Effort, Ours, table
 from megatron_balance.lab.papers.wlb_llm.cases import B7_128K, SKEW, TABLE_1, WlbCase
 from megatron_balance.lab.papers.wlb_llm.systems import (
@@ -21,7 +22,7 @@ from megatron_balance.lab.papers.wlb_llm.systems import (
     in_blocks,
     speedups,
 )
-from megatron_balance.simulator.attention import attention_call, linear_tokens
+from megatron_balance.simulator.attention import attention_call
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
 

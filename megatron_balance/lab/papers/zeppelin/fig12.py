@@ -17,8 +17,7 @@ from megatron_balance.cost import kernel
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.lab.papers.base import Effort, Ours, number, table
 from megatron_balance.lab.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, ZeppelinCase, ZeppelinSystem
-from megatron_balance.simulator.attention import BothPhases, attention_call, events
-from megatron_balance.simulator.engine import Outcome
+from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import K
 

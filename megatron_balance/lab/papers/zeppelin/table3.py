@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
@@ -24,7 +25,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.papers.base import Effort, Ours, table
 from megatron_balance.lab.papers.zeppelin.fig12 import serial_round_s
 from megatron_balance.lab.papers.zeppelin.systems import ZEPPELIN, ZeppelinCase
-from megatron_balance.simulator.attention import attention_call, linear_tokens
+from megatron_balance.simulator.attention import attention_call
 from megatron_balance.workloads.distributions import K
 
 BALANCED = (64 * K, 32 * K, 16 * K, 8 * K, 4 * K, 2 * K, K, K)
