@@ -239,6 +239,7 @@ class BalancedBatch:
         own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
         weights = own.sum(0)
         totals = torch.stack([torch.zeros_like(weights), weights.detach(), torch.full_like(weights, len(own))]).double()
+        # totals [3, experts]: tokens that chose each, sums of weights, tokens of all layers.
         chosen = own.topk(top_k, dim=-1).indices.flatten()
         totals[0].index_add_(0, chosen, torch.ones_like(chosen, dtype=totals.dtype))
         if self._scale.num_ranks > 1:

@@ -252,6 +252,7 @@ class _Heads:
         self.size = len(runs)
         self.tokens = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in runs]
         self.own = self.tokens[zone.ranks.index(rank)]
+        # By sequence of the batch, where it begins among the whole sequences of the group.
         first = np.zeros(max(zone.seqs) + 1, dtype=np.int64)
         first[list(zone.seqs)] = np.cumsum(lengths) - lengths
         rows = np.concatenate(list(runs))
@@ -264,6 +265,7 @@ class _Heads:
         sent = chunks.transpose(0, 1).reshape(-1, *chunks.shape[2:]).contiguous()
         received = sent.new_empty(sum(self.tokens), *sent.shape[1:])
         dist.all_to_all_single(received, sent, self.tokens, [self.own] * self.size, group=self.group)
+        # Received rank by rank; `place` puts chunks of one sequence behind each other.
         whole = torch.empty_like(received)
         whole[self.place.to(whole.device)] = received
         return whole

@@ -81,6 +81,7 @@ def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPol
     lengths = document_lengths if policy == "split" else np.minimum(document_lengths, context_length)
     counts = -(-lengths // context_length)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
+    # [documents]: number of each one's first piece, so that a piece knows its place in the document.
     first_piece = np.cumsum(counts) - counts
     starts = (np.arange(len(documents), dtype=np.int64) - first_piece[documents]) * context_length
     stops = np.minimum(starts + context_length, lengths[documents])
@@ -129,15 +130,16 @@ def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
     number = np.empty(opened, dtype=np.int64)
     number[closed] = np.arange(opened)
     place = number[np.array(sample_of, dtype=np.int64)]
+    # Stable: pieces of one sample stay in their order.
     order = np.argsort(place, kind="stable").astype(np.int64, copy=False)
     return _Epoch(order, np.concatenate([[0], np.cumsum(np.bincount(place, minlength=opened))]).astype(np.int64))
 
 
-def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of range(count) drawn from (seed, epoch)."""
+def shuffled(count: int, *entropy: int) -> NDArray[np.int64]:
+    """A permutation of range(count) drawn from seed and epoch."""
     # The raw output of the bit generator is the same in all versions of NumPy; what
     # `Generator.permutation` returns may change with an upgrade between two resumes.
-    keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 

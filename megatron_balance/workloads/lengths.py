@@ -19,6 +19,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, parse_json, read_text
 from megatron_balance.workloads import datasets, distributions
 from megatron_balance.workloads.distributions import DISTRIBUTIONS
+from megatron_balance.workloads.documents import shuffled
 
 Lengths = tuple[int, ...]
 """Lengths in tokens of the sequences of one batch."""
@@ -83,10 +84,7 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
 def _endless(lengths: NDArray[np.int64], seeds: list[int]) -> Iterator[int]:
     """The lengths in an order drawn from the seed, then in another one, without end."""
     for epoch in count():
-        # The raw output of the bit generator is the same in all versions of NumPy; what
-        # `Generator.permutation` returns may change.
-        keys = np.random.PCG64(np.random.SeedSequence((*seeds, epoch))).random_raw(len(lengths))
-        yield from lengths[np.argsort(keys, kind="stable")].tolist()
+        yield from lengths[shuffled(len(lengths), *seeds, epoch)].tolist()
 
 
 def _fill(documents: Iterator[int], tokens: int) -> Lengths:

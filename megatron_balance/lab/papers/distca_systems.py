@@ -173,10 +173,12 @@ def per_sequence(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     ends = np.cumsum(documents)
     total = int(ends[-1]) if len(ends) else 0
     bounds = total * np.arange(2 * num_ranks + 1) // (2 * num_ranks)
+    # A piece ends where a document or one of the 2 c parts ends: [pieces + 1].
     cuts = np.unique(np.concatenate([bounds, ends, [0]]))
     begin, end = cuts[:-1], cuts[1:]
     seq = np.searchsorted(ends, begin, side="right")
     part = np.searchsorted(bounds, begin, side="right") - 1
+    # Rows count in positions of their own document.
     before = ends[seq] - np.array(documents, dtype=np.int64)[seq]
     rank = np.minimum(part, 2 * num_ranks - 1 - part)
     return GroupQueries(np.column_stack([seq, begin - before, end - before, rank]).astype(np.int64), num_ranks)
@@ -186,6 +188,7 @@ def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     """Each document cut on its own."""
     lengths = np.array(documents, dtype=np.int64)
     part = np.arange(2 * num_ranks)
+    # [documents, 2 c parts], of which rank i has parts i and 2 c - 1 - i.
     begin = lengths[:, None] * part // (2 * num_ranks)
     end = lengths[:, None] * (part + 1) // (2 * num_ranks)
     seq = np.broadcast_to(np.arange(len(lengths))[:, None], begin.shape)

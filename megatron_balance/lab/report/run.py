@@ -144,6 +144,7 @@ def follows(run: LoggedRun) -> Figures:
 
 def _ranked(values: Sequence[float]) -> np.ndarray:
     """The place of each value in order; equal ones share their mean place."""
+    # The last of `count` equal values has place cumsum(count); the mean of their places is before it.
     _, place, count = np.unique(np.array(values, dtype=np.float64), return_inverse=True, return_counts=True)
     return (np.cumsum(count) - (count - 1) / 2)[place]
 

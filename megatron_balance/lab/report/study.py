@@ -201,6 +201,7 @@ def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
 def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
     doublings = max(0, int(np.ceil(np.log2((lengths.max() + 1) / SMALLEST))))
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
+    # Bin `at` holds lengths of edges[at] and more, below edges[at + 1].
     place = np.searchsorted(edges, lengths, side="right") - 1
     pairs = mask.num_pairs(lengths)
     bins: list[Figures] = []
