@@ -1,5 +1,4 @@
-"""The command line: one file per verb, each with `add_parser(subparsers)`, which sets `run(args) ->
-exit code`.
+"""The command line: a file per verb, with `HELP`, `add_options(parser)`, `run(args) -> exit code`.
 
 Results go to stdout, progress and messages to stderr. A user's mistake is one line `error: ...` and
 exit code 2; what turns out not to hold (a plan that does not verify) is exit code 1; a fault of ours
@@ -39,10 +38,8 @@ FAULT = os.EX_SOFTWARE
 VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, trace, corpus, doctor)
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are one line that says what would be right, and which says so
-    where its help cannot be written: argparse itself passes over that.
-    """
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are one line, also where its help cannot be written."""
 
     def _print_message(self, message: str, file: object = None) -> None:
         print(message, end="", file=cast("TextIO", file or sys.stderr), flush=True)
@@ -57,19 +54,21 @@ class _UsageError(Exception):
         self.parser = parser
 
 
-def build_parser() -> Parser:
+def build_parser() -> _Parser:
     """The parser of all verbs."""
-    parser = Parser(
+    parser = _Parser(
         prog="megatron-balance",
         description="Plan, prove and inspect balanced distributed attention.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
-    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     for verb in VERBS:
-        verb.add_parser(subparsers)
-    for sub in subparsers.choices.values():
-        sub.allow_abbrev = False  # an abbreviation is a typing mistake that happens to work
+        name = verb.__name__.rpartition(".")[2]
+        # An abbreviation of an option is a typing mistake that happens to work.
+        sub = subparsers.add_parser(name, help=verb.HELP, description=verb.__doc__, allow_abbrev=False)
+        verb.add_options(sub)
+        sub.set_defaults(run=verb.run)
     return parser
 
 
@@ -120,16 +119,16 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _left_over(args: argparse.Namespace, unknown: list[str]) -> list[str]:
-    """The words that no option takes, but for one that stands behind the options and is the
-    positional that may be left out (`reproduce zeppelin --json table2`), which argparse does not see.
-    """
+    """The words that no option takes."""
+    # argparse does not see a positional that may be left out where it stands behind options:
+    # `reproduce zeppelin --json table2`.
     if "table" in args and args.table is None and len(unknown) == 1 and not unknown[0].startswith("-"):
         args.table = unknown[0]
         return []
     return unknown
 
 
-def _unknown_option(unknown: list[str], verb: str, parser: Parser) -> str:
+def _unknown_option(unknown: list[str], verb: str, parser: _Parser) -> str:
     word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     options = [option for action in _actions_of(_verb_parsers(parser)[verb]) for option in action.option_strings]
     hint = suggest(word, options) or f"see 'megatron-balance {verb} --help'"

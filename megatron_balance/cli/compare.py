@@ -8,10 +8,10 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, laboratory
+from megatron_balance.cli import inputs, output, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
-from megatron_balance.lab.report.standing import best_of, gpu_hours, hold_against, named, saving, standing
+from megatron_balance.lab.report.ranking import best_of, gpu_hours, hold_against, named, saving, standing
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
@@ -22,36 +22,30 @@ BASELINES = ("megatron", "te_ring")
 papers compare with."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `compare`."""
-    parser = subparsers.add_parser(
-        "compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__
-    )
+HELP = "planners side by side: step time, speedup, balance, memory"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
-    laboratory.add_options(parser)
-    laboratory.add_mode_options(parser)
+    simulation.add_options(parser)
+    simulation.add_mode_options(parser)
     parser.add_argument(
         "--baseline",
         metavar="NAME",
         help=f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and simulate every batch by every planner: all there are, unless some are named.
-
-    Raises:
-        BalanceError: a user's mistake, or a batch that does not fit.
-    """
+    """Plan and simulate every batch by every planner: all there are, unless some are named."""
     if not args.planner:
         args.planner = list(PLANNERS)
-    given = laboratory.read(args)
+    given = simulation.read(args)
     baseline = args.baseline or baseline_of(args.planner)
     if baseline not in args.planner:
         raise ConfigError(f"--baseline {baseline} is not among the planners of this run: {', '.join(args.planner)}")
-    bench = laboratory.bench(args, given)
+    bench = simulation.bench(args, given)
     rows, left_out = _rows(bench, given, explicit=len(args.planner) < len(PLANNERS))
     base = next((row for row in rows if row["planner"] == baseline), None)
     if base is None:
@@ -64,14 +58,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(rows, left_out, baseline, bench)
         if sentence := of_sizes(rows, base):
-            laboratory.console().print(sentence)
+            output.console().print(sentence)
     return 0
 
 
 def of_sizes(rows: Sequence[dict[str, Any]], base: dict[str, Any]) -> str:
-    """A sentence on the baseline with its smallest replicas, where larger ones are faster and stand in
-    its row; empty: they do not.
-    """
+    """A sentence on the baseline's smallest replicas, where larger ones are faster; else empty."""
     least = base["sizes"][0] if base["sizes"] else base
     if least["context_parallel"] == base["context_parallel"]:
         return ""
@@ -92,11 +84,10 @@ def baseline_of(planners: Sequence[str]) -> str:
 
 
 def _rows(
-    bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool
+    bench: simulation.Bench, given: inputs.Inputs, *, explicit: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each planner; of planners that nobody named, one that cannot place the batch, or
-    run as asked, is left out.
-    """
+    """A row for each planner, and reasons of those left out."""
+    # Of planners that nobody named, one that cannot place the batch, or run as asked, is left out.
     from megatron_balance.errors import InfeasibleError
 
     rows: list[dict[str, Any]] = []
@@ -116,7 +107,7 @@ def _rows(
     return rows, left_out
 
 
-def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
+def _refusal(bench: simulation.Bench, choice: PlannerChoice) -> str | None:
     """The reason for which a planner's plans cannot be run as asked; None: they can."""
     try:
         bench.mode(choice)
@@ -125,10 +116,8 @@ def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
     return None
 
 
-def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
-    """The row of a planner beside others; `found`: its simulated statistics. What it saves is known
-    once all have a row.
-    """
+def row(bench: simulation.Bench, planned: simulation.Planned, found: dict[str, Any]) -> dict[str, Any]:
+    """The row of a planner; `found`: its simulated statistics. What it saves is added later."""
     peak = max(found["peak_bytes_per_rank"])
     return {
         "planner": planned.name,
@@ -149,28 +138,14 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
     }
 
 
-def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: laboratory.Bench) -> None:
-    from rich.table import Table
-
-    console = laboratory.console()
+def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: simulation.Bench) -> None:
+    console = output.console()
     console.print(bench.headline())
     by_name = {row["planner"]: row for row in rows}
-    table = Table(title=f"simulated; speedup over {named(by_name[baseline])}", title_justify="left")
-    for column in (
-        "planner",
-        "step s",
-        "with hosts",
-        "tokens/s",
-        "speedup",
-        "over bound",
-        "MFU",
-        "imbalance: tokens",
-        "attention",
-        "plan ms",
-        "peak GB",
-        "runs as",
-    ):
-        table.add_column(column, justify="left" if column in ("planner", "runs as") else "right")
+    left = ("planner", "runs as")
+    middle = ("step s", "with hosts", "tokens/s", "speedup", "over bound", "MFU", "imbalance: tokens", "attention")
+    columns = (left[0], *middle, "plan ms", "peak GB", left[1])
+    table = output.table(f"simulated; speedup over {named(by_name[baseline])}", columns, left)
     for row in rows:
         balance = row["imbalance"]
         with_host = "" if row["step_with_host_s"] is None else f"{row['step_with_host_s']:.3f}"

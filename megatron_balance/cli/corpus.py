@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_balance.cli import inputs, output
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 BAR_WIDTH = 40
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `corpus` with its two actions."""
-    parser = subparsers.add_parser(
-        "corpus", help="turn documents into a Megatron corpus (.bin/.idx), or describe one", description=__doc__
-    )
+HELP = "turn documents into a Megatron corpus (.bin/.idx), or describe one"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|describe")
     build = actions.add_parser("build", help="one document per file, one token per byte, end-of-document token 256")
     build.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
@@ -52,19 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     describe.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
     for action in (build, describe):
         action.allow_abbrev = False  # as for the verbs: an abbreviation is a typing mistake that happens to work
-        action.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+        output.add_json(action)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build or describe a corpus.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        BalanceError: a user's mistake; the command line prints it and exits with 2.
-    """
+    """Build or describe a corpus."""
     report = _build(args) if args.action == "build" else {}
     from megatron_balance.workloads.idx import read_index
 
@@ -81,9 +72,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     """Write the corpus; what was skipped."""
     from megatron_balance.workloads import corpus
 
-    for option, value in (("--max-bytes", args.max_bytes), ("--limit", args.limit)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} {value}: must be at least 1")
+    inputs.check_positive(args, "max_bytes", "limit")
     if args.tokenizer is not None and (args.stdlib or args.max_bytes is not None):
         raise ConfigError("corpus build: --tokenizer reads JSONL; leave out --stdlib and --max-bytes")
     if not args.paths and not args.stdlib:
@@ -95,7 +84,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         ending = f" ending in {args.suffix!r}" if args.suffix else ""
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
     if args.tokenizer is not None:
-        from megatron_balance.workloads.jsonl_corpus import TextTokenizer, build_jsonl
+        from megatron_balance.workloads.corpus import TextTokenizer, build_jsonl
 
         tokenizer = TextTokenizer(args.tokenizer)
         built = build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
@@ -123,7 +112,7 @@ def _describe(index: CorpusIndex) -> dict[str, Any]:
         "empty_documents": int((lengths == 0).sum()),
         "largest_token": index.largest_token(),
         "lengths": quantiles(lengths[lengths > 0]),
-        "histogram": [asdict(bar) for bar in histogram(lengths)],
+        "histogram": histogram(lengths),
     }
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megatron_balance.cli import output
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -67,10 +68,7 @@ PROBE_TIMEOUT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part of the stack.
-
-    `needed_for`: plan, train (CPU or GPU), gpu, or optional. `mend` is a command or a sentence.
-    """
+    """One part of the stack; `mend` is a command or a sentence."""
 
     name: str
     needed_for: Literal["plan", "train", "gpu", "optional"]
@@ -80,10 +78,11 @@ class Check:
     mend: str
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `doctor`."""
-    parser = subparsers.add_parser("doctor", help="what of the stack is here and what is missing", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+HELP = "what of the stack is here and what is missing"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    output.add_json(parser)
     parser.add_argument(
         "--write-cluster",
         type=Path,
@@ -114,13 +113,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             f"pip install --target DIR --no-deps megatron-core=={MEGATRON_CORE}"
         ),
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all
-    of them.
-    """
+    """Look at every part of the stack; 0 also when parts are missing: not everybody needs all."""
     if args.reviewed is not None and not args.patches:
         raise ConfigError("--reviewed DIR: belongs to --patches; give both")
     if args.patches:
@@ -148,12 +144,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _memory_lines(config: Path) -> list[str]:
-    """The predicted peak of the configuration's fullest batch, and the decision for its backward.
-
-    Raises:
-        BalanceError: a configuration that cannot be planned.
-    """
-    from megatron_balance.cli import inputs, memory
+    """The predicted peak of the fullest batch, and the decision for its backward."""
+    from megatron_balance.cli import inputs, plan
 
     parser = argparse.ArgumentParser()
     inputs.add_options(parser)
@@ -161,15 +153,10 @@ def _memory_lines(config: Path) -> list[str]:
     (choice,) = given.planners
     cost = given.planning_cost()
     plans = [choice.plan(batch, given.cluster, given.model, cost) for batch in given.batches]
-    return [f"{config}, planner {choice.name} on {given.cluster.name}:", *memory.lines(plans, given)]
+    return [f"{config}, planner {choice.name} on {given.cluster.name}:", *plan.memory_lines(plans, given)]
 
 
 def _patches(reviewed: Path | None) -> int:
-    """Report on the patches (`--patches`), in a process that may import Megatron.
-
-    Raises:
-        ConfigError: Megatron is not installed, or no reviewed version is in that folder.
-    """
     if _version("megatron-core") is None and importlib.util.find_spec("megatron") is None:
         raise ConfigError(f"--patches: no Megatron here; pip install --no-deps megatron-core=={MEGATRON_CORE}")
     if reviewed is not None and not (reviewed / "megatron" / "core").is_dir():
@@ -180,13 +167,6 @@ def _patches(reviewed: Path | None) -> int:
 
 
 def _write_cluster(path: Path, *, as_json: bool) -> int:
-    """Write this machine's cluster file (`--write-cluster FILE`).
-
-    Raises:
-        ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be
-            written.
-    """
-    from megatron_balance.cli import output
     from megatron_balance.config import load_cluster
     from megatron_balance.profiling import hardware
 
@@ -206,7 +186,6 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
 
 
 def examine() -> list[Check]:
-    """All checks, in the order a reader wants them: planning, training, GPU, optional parts."""
     return [*_planning(), *_training(), *_optional()]
 
 
@@ -239,41 +218,18 @@ def _training() -> list[Check]:
     torch = _probe_torch()
     core = _version("megatron-core")
     core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
+    core_mend = "" if core_status == "ok" else mend_core
     broken = str(torch.get("error", "")) if torch else ""
+    gpus = ", ".join(sorted(set(cast("list[str]", torch.get("gpus", [])))))
+    cuda_mend = "install torch from https://pytorch.org for your CUDA"
     return [
-        _check(
-            "python for Megatron",
-            "train",
-            version if new_enough else None,
-            ">= 3.12",
-            TRAIN_ELSEWHERE,
-            version,
-        ),
+        _check("python for Megatron", "train", version if new_enough else None, ">= 3.12", TRAIN_ELSEWHERE, version),
         _check("torch", "train", torch.get("torch"), ">= 2.6", mend_torch, broken),
         _check("gloo", "train", "built into torch" if torch.get("gloo") else None, "in torch", mend_torch),
-        Check(
-            "megatron-core",
-            "train",
-            core_status,
-            core or "",
-            "0.19.x or 0.18.2",
-            "" if core_status == "ok" else mend_core,
-        ),
+        Check("megatron-core", "train", core_status, core or "", "0.19.x or 0.18.2", core_mend),
         _package("psutil", "psutil", "train", "pip install psutil"),
-        _check(
-            "cuda",
-            "gpu",
-            torch.get("cuda"),
-            "a CUDA build of torch",
-            "install torch from https://pytorch.org for your CUDA",
-        ),
-        _check(
-            "gpu",
-            "gpu",
-            ", ".join(sorted(set(cast("list[str]", torch.get("gpus", []))))) or None,
-            "at least one",
-            "check the driver: nvidia-smi",
-        ),
+        _check("cuda", "gpu", torch.get("cuda"), "a CUDA build of torch", cuda_mend),
+        _check("gpu", "gpu", gpus or None, "at least one", "check the driver: nvidia-smi"),
         _check("nccl", "gpu", torch.get("nccl"), "in torch", "install a CUDA build of torch"),
         _package("triton", "triton", "gpu", "pip install triton"),
         *_kernels(torch),
@@ -281,9 +237,7 @@ def _training() -> list[Check]:
 
 
 def _kernels(torch: dict[str, Any]) -> list[Check]:
-    """The attention kernels that `kernel:` may name, each with the devices it serves or the fault
-    that it is skipped for, and the one that `auto` takes for bf16 and heads of 128.
-    """
+    """The kernels that `kernel:` may name, and the one that `auto` takes for bf16 and heads of 128."""
     checks: list[Check] = []
     offered, faults = torch.get("kernels", {}), torch.get("kernel_faults", {})
     for name, (*devices, said) in offered.items():
@@ -300,49 +254,32 @@ def _kernels(torch: dict[str, Any]) -> list[Check]:
 
 
 def _optional() -> list[Check]:
-    return [
-        _package(
+    parts = {
+        "transformer-engine": (
             "transformer-engine",
-            "transformer-engine",
-            "optional",
-            "pip install --no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])",
+            "--no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])",
         ),
-        _package(
-            "apex",
-            "apex",
-            "optional",
-            "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.09",
-        ),
-        _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
-        _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
-        _package("highs", "scipy", "optional", "pip install 'megatron-balance[highs]'"),
-        _package("plotly", "plotly", "optional", "pip install 'megatron-balance[report]'"),
-        _package("pyarrow", "pyarrow", "optional", "pip install 'megatron-balance[data]'"),
-        *(
-            [_package("zstandard", "zstandard", "optional", "pip install zstandard")]
-            if sys.version_info < (3, 14)
-            else []
-        ),
-        _namespaces(),
-    ]
+        "apex": ("apex", "--no-build-isolation git+https://github.com/NVIDIA/apex@25.09"),
+        "flash-attn": ("flash-attn", "--no-build-isolation flash-attn"),
+        "gurobi": ("gurobipy", "'megatron-balance[gurobi]'"),
+        "highs": ("scipy", "'megatron-balance[highs]'"),
+        "plotly": ("plotly", "'megatron-balance[report]'"),
+        "pyarrow": ("pyarrow", "'megatron-balance[data]'"),
+    }
+    if sys.version_info < (3, 14):
+        parts["zstandard"] = ("zstandard", "zstandard")
+    checks = [_package(name, package, "optional", f"pip install {what}") for name, (package, what) in parts.items()]
+    return [*checks, _namespaces()]
 
 
 def _namespaces() -> Check:
-    """Whether nodes can be emulated by network namespaces here (tools that shape links need `ip`
-    and `tc` too).
-    """
+    """Whether nodes can be emulated by network namespaces here."""
     name, wanted = "network namespaces", "permitted, with ip and tc"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if sys.platform != "linux":
         return Check(name, "optional", "missing", sys.platform, wanted, "emulated clusters need Linux")
     try:
-        probe = subprocess.run(
-            [sys.executable, "-c", NAMESPACE_PROBE],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
+        probe = _probe(NAMESPACE_PROBE)
         refused = probe.stderr.strip().splitlines()[-1:] if probe.returncode else []
     except (OSError, subprocess.TimeoutExpired) as error:
         refused = [str(error)]
@@ -350,31 +287,23 @@ def _namespaces() -> Check:
         mend = "run as root, or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         return Check(name, "optional", "wrong", f"refused: {refused[0]}", wanted, mend)
     if tools:
-        return Check(
-            name,
-            "optional",
-            "missing",
-            f"permitted, but no {' and no '.join(tools)}",
-            wanted,
-            "apt-get install iproute2",
-        )
+        found = f"permitted, but no {' and no '.join(tools)}"
+        return Check(name, "optional", "missing", found, wanted, "apt-get install iproute2")
     return Check(name, "optional", "ok", "permitted", wanted, "")
 
 
+def _probe(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+
+
 def _probe_torch() -> dict[str, Any]:
-    """torch's own report on this machine; {} if it is not installed, {"error": ...} if it cannot be
-    imported.
-    """
+    """torch's report on this machine; {}: not installed, {"error": ...}: cannot be imported."""
     if _version("torch") is None:
         return {}
     try:
-        probe = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", TORCH_PROBE],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=True,
-        )
+        probe = _probe(TORCH_PROBE)
+        probe.check_returncode()
         return cast("dict[str, Any]", json.loads(probe.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
         return {"error": (error.stderr.strip().splitlines() or ["import torch failed"])[-1]}
@@ -410,15 +339,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _show(checks: list[Check], ready: dict[str, bool]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)  # [train] is an extra, not a colour
-    if not console.is_terminal:
-        console.width = 140  # a pipe or a file has no width of its own
-    table = Table(title="What this machine has", title_justify="left")
-    for column in ("part", "for", "status", "found", "wanted"):
-        table.add_column(column, overflow="fold")
+    console = output.console(140)
+    columns = ("part", "for", "status", "found", "wanted")
+    table = output.table("What this machine has", columns, columns, "fold")
     for check in checks:
         table.add_row(check.name, check.needed_for, check.status, check.found, check.wanted)
     console.print(table)

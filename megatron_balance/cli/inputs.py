@@ -63,9 +63,7 @@ class Inputs:
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
     def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
-        """The cost model planners plan by: a measured table, or data sheets. `cluster`: other ranks
-        of the same kind.
-        """
+        """The cost model that planners plan by; `cluster`: other ranks of the same kind."""
         cluster = cluster or self.cluster
         if self.plan_costs is None:
             return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
@@ -73,7 +71,6 @@ class Inputs:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the section 'Inputs common to the verbs'."""
     parser.add_argument(
         "--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable"
     )
@@ -89,8 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--routing",
         choices=get_args(When),
         help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or "
-        "never "
-        f"(default: {_own(lambda layers: layers.routing)})",
+        f"never (default: {_own(lambda layers: layers.routing)})",
     )
     parser.add_argument(
         "--remap",
@@ -170,7 +166,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _remap_words(layers: Layers) -> str:
-    """When layers remap, in words."""
     if not layers.remap:
         return "no remap"
     return "where it pays" if layers.remap_when == "pays" else "remap"
@@ -184,9 +179,7 @@ def _own(what: Callable[[Layers], str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The step that a rank's memory has to hold, as far as the command line says: GPUs of a rank
-    (`tensor_parallel`), pipeline stages and their chunks, recomputation, expert parallelism.
-    """
+    """The step that a rank's memory has to hold, as far as the command line says."""
 
     tensor_parallel: int = 1
     pipeline: int = 1
@@ -212,9 +205,9 @@ ONE_STAGE = StepShape()
 
 
 def in_stages(model: Model, chunks: int) -> Model:
-    """The model with as many layers as fill the pipeline's chunks, as the fullest sets the pace; jobs
-    leave the places that are over to embedding and logits (`--pipeline-model-parallel-layout`).
-    """
+    """The model with as many layers as fill all chunks of the pipeline."""
+    # The fullest sets the pace; jobs leave the places that are over to embedding and logits
+    # (`--pipeline-model-parallel-layout`).
     chunks = max(1, chunks)
     return replace(model, num_layers=-(-model.num_layers // chunks) * chunks)
 
@@ -222,17 +215,11 @@ def in_stages(model: Model, chunks: int) -> Model:
 def read(
     args: argparse.Namespace, shape: StepShape = ONE_STAGE, lengths: Sequence[Sequence[int]] | None = None
 ) -> Inputs:
-    """The inputs that the options and the configuration file say, for a step of that shape; `lengths`:
-    of the batches, where they are known already.
-
-    Raises:
-        ConfigError: an option or key that cannot be; names it and what would be right.
-        InfeasibleError: a batch of more tokens than the ranks hold.
-    """
+    """The inputs of a step of that shape; `lengths`: of the batches, where they are known already."""
     config = _config(args)
     cluster, model = machine(args, shape.tensor_parallel)
     model = replace(model, gradient_wire=config.gradient_wire, expert_split=max(1, shape.experts))
-    _positive("--tokens-per-rank", args.tokens_per_rank)
+    check_positive(args, "tokens_per_rank")
     batches = tuple(Batch(tuple(each)) for each in lengths or _lengths(args, config))
     chosen = _planners(args, config)
     told = [c.options.tokens_per_rank for c in chosen if c.options.tokens_per_rank is not None]
@@ -256,19 +243,14 @@ def _config(args: argparse.Namespace) -> Run:
 
 
 def machine(args: argparse.Namespace, tensor_parallel: int) -> tuple[Cluster, Model]:
-    """The cluster, whose ranks are `tensor_parallel` GPUs, and the model.
-
-    Raises:
-        ConfigError: an option or key that cannot be.
-    """
+    """The cluster, whose ranks are `tensor_parallel` GPUs, and the model."""
     config = _config(args)
     model = load_model(args.model, args.accept) if args.model else config.model or load_model(DEFAULT_MODEL)
     return wide_ranks(_cluster(args, config), tensor_parallel), model
 
 
 def _cluster(args: argparse.Namespace, config: Run) -> Cluster:
-    _positive("--ranks", args.ranks)
-    _positive("--ranks-per-node", args.ranks_per_node)
+    check_positive(args, "ranks", "ranks_per_node")
     choice = load_cluster(args.cluster) if args.cluster else config.cluster or ClusterChoice({})
     return choice.build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
 
@@ -357,7 +339,7 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         if wanted.count(name) > 1:
             raise ConfigError(f"--planner {name} is given twice")
     options = _options(args.options, wanted)
-    _positive("--context-parallel", args.context_parallel)
+    check_positive(args, "context_parallel")
     if args.context_parallel is not None and not any(name in PLANNERS and PLANNERS[name].replicas for name in wanted):
         raise ConfigError(
             f"--context-parallel {args.context_parallel} goes with planner "
@@ -430,12 +412,7 @@ def _whence(tokens_per_rank: int, shape: StepShape, with_full: int) -> str:
 
 
 def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], whence: str) -> None:
-    """Reject batches of more tokens than the ranks hold that a planner lets hold tokens. `whence`: a
-    sentence on where the capacity comes from.
-
-    Raises:
-        InfeasibleError: a batch of more.
-    """
+    """Reject batches of more tokens than hold; `whence`: where the capacity comes from."""
     num_ranks, each = min(((c.num_holders(cluster), c.options.tokens_per_rank) for c in planners), key=prod)
     for number, batch in enumerate(batches):
         try:
@@ -443,6 +420,12 @@ def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequen
         except InfeasibleError as error:
             which = f"batch {number}: " if len(batches) > 1 else ""
             raise InfeasibleError(f"{which}{error}{whence}") from None
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Reject options below 1."""
+    for name in names:
+        _positive(f"--{name.replace('_', '-')}", getattr(args, name))
 
 
 def _positive(option: str, value: int | None) -> None:

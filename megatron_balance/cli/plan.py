@@ -11,10 +11,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_balance.cli import inputs, memory, output, planfile
+from megatron_balance.cli import inputs, output, verify
+from megatron_balance.cli.inputs import Inputs
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import json_text
+
+if TYPE_CHECKING:
+    from megatron_balance.analysis.backward import Decision, Stage
+    from megatron_balance.ir.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
     from megatron_balance.ir.plan import MicrobatchPlan
@@ -34,11 +39,10 @@ PER_RANK = (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `plan`."""
-    parser = subparsers.add_parser(
-        "plan", help="place sequences on ranks; print balance and comm pattern", description=__doc__
-    )
+HELP = "place sequences on ranks; print balance and comm pattern"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
     parser.add_argument(
         "--verify",
@@ -51,19 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="write the whole plan (-: and nothing else, to standard output); 'verify FILE' proves it",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan every batch by every planner.
-
-    Returns:
-        0; 1 when `--verify` finds a plan that does not compute causal attention.
-
-    Raises:
-        BalanceError: a user's mistake, or a batch that does not fit.
-    """
+    """Plan every batch by every planner."""
     alone = output.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
@@ -73,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
-        planfile.write(args.out, [plan for plan, _ in runs[0]], _policies(given)[0])
+        verify.write(args.out, [plan for plan, _ in runs[0]], _policies(given)[0])
     reports = {
         choice.name: _report(choice, given, results) for choice, results in zip(given.planners, runs, strict=True)
     }
@@ -97,7 +93,7 @@ def _run_planner(
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
-    for batch in _progress(given.batches, choice.name):
+    for batch in output.progress(given.batches, choice.name):
         start = time.perf_counter()
         plan = choice.plan(batch, given.cluster, given.model, cost)
         plan_ms = 1e3 * (time.perf_counter() - start)
@@ -110,7 +106,7 @@ def _run_planner(
             "verified": verified,
             "fingerprint": plan.fingerprint(),
             "note": plan.note or None,
-            "backward": memory.decision_of(plan, given).described(),
+            "backward": _decision_of(plan, given).described(),
         }
         results.append((plan, result))
     return results
@@ -119,7 +115,7 @@ def _run_planner(
 def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
     try:
         for policy in _policies(given):
-            planfile.prove(plan, policy)
+            verify.prove(plan, policy)
     except InvalidProgramError as error:
         print(f"batch {batch}, {plan.planner}: not verified: {error}", file=sys.stderr)
         return False
@@ -145,7 +141,7 @@ def _report(
         "model": given.model.name,
         "assumed": given.assumed or None,
         "capacity_tokens_per_rank": given.tokens_per_rank,
-        "memory": memory.lines([plan for plan, _ in planned], given),
+        "memory": memory_lines([plan for plan, _ in planned], given),
         "results": results,
         "summary": _mean(results),
     }
@@ -165,21 +161,8 @@ def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def _progress(batches: Sequence[T], name: str) -> Iterable[T]:
-    if len(batches) < 2:
-        return batches
-    from tqdm import tqdm
-
-    return cast("Iterable[T]", tqdm(batches, desc=name, unit=" batches", file=sys.stderr, disable=None))
-
-
 def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120  # a pipe or a file has no width of its own
+    console = output.console(120)
     reports = list(reports)
     cluster = given.cluster
     node_word = "node" if cluster.num_nodes == 1 else "nodes"
@@ -194,9 +177,8 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
         f"{given.tokens_per_rank:,}"
     )
     for report in reports:
-        table = Table(title=f"{report['planner']}: per rank, one layer, forward", title_justify="left")
-        for column in ("", "min", "mean", "max", "max / mean"):
-            table.add_column(column, justify="left" if not column else "right")
+        title = f"{report['planner']}: per rank, one layer, forward"
+        table = output.table(title, ("", "min", "mean", "max", "max / mean"), ("",))
         results = report["results"]
         for label, key in PER_RANK:
             if key != "attention_tokens_per_rank" or any(
@@ -247,9 +229,7 @@ def _megabytes(num_bytes: Sequence[int]) -> list[float]:
 
 
 def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:
-    """One row: the mean over batches of each batch's min, mean and max over ranks; rows of nothing
-    but zeros are left out.
-    """
+    """The mean over batches of each one's min, mean and max over ranks; rows of zeros are left out."""
     low, mean, high = (fmean(f(ranks) for ranks in batches) for f in (min, fmean, max))
     if high or label in ("tokens", "attention pairs"):
         cells = [f"{value:,.{decimals}f}" for value in (low, mean, high)]
@@ -264,3 +244,30 @@ def _verdict(verified: list[bool | None]) -> str:
 
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def _decision_of(plan: MicrobatchPlan, given: Inputs) -> Decision:
+    """The backward of this plan as a step: one stage, nothing recomputed, the optimizer shared out."""
+    from megatron_balance.analysis.backward import decide, microbatch_bytes, step_bytes
+
+    stage = _stage(given)
+    predicted = step_bytes([microbatch_bytes([plan], given.model)], given.model, stage)
+    return decide([predicted], given.config.backward, given.cluster.memory_bytes)
+
+
+def memory_lines(plans: Sequence[MicrobatchPlan], given: Inputs) -> list[str]:
+    """The decision for the fullest of several steps, and what would fit if it does not."""
+    from megatron_balance.analysis.backward import advice, microbatch_bytes
+
+    plan, decision = max(((plan, _decision_of(plan, given)) for plan in plans), key=lambda each: each[1].peak_bytes)
+    told = [decision.sentence()]
+    if not decision.fits:
+        told.append(advice(decision, [microbatch_bytes([plan], given.model)], given.model, [_stage(given)]))
+    return told
+
+
+def _stage(given: Inputs) -> Stage:
+    from megatron_balance.analysis.backward import Stage
+    from megatron_balance.analysis.memory import Sharding
+
+    return Stage(given.model.num_layers, Sharding(optimizer=given.cluster.num_ranks))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_balance.cli import inputs, output
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -24,11 +25,10 @@ DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `profile`."""
-    parser = subparsers.add_parser(
-        "profile", help="measure this machine's attention kernel and links into a cost table", description=__doc__
-    )
+HELP = "measure this machine's attention kernel and links into a cost table"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)"
     )
@@ -62,27 +62,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write and show.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        BalanceError: a user's mistake, or no torch.
-    """
-    for option in ("repeats", "threads", "ranks_per_node"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1")
+    """Measure, write and show."""
+    inputs.check_positive(args, "repeats", "threads", "ranks_per_node")
     if args.ranks_per_node and not args.links:
         raise ConfigError("--ranks-per-node goes with --links, which is not given")
-    if args.out and not args.out.parent.is_dir():
-        raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
+    output.check_folder(args)
     try:
         from megatron_balance.profiling import cost_table, links
     except ImportError as error:

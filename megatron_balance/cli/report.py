@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, laboratory, output
+from megatron_balance.cli import inputs, output, simulation
 from megatron_balance.cli.compare import baseline_of, of_sizes
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
@@ -20,17 +20,16 @@ from megatron_balance.planners import PLANNERS
 if TYPE_CHECKING:
     from megatron_balance.ir.step import StepPlan
     from megatron_balance.lab.report.cases import Asked, Case, PlayedCase
-    from megatron_balance.lab.report.real_batches import RealBatches
+    from megatron_balance.lab.report.steps import RealBatches
     from megatron_balance.planning.choice import PlannerChoice
 
 MOST_RUNS = 2
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `report`."""
-    parser = subparsers.add_parser(
-        "report", help="one HTML page: where the time goes, what limits it, what would help", description=__doc__
-    )
+HELP = "one HTML page: where the time goes, what limits it, what would help"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network"
     )
@@ -51,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "cluster, model and planner are the run's unless given",
     )
     inputs.add_options(parser)
-    laboratory.add_options(parser)
+    simulation.add_options(parser)
     parser.add_argument(
         "--baseline",
         metavar="NAME",
@@ -60,16 +59,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--json", action="store_true", help="also print the page's figures as one JSON document on stdout"
     )
-    parser.set_defaults(run=run)
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page.
-
-    Raises:
-        BalanceError: a user's mistake, or a batch that does not fit.
-    """
+    """Write the page."""
     from megatron_balance.lab.report import page
 
     alone = output.check(args)
@@ -126,8 +120,8 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     if not explicit:
         args.planner = list(PLANNERS)
     real = None if args.trained is None else _real(args)
-    given = laboratory.read(args, None if real is None else real.lengths)
-    bench = laboratory.bench(args, given)
+    given = simulation.read(args, None if real is None else real.lengths)
+    bench = simulation.bench(args, given)
     _check_baseline(args.baseline)
     desk = _Desk(bench)
     of_run = given.config.planner if real is not None else None
@@ -135,7 +129,7 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
         choices.insert(0, _plain(baseline, given.tokens_per_rank))
-    found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
+    found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), output.progress)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
     said = of_sizes(found["rows"], base)
     first, *others = found["answer"]
@@ -146,12 +140,8 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _real(args: argparse.Namespace) -> RealBatches:
-    """The batches of a run; cluster, model and configuration are the run's unless given.
-
-    Raises:
-        ConfigError: options for other lengths, or no run with lengths.
-    """
-    from megatron_balance.lab.report.real_batches import real_batches
+    """The batches of a run; cluster, model and configuration are the run's unless given."""
+    from megatron_balance.lab.report.steps import real_batches
 
     for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
@@ -182,7 +172,7 @@ def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
 class _Desk:
     """Plans and simulates the cases of a report on a bench."""
 
-    bench: laboratory.Bench
+    bench: simulation.Bench
 
     def asked(
         self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool
@@ -222,7 +212,7 @@ class _Desk:
             case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more}
         )
 
-    def _at(self, case: Case) -> laboratory.Bench:
+    def _at(self, case: Case) -> simulation.Bench:
         given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)
         return replace(self.bench, given=given, machine=case.machine, setup=case.setup, group=case.group)
 

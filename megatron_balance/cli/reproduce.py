@@ -10,8 +10,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import laboratory
-from megatron_balance.errors import ConfigError
+from megatron_balance.cli import inputs, output
 from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
@@ -20,37 +19,32 @@ if TYPE_CHECKING:
     from megatron_balance.lab.papers.base import Row
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `reproduce`."""
-    parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
+HELP = "a paper's published numbers beside ours"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
     parser.add_argument(
         "--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute the rows of the tables that are asked for.
-
-    Raises:
-        ConfigError: no such paper or table.
-    """
+    """Compute the rows of the tables that are asked for."""
     from megatron_balance.lab.papers import paper_of
     from megatron_balance.lab.papers.base import Effort
 
     paper = paper_of(args.paper)
     tables = paper.chosen(args.paper, args.table)
-    if args.batches is not None and args.batches < 1:
-        raise ConfigError(f"--batches {args.batches}: must be at least 1")
+    inputs.check_positive(args, "batches")
     rows_of: dict[str, list[Row]] = {}
-    console = laboratory.console()
+    console = output.console()
     if not args.json:
         console.print(paper.title)
-    for name, table in laboratory.progress(list(tables.items()), args.paper):
-        rows_of[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
+    for name, table in output.progress(list(tables.items()), args.paper):
+        rows_of[name] = table.rows(Effort(args.batches or table.batches, output.progress))
         if not args.json:
             _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
@@ -69,13 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(console: Console, title: str, rows: list[Row]) -> None:
-    from rich.table import Table
-
     from megatron_balance.lab.papers.base import ITSELF
 
-    table = Table(title=title, title_justify="left")
-    for column in ("", "published", "ours", "unit", "ratio", "kind"):
-        table.add_column(column, justify="right" if column in ("published", "ours", "ratio") else "left")
+    table = output.table(title, ("", "published", "ours", "unit", "ratio", "kind"), ("", "unit", "kind"))
     notes = list(dict.fromkeys(row.remark for row in rows if row.remark))
     for row in rows:
         sign = "" if row.sign == "=" else f"{row.sign} "

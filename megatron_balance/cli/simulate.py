@@ -9,41 +9,35 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, laboratory, output
+from megatron_balance.cli import inputs, output, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
-    from megatron_balance.cli.laboratory import Planned
+    from megatron_balance.cli.simulation import Planned
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `simulate`."""
-    parser = subparsers.add_parser(
-        "simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__
-    )
+HELP = "step time, phases, memory and utilisation on a cluster"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     inputs.add_options(parser)
-    laboratory.add_options(parser)
-    laboratory.add_mode_options(parser)
+    simulation.add_options(parser)
+    simulation.add_mode_options(parser)
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
         help="write a Chrome/Perfetto trace of the first step (or of one layer of a full tick), all ranks",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and simulate every batch by every planner.
-
-    Raises:
-        BalanceError: a user's mistake, or a batch that does not fit.
-    """
+    """Plan and simulate every batch by every planner."""
     alone = output.check(args, "--trace")
-    given = laboratory.read(args)
-    bench = laboratory.bench(args, given)
+    given = simulation.read(args)
+    bench = simulation.bench(args, given)
     if args.trace and len(given.planners) > 1:
         raise ConfigError(
             f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for "
@@ -66,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
+def _write_trace(path: Path, bench: simulation.Bench, planned: Planned) -> None:
     from megatron_balance.simulator.timeline import layer_trace, step_trace
 
     step = planned.steps[0]
@@ -97,10 +91,10 @@ def _changed(changes: dict[str, float]) -> str:
     return f"{count} step{'s' * (count > 1)} of another strategy than the base layout: {pull}, {push}, by links alone"
 
 
-def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dict[str, str]) -> None:
+def _show(reports: dict[str, dict[str, Any]], bench: simulation.Bench, runs: dict[str, str]) -> None:
     from rich.table import Table
 
-    console = laboratory.console()
+    console = output.console()
     console.print(bench.headline())
     for name, report in reports.items():
         step, peak = report["step_s"], report["peak_bytes_per_rank"]

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, laboratory, output
+from megatron_balance.cli import inputs, output
 from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
@@ -27,11 +27,10 @@ MOST_RANKS = 1 << 16
 """GPUs of a proposal: more is a typing error."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `strategies`."""
-    parser = subparsers.add_parser(
-        "strategies", help="pipelines of unlike degrees that suit a data set", description=__doc__
-    )
+HELP = "pipelines of unlike degrees that suit a data set"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset", metavar="NAME|PATH", required=True, help="whose lengths: a known distribution, or a file or folder"
     )
@@ -69,27 +68,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Propose, rank, write and show.
-
-    Raises:
-        ConfigError: an option that cannot be.
-        InfeasibleError: a sequence that no pipeline holds.
-    """
+    """Propose, rank, write and show."""
     from megatron_balance.planning.strategies import propose, rank
     from megatron_balance.workloads.lengths import draw
 
     alone = output.check(args)
-    for option in ("tokens", "seq_length", "batches", "ranks", "ranks_per_node"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1")
-    if args.out and not args.out.parent.is_dir():
-        raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
+    inputs.check_positive(args, "tokens", "seq_length", "batches", "ranks", "ranks_per_node")
+    output.check_folder(args)
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; name a file in it")
     if args.schemes and args.plan_costs:
@@ -146,18 +135,14 @@ def _file(found: Sequence[SampledStrategy], args: argparse.Namespace) -> str:
 
 
 def _show(found: Sequence[SampledStrategy], args: argparse.Namespace, cluster: Cluster) -> None:
-    from rich.table import Table
-
-    console = laboratory.console()
+    console = output.console()
     by = args.schemes or f"{args.model} on {args.cluster}"
     console.print(
         f"{cluster.num_ranks} GPUs, {by}; {args.dataset}, {args.batches} step{'s' * (args.batches != 1)} of "
-        f"{args.tokens:,} tokens; seconds: "
-        "mean of forward and backward of the steps that a strategy holds"
+        f"{args.tokens:,} tokens; seconds: mean of forward and backward of the steps that a strategy holds"
     )
-    table = Table()
-    for column in ("strategy", "longest sequence", "seconds", "steps held", "best of"):
-        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
+    columns = ("strategy", "longest sequence", "seconds", "steps held", "best of")
+    table = output.table(None, columns, ("strategy",), "fold")
     for each in found:
         seconds = f"{each.seconds:.3f}" if each.held_batches else "-"
         best = f"{each.best_share:.0%}"

@@ -16,24 +16,19 @@ from megatron_balance.cli import output
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 
+HELP = "join the traces of a training step's ranks"
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `trace`."""
-    parser = subparsers.add_parser("trace", help="join the traces of a training step's ranks", description=__doc__)
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="what --balance-log named, or its folder traces")
     parser.add_argument("--step", type=int, metavar="N", help="the step, where several were traced")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the joined trace, for ui.perfetto.dev ('-': stdout)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the joined trace.
-
-    Raises:
-        ConfigError: no traces, several steps and none chosen, or ranks whose file is missing.
-    """
+    """Write the joined trace."""
     files = _files(args.folder)
     step = _chosen(args, sorted(files))
     traces = [_read(path) for path in files[step]]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, laboratory
+from megatron_balance.cli import inputs, output
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from megatron_balance.planners.base import Trial
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `tune`."""
-    parser = subparsers.add_parser("tune", help="thresholds for documents that wait", description=__doc__)
+HELP = "thresholds for documents that wait"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tuned", metavar="PLANNER", help=f"one of {', '.join(_tunable())}")
     inputs.add_options(parser)
     parser.add_argument("--microbatches", type=int, default=4, metavar="M", help="batches of a step (default 4)")
@@ -35,16 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--most-delay", type=float, default=0.5, metavar="D", help="mean steps that a token may wait (default 0.5)"
     )
     parser.add_argument("--queues", type=int, default=3, metavar="N", help="most queues (default 3)")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search the thresholds and print the trade-off.
-
-    Raises:
-        BalanceError: a user's mistake, or a document that does not fit.
-    """
+    """Search the thresholds and print the trade-off."""
     from megatron_balance.planners.base import StepContext, Tuning
 
     if args.planner:
@@ -91,12 +87,8 @@ def _tunable() -> list[str]:
 
 
 def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Documents dealt whole, one after another, into samples of at most `tokens`: as many tokens as
-    `count` full samples have.
-
-    Where each batch is drawn for itself, the document that fills it is cut, and that is often a
-    long one.
-    """
+    """Documents dealt whole into samples of at most `tokens`, as many as `count` full samples have."""
+    # Where each batch is drawn for itself, the document that fills it is cut, often a long one.
     import numpy as np
 
     from megatron_balance.workloads.documents import pack
@@ -109,12 +101,10 @@ def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple
 
 
 def _show(trials: Sequence[Trial], num_steps: int, most_delay: float) -> None:
-    from rich.table import Table
-
-    console = laboratory.console()
-    table = Table(title=f"{num_steps} steps; less imbalance for more delay", title_justify="left")
-    for column in ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", ""):
-        table.add_column(column, justify="left" if column in ("thresholds", "") else "right")
+    console = output.console()
+    columns = ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", "")
+    title = f"{num_steps} steps; less imbalance for more delay"
+    table = output.table(title, columns, ("thresholds", ""))
     for trial in trials:
         table.add_row(
             str(len(trial.thresholds)),

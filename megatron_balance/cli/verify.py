@@ -5,21 +5,25 @@ may see exactly once.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from megatron_balance.cli import planfile
+from megatron_balance.cli import output
 from megatron_balance.compile.transpose import Policy
-from megatron_balance.errors import InvalidProgramError
-from megatron_balance.files import json_text
+from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.files import UnreadableError, json_text, read_json
+from megatron_balance.ir.plan import FORMAT, MicrobatchPlan, from_body, to_json
+from megatron_balance.ir.program import Program
+from megatron_balance.ir.text import parse, text
+
+HELP = "prove a plan written by 'plan --out', forward and backward"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `verify`."""
-    parser = subparsers.add_parser(
-        "verify", help="prove a plan written by 'plan --out', forward and backward", description=__doc__
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="what 'plan --out' wrote")
     parser.add_argument(
         "--policy",
@@ -27,20 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="keep",
         help="backward with received KV kept, or communicated again",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.set_defaults(run=run)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prove every plan of the file.
-
-    Returns:
-        0, or 1 when a plan does not hold; the offending op is printed on stderr.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    results = [_prove(entry, args.policy) for entry in planfile.read(args.plan)]
+    """Prove every plan of the file."""
+    results = [_prove(entry, args.policy) for entry in read(args.plan)]
     failed = [number for number, result in enumerate(results) if not result["verified"]]
     if args.json:
         print(json_text({"verified": not failed, "policy": args.policy, "results": results}))
@@ -57,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _prove(entry: planfile.PlanEntry, policy: Policy) -> dict[str, Any]:
+def _prove(entry: _PlanEntry, policy: Policy) -> dict[str, Any]:
     result: dict[str, Any] = {
         "planner": entry.plan.planner,
         "fingerprint": entry.plan.fingerprint(),
@@ -67,7 +63,142 @@ def _prove(entry: planfile.PlanEntry, policy: Policy) -> dict[str, Any]:
         "error": None,
     }
     try:
-        result["num_ops"] = planfile.prove_entry(entry, policy)
+        result["num_ops"] = _prove_entry(entry, policy)
     except InvalidProgramError as error:
         result |= {"verified": False, "error": str(error)}
     return result
+
+
+LIST_FORMAT = "megatron-balance plans 1"
+MAX_PROGRAM_LINES = 20_000
+MAX_PROGRAM_RANKS = 64
+"""Beyond this the program of nearly every plan is longer than the file may hold, and building it
+only to count is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanEntry:
+    """One plan of a file, with the fingerprint and the program written beside it."""
+
+    plan: MicrobatchPlan
+    fingerprint: str | None
+    program: Program | None
+
+
+def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
+    """Write plans, each with its fingerprint and program (forward, and backward by `policy`)."""
+    entries = [
+        {
+            **json.loads(to_json(p)),
+            "fingerprint": p.fingerprint(),
+            "policy": policy,
+            "program": _program_lines(p, policy),
+        }
+        for p in plans
+    ]
+    document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
+    output.write(path, json.dumps(document, allow_nan=False) + "\n")
+
+
+def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:
+    from megatron_balance.compile.pipeline import expand
+
+    if plan.num_ranks > MAX_PROGRAM_RANKS:
+        return None
+    lines = text(expand(plan, policy)).splitlines()
+    return lines if len(lines) < MAX_PROGRAM_LINES else None
+
+
+def read(path: Path) -> list[_PlanEntry]:
+    """The plans of a file that `write` made."""
+    try:
+        document: object = read_json(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; 'megatron-balance plan --out {path}' writes one"
+        ) from None
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one"
+        )
+    body = cast("dict[str, Any]", document)
+    entries: list[Any] = (
+        body["plans"] if body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list) else [body]
+    )
+    if not entries:
+        raise ConfigError(f"{path}: holds no plans")
+    return [
+        _entry(entry, f"{path}: plan {number}" if len(entries) > 1 else str(path))
+        for number, entry in enumerate(entries)
+    ]
+
+
+def _entry(entry: Any, where: str) -> _PlanEntry:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: expected an object with format {FORMAT!r}")
+    body = cast("dict[str, Any]", entry)
+    fingerprint, lines = body.get("fingerprint"), body.get("program")
+    if fingerprint is not None and not isinstance(fingerprint, str):
+        raise ConfigError(f"{where}: fingerprint: expected text, got {fingerprint!r:.60}")
+    if lines is not None and (
+        not isinstance(lines, list) or not all(isinstance(line, str) for line in cast("list[Any]", lines))
+    ):
+        raise ConfigError(f"{where}: program: expected a list of lines or null")
+    try:
+        plan = from_body(body)
+        program = None if lines is None else parse("\n".join(cast("list[str]", lines)))
+    except (ConfigError, InvalidProgramError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return _PlanEntry(plan, fingerprint, program)
+
+
+def prove(plan: MicrobatchPlan, policy: Policy) -> int:
+    """Number of ops of the plan's program, proved forward and backward, and to be what ranks run."""
+    from megatron_balance.compile.proof import runs
+
+    program = runs.prove(plan, policy)
+    return len(program.forward) + len(program.backward)
+
+
+def _prove_entry(entry: _PlanEntry, policy: Policy) -> int:
+    """Number of ops, after proving the plan by `policy` and the program as it is written."""
+    plan, program = entry.plan, entry.program
+    if entry.fingerprint is not None and entry.fingerprint != plan.fingerprint():
+        raise InvalidProgramError(
+            f"the fingerprint written is {entry.fingerprint}, that of the plan is {plan.fingerprint()}: the plan was "
+            "changed"
+        )
+    num_ops = prove(plan, policy)
+    if program is not None:
+        _check_same(plan, program)
+        from megatron_balance.compile.proof.meaning import verify
+        from megatron_balance.compile.proof.runs import verify_runs
+
+        verify(program)
+        verify_runs(plan, program)
+    return num_ops
+
+
+def _check_same(plan: MicrobatchPlan, program: Program) -> None:
+    """The program written is for this plan's sequences, heads and linear layout."""
+    from megatron_balance.compile.pipeline import layout
+
+    for what, planned, written in (
+        ("lengths", plan.lengths, program.lengths),
+        ("num_heads", plan.num_heads, program.num_heads),
+        ("num_kv_heads", plan.num_kv_heads, program.num_kv_heads),
+        ("num_ranks", plan.num_ranks, program.num_ranks),
+    ):
+        if planned != written:
+            raise InvalidProgramError(
+                f"the program written is not the plan's: {what} {written!r:.80}, planned {planned!r:.80}"
+            )
+    for rank, owned in enumerate(program.owned):
+        planned_rows = [tuple(int(v) for v in row) for row in layout(plan, rank)]
+        if list(owned) != planned_rows:
+            raise InvalidProgramError(
+                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned "
+                f"{planned_rows!r:.80}"
+            )

@@ -12,10 +12,8 @@ from megatron.core.datasets.utils import Split
 
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.megatron import flags
-from megatron_balance.workloads.blend import shares
-from megatron_balance.workloads.documents import split_documents
+from megatron_balance.workloads.documents import Corpus, of_corpus, shares, split_documents
 from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
-from megatron_balance.workloads.order_cache import Corpus, of_corpus
 
 CORPUS_OPTIONS = (
     "data_path",

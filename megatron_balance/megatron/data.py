@@ -24,16 +24,17 @@ from torch.utils.data import Dataset
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.megatron.corpora import DataArguments, data_reasons, no_documents, open_corpus, sources
 from megatron_balance.training.sequences import Sequences, to_bits
-from megatron_balance.workloads.blend import Blend, shares
 from megatron_balance.workloads.documents import (
     DEFAULT_FILLING,
+    Blend,
+    Corpus,
     CutPolicy,
     DocumentPiece,
     DocumentStream,
     Filling,
+    shares,
     split_documents,
 )
-from megatron_balance.workloads.order_cache import Corpus
 
 PADDING = -1
 """position_ids of tokens that belong to no sequence."""

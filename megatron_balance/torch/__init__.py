@@ -11,12 +11,10 @@ In the model's layers `balanced_attention(q, k, v, batch)` takes the place of ca
 `megatron_balance.torch.hf` does that in Transformers' models. An adapter on `training`.
 """
 
-from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.balancer import SequenceBalancer
-from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.documents import IGNORED, Document
-from megatron_balance.torch.model import model_of
-from megatron_balance.torch.settings import Settings
+from megatron_balance.torch.settings import Settings, model_of
 
 __all__ = [
     "IGNORED",

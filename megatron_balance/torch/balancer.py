@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Self, TypeVar
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
@@ -22,6 +25,7 @@ from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.lower.steps import BOTH_PHASES
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
@@ -37,20 +41,18 @@ from megatron_balance.torch.documents import (
     read,
     to_sequences,
 )
-from megatron_balance.torch.model import layers_of, model_of
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
-from megatron_balance.torch.settings import Settings
-from megatron_balance.torch.tracing import LoopTracer
-from megatron_balance.torch.waiting import Dealing, Waiting
+from megatron_balance.torch.settings import Settings, layers_of, model_of
 from megatron_balance.training.agree import check_agreement
-from megatron_balance.training.ledger import Ledger
+from megatron_balance.training.ledger import HeldDocument, Ledger
 from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import assemble
-from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.training.nano_batches import NOTHING, Recalled, by_nano_batch
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
-from megatron_balance.training.pool import TensorParallel
+from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.sequences import Sequences
 from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.tracing import StepTracer
 
 T = TypeVar("T")
 ALONE = TensorParallel()
@@ -109,9 +111,6 @@ class SequenceBalancer:
             accept: model types and keys of a configuration to go on with, by the names that a refusal
                 said: they are not proved to attend as plans have it.
             options: of the planner, such as `tokens_per_rank`.
-
-        Raises:
-            ConfigError: no such planner or option, ranks that are spread unevenly over nodes.
         """
         if not isinstance(settings, Settings):
             raise ConfigError(f"settings: expected Settings(...), got {type(settings).__name__}")
@@ -138,8 +137,8 @@ class SequenceBalancer:
         self._num_microbatches = 1
         self._plans = self._make_plans(None)
         self._evaluation: StepPlans | None = None
-        self._tracer = LoopTracer(settings, self.pool, self.device)
-        self._waiting = Waiting(self.pool.rank)
+        self._tracer = _LoopTracer(settings, self.pool, self.device)
+        self._waiting = _Waiting(self.pool.rank)
         self._pending: list[Sequences] = []
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
@@ -180,11 +179,6 @@ class SequenceBalancer:
         Args:
             documents: that this rank read; none is fine. Token ids [n], or tuples (tokens, labels,
                 others [n, ...]). All ranks give the same number of other tensors, of the same types.
-
-        Raises:
-            DataError: documents that are none, on every rank.
-            InfeasibleError: documents that the ranks cannot hold.
-            PlanMismatchError: ranks that planned differently.
         """
         (batch,) = self.step([documents])
         return batch
@@ -258,11 +252,7 @@ class SequenceBalancer:
         return batch
 
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
-        """`BalancedBatch.gather` of the batch that was made last.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """`BalancedBatch.gather` of the batch that was made last."""
         if self._last is None:
             raise ConfigError("expected a batch before gather, got none; call the balancer first")
         return self._last.gather(values, attended=attended)
@@ -296,7 +286,7 @@ class SequenceBalancer:
         try:
             ledger, _ = Ledger.from_json(state["ledger"])
             at, trained = map(int, state["counts"])
-            waiting = Waiting(self.pool.rank, state["waiting"])
+            waiting = _Waiting(self.pool.rank, state["waiting"])
             pending = [Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
             others = None if state["form"] is None else tuple((dtype, tuple(shape)) for dtype, shape in state["form"])
         except (TypeError, ValueError) as error:
@@ -348,7 +338,7 @@ class SequenceBalancer:
         )
 
     @_collective
-    def _draw(self, feed: Iterator[Sequence[Document]], microbatches: int) -> Dealing | None:
+    def _draw(self, feed: Iterator[Sequence[Document]], microbatches: int) -> _Dealing | None:
         """The next step of a loader, lengths shared; None: the loaders of all ranks have ended."""
         drawn: list[Sequence[Document]] = []
         failure: Exception | None = None
@@ -366,7 +356,7 @@ class SequenceBalancer:
     @_collective
     def _share(
         self, microbatches: Sequence[Sequence[Document]], failure: Exception | None = None, *, training: bool = True
-    ) -> Dealing:
+    ) -> _Dealing:
         """Share the lengths of the documents of a step. `failure`: to read them, told to all ranks."""
         documents: list[list[Parts]] = []
         form: Form | None = None
@@ -382,7 +372,7 @@ class SequenceBalancer:
         return self._share_sequences(mine, failure, len(microbatches), training=training)
 
     @_collective
-    def _share_again(self) -> Dealing:
+    def _share_again(self) -> _Dealing:
         """The step that was read ahead and not run."""
         mine, self._pending = self._pending, []
         self._read = self._at
@@ -391,10 +381,10 @@ class SequenceBalancer:
 
     def _share_sequences(
         self, mine: list[Sequences], failure: Exception | None, num_microbatches: int, *, training: bool = True
-    ) -> Dealing:
+    ) -> _Dealing:
         shared = share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
         ends = list(accumulate((len(each.lengths) for each in mine), initial=self._num_documents if training else 0))
-        dealing = Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
+        dealing = _Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
         if training:
             self._known |= dict(enumerate(shared.lengths, start=self._read))
             self._read += num_microbatches
@@ -402,7 +392,7 @@ class SequenceBalancer:
         return dealing
 
     @_collective
-    def _run(self, dealing: Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
+    def _run(self, dealing: _Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
         """Plan a training step, and deal its tokens."""
         self._at, self._num_microbatches = dealing.first, len(dealing.mine)
         self._tracer.begin_next()
@@ -415,7 +405,7 @@ class SequenceBalancer:
         return batches
 
     @_collective
-    def _deal(self, dealing: Dealing, planned: PlannedStep, *, training: bool) -> list[BalancedBatch]:
+    def _deal(self, dealing: _Dealing, planned: PlannedStep, *, training: bool) -> list[BalancedBatch]:
         """Move the tokens of a planned step."""
         rank = self.pool.rank
         recalled = self._waiting.recall(planned.recalled)
@@ -498,3 +488,130 @@ class _Known(Samples):
             return tuple(self.lengths(number) for number in range(first, first + num_microbatches))
         except KeyError:
             return None
+
+
+_Place = tuple[int, int]
+"""Where a document was dealt: number of the microbatch in the run, and number in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dealing:
+    """The documents of a step, as all ranks gave them."""
+
+    # `first`: number of its first microbatch in the run; by microbatch, `mine`: this rank's,
+    # `numbers`: those of this rank's documents among all that it ever gave.
+
+    first: int
+    mine: list[Sequences]
+    numbers: list[tuple[int, ...]]
+    shared: PoolLengths
+
+    def own(self, rank: int) -> list[tuple[_Place, int]]:
+        """Of this rank's documents, the place and the number."""
+        made: list[tuple[_Place, int]] = []
+        for m, (owners, numbers) in enumerate(zip(self.shared.owners, self.numbers, strict=True)):
+            places = [(self.first + m, at) for at, owner in enumerate(owners.tolist()) if owner == rank]
+            made += zip(places, numbers, strict=True)
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WaitingDocument:
+    """A document of pool rank `owner` that waits; there `number` and `rows` [n, C]."""
+
+    owner: int
+    number: int = -1
+    rows: Tensor | None = None
+
+
+class _Waiting:
+    """The documents that wait, on one rank."""
+
+    def __init__(self, rank: int, state: Sequence[Sequence[Any]] = ()) -> None:
+        """The documents of `state`, as `state()` gave it; ValueError or TypeError where it is none."""
+        self._rank = rank
+        self._kept: dict[_Place, _WaitingDocument] = {
+            (sample, place): _WaitingDocument(owner, number, rows) for sample, place, owner, number, rows in state
+        }
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def recall(self, wanted: Sequence[HeldDocument]) -> Recalled:
+        """The documents that a step trains."""
+        if not wanted:
+            return NOTHING
+        kept = [self._kept[each.sample, each.place] for each in wanted]
+        return Recalled(
+            tuple((each.number, each.length) for each in wanted),
+            tuple(each.owner for each in kept),
+            tuple((held.number, each.rows) for held, each in zip(wanted, kept, strict=True) if each.rows is not None),
+        )
+
+    def number(self, held: HeldDocument) -> int:
+        return self._kept[held.sample, held.place].number
+
+    def keep(self, held: Sequence[HeldDocument], dealing: _Dealing) -> None:
+        """Keep exactly the documents `held` behind a step that dealt `dealing`."""
+        before, self._kept = self._kept, {}
+        own = dict(dealing.own(self._rank))
+        for each in held:
+            place = (each.sample, each.place)
+            if place in before:
+                self._kept[place] = before[place]
+                continue
+            m = each.sample - dealing.first
+            owner = int(dealing.shared.owners[m][each.place])
+            kept = _WaitingDocument(owner)
+            if owner == self._rank:
+                number = own[place]
+                at = dealing.numbers[m].index(number)
+                rows = dealing.mine[m].rows.split(dealing.mine[m].lengths)[at]
+                kept = _WaitingDocument(owner, number, rows.clone())
+            self._kept[place] = kept
+
+    def state(self) -> list[tuple[int, int, int, int, Tensor | None]]:
+        return [(*place, kept.owner, kept.number, kept.rows) for place, kept in self._kept.items()]
+
+
+log = logging.getLogger(__name__)
+
+
+class _LoopTracer(StepTracer):
+    """Traces of this rank. All ranks of the job trace the same steps, counted from 1."""
+
+    def __init__(self, settings: Settings, pool: Pool, device: torch.device) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        super().__init__(settings.trace_folder, settings.trace_steps, rank)
+        on_device = device.type == "cuda"
+        node = rank // pool.ranks_per_node
+        self.place(lambda: node, lambda: CudaStreams({}, ()) if on_device else None)
+        self._number = 0
+        self._hooks: list[RemovableHandle] = []
+
+    def begin_next(self) -> None:
+        """Begin a training step; collective over the job if it is traced."""
+        self.end()
+        self._number += 1
+        self.begin(self._number)
+        if self.recorder is not None:
+            self._hooks = [
+                register_optimizer_step_pre_hook(lambda *_: self.ran()),
+                register_optimizer_step_post_hook(self._stepped),
+            ]
+
+    def end(self) -> None:
+        """Give up the trace of a step whose optimizer made no step; the log says so."""
+        self._unhook()
+        if self.recorder is not None:
+            log.warning("step %d is not traced: no optimizer of torch.optim made a step in it", self._number)
+            self.finish()
+
+    def _stepped(self, *_: Any) -> None:
+        self._unhook()
+        self.finish()
+
+    def _unhook(self) -> None:
+        for each in self._hooks:
+            each.remove()
+        self._hooks = []

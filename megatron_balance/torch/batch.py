@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import disable
 
 import megatron_balance
 from megatron_balance.analysis.statistics import plan_statistics
@@ -21,11 +23,12 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import at_least
-from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.runtime import attention
+from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.torch.exchange import back
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.pool import Pool
@@ -36,11 +39,7 @@ Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Targets of a step, and the ranks over which gradients are averaged.
-
-    `num_targets`: labels of all these ranks in all microbatches of the step that count; a scalar.
-    `num_ranks`, `group`: of the average.
-    """
+    """Labels of a step that count, and the ranks over which gradients are averaged."""
 
     num_targets: Tensor
     num_ranks: int
@@ -49,11 +48,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dealt:
-    """A microbatch as it was planned and dealt.
-
-    `lengths`: of its documents. `documents`: of those that this rank gave, their numbers
-    (`BalancedBatch.documents`) and lengths. `layers`: of the model, as its configuration says.
-    """
+    """A microbatch as planned and dealt; `documents`: numbers and lengths of this rank's."""
 
     plan: MicrobatchPlan
     lengths: PoolLengths
@@ -63,7 +58,6 @@ class Dealt:
     layers: int | None = None
 
     def exchange(self) -> TokenExchange:
-        """The way of its tokens alone."""
         return TokenExchange(self.lengths, [self.plan], self.pool)
 
 
@@ -147,10 +141,8 @@ class BalancedBatch:
         self._begun += 1
 
     def count_call(self, layers: int | None) -> None:
-        """Count an attention call of a model with `layers`; None: of the balancer's.
-
-        Inside a backward, checkpointing computes a forward again, which was counted.
-        """
+        """Count an attention call of a model with `layers`; None: of the balancer's."""
+        # Inside a backward, checkpointing computes a forward again, which was counted.
         if not in_backward():
             self._calls[layers or self._dealt.layers or 1] += 1
 
@@ -162,10 +154,9 @@ class BalancedBatch:
         return bool(found)
 
     def _check_attended(self, attended: int | None) -> None:
-        """Refuse values of a forward whose attention did not reach the plan.
-
-        Values that follow without attention or a forward between are further ones of that forward.
-        """
+        """Refuse values of a forward whose attention did not reach the plan."""
+        # Values that follow without attention or a forward between are further ones of that
+        # forward.
         each = None if attended is None else at_least(0, "attended", attended)
         if each == 0 or (self._taken and not self._calls and not self._begun):
             return
@@ -248,6 +239,7 @@ class BalancedBatch:
         own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
         weights = own.sum(0)
         totals = torch.stack([torch.zeros_like(weights), weights.detach(), torch.full_like(weights, len(own))]).double()
+        # totals [3, experts]: tokens that chose each, sums of weights, tokens of all layers.
         chosen = own.topk(top_k, dim=-1).indices.flatten()
         totals[0].index_add_(0, chosen, torch.ones_like(chosen, dtype=totals.dtype))
         if self._scale.num_ranks > 1:
@@ -305,13 +297,9 @@ class BalancedBatch:
         return self._dealt.exchange()
 
     def layout(self, rank: int | None = None) -> Ints:
-        """Where tokens lie: rows (document, start, stop) of a rank of the pool, in order.
+        """Rows (document, start, stop) of a rank of the pool, default this one, in order.
 
-        `rank`: default this one. `document`: its number in the microbatch of all ranks, an index of
-        `plan.lengths`.
-
-        Raises:
-            ConfigError: the pool has no such rank.
+        `document`: its number in the microbatch of all ranks, an index of `plan.lengths`.
         """
         return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
@@ -367,9 +355,8 @@ def _check_scalar(loss: Tensor) -> None:
 
 
 def _refuse_division(loss: Tensor) -> None:
-    """Refuse, in the backward, a division by Accelerate's accumulation steps: the mean is over the
-    targets of all microbatches already.
-    """
+    """Refuse, in the backward, a division by Accelerate's accumulation steps."""
+    # The mean is over the targets of all microbatches already.
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.GradientState._shared_state or not loss.requires_grad:
         return
@@ -384,3 +371,127 @@ def _refuse_division(loss: Tensor) -> None:
             )
 
     loss.register_hook(check)
+
+
+_Way: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def there(read: Tensor, exchange: TokenExchange) -> Tensor:
+    """Values [rows read here, ...] to the ranks that compute them: [rows of this rank, ...].
+
+    Differentiable. Collective over the pool, in the backward too.
+    """
+    return _Exchanged.apply(read, exchange.there, exchange.back)
+
+
+def back(computed: Tensor, exchange: TokenExchange) -> Tensor:
+    """The inverse of `there`: [rows of this rank, ...] to [rows read here, ...]."""
+    return _Exchanged.apply(computed, exchange.back, exchange.there)
+
+
+def exchanged(values: Tensor, way: _Way, inverse: _Way) -> Tensor:
+    """`way(values)`, whose gradient is `inverse` of the output's. Breaks graphs of torch.compile."""
+    return _outside_graphs(values, way, inverse)
+
+
+class _Exchanged(torch.autograd.Function):
+    """One collective forward, its inverse on gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, way: _Way, inverse: _Way) -> Tensor:
+        ctx.inverse = inverse
+        return way(values)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.inverse(grad), None, None
+
+
+_outside_graphs = cast("Callable[[Tensor, _Way, _Way], Tensor]", disable(_Exchanged.apply))
+
+
+def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    layers: int | None = None,
+) -> Tensor:
+    """Attention of this rank's queries within their documents, wherever the keys lie.
+
+    Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
+    the backward, and where checkpointing computes a forward again. Under `torch.compile` the graph
+    breaks here. Rows of padding give zeros.
+
+    Args:
+        q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
+        k: [T, G, D]; G divides H. Positions are in it already.
+        v: [T, G, V]; V as the model's `value_dim`, D where it has none.
+        batch: of the model's inputs.
+        scale: of the scores; default 1 / sqrt(D).
+        window: keys that a query sees, its own the last; None: all that the batch's mask shows.
+        sink: [H], a logit of each head beside the keys of every query, without a value.
+        layers: calls of this that a forward makes, where the model is another than the balancer's,
+            as a reference model; the batch counts them (`BalancedBatch`).
+
+    Returns:
+        The output, in the shape of `q`, V wide.
+
+    Raises:
+        ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
+            model, or are on several devices; a window under another mask than the causal one.
+    """
+    mask = None if window is None else SlidingWindow(window)
+    return _attend_outside_graphs(q, k, v, batch, scale, mask, sink, layers)
+
+
+def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: BalancedBatch,
+    scale: float | None,
+    mask: Mask | None,
+    sink: Tensor | None,
+    layers: int | None,
+) -> Tensor:
+    if not isinstance(batch, BalancedBatch):
+        raise ConfigError(
+            f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
+            "model's forward to its attention"
+        )
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name}: expected a tensor [rows, heads, head_dim], got {type(x).__name__}")
+    if not q.device == k.device == v.device == batch.tokens.device:
+        raise ConfigError(
+            f"expected q, k and v on the batch's device {batch.tokens.device}, got {q.device}, {k.device} and "
+            f"{v.device}"
+        )
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"expected q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
+    rows = [x[0] if x.ndim == 4 and len(x) == 1 else x for x in (q, k, v)]
+    for name, x in zip("qkv", rows, strict=True):
+        if x.ndim != 3 or len(x) != batch.num_rows:
+            raise ConfigError(
+                f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
+                f"{list(x.shape)}"
+            )
+    bound = batch.bound(q.dtype, q.device, mask)
+    owned = [x[: bound.num_tokens] for x in rows]
+    with torch.autocast(device, enabled=False):
+        out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True, sink=sink)
+    batch.count_call(layers)
+    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(*q.shape[:-1], v.shape[-1])
+
+
+_attend_outside_graphs = cast("Callable[..., Tensor]", disable(_attend))

@@ -37,10 +37,7 @@ WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Names of types, and shapes for one token, of the tensors behind tokens and labels.
-
-    Equal on all ranks.
-    """
+    """Types, and shapes for one token, of the tensors behind tokens and labels; equal on all ranks."""
 
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -78,7 +75,6 @@ class Parts:
 
     @property
     def form(self) -> Form:
-        """Of the others."""
         return Form(tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape[1:])) for x in self.others))
 
     def rows(self) -> Tensor:
@@ -93,7 +89,7 @@ class Parts:
         return torch.cat(columns, dim=1)
 
 
-def parts_of(document: Document, *, shift_labels: bool) -> Parts:
+def _parts_of(document: Document, *, shift_labels: bool) -> Parts:
     """The tensors of a document.
 
     Args:
@@ -136,11 +132,7 @@ def _is_integer(values: Tensor) -> bool:
 
 
 def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> list[list[Parts]]:
-    """The documents of each microbatch.
-
-    Raises:
-        DataError: one is not a document; says which.
-    """
+    """The documents of each microbatch. Raises DataError with the number of what is none."""
     made: list[list[Parts]] = []
     for microbatch in microbatches:
         if isinstance(microbatch, (Tensor, np.ndarray, str, bytes, Mapping)) or not isinstance(microbatch, Iterable):
@@ -148,18 +140,14 @@ def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> l
         made.append([])
         for at, document in enumerate(microbatch):
             try:
-                made[-1].append(parts_of(document, shift_labels=shift_labels))
+                made[-1].append(_parts_of(document, shift_labels=shift_labels))
             except DataError as error:
                 raise DataError(f"document {at}: {error}") from None
     return made
 
 
 def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:
-    """The form of this rank's documents, or `form` where it has none.
-
-    Raises:
-        DataError: documents of different forms.
-    """
+    """The form of this rank's documents, or `form` where it has none; DataError where they differ."""
     for microbatch in documents:
         for at, document in enumerate(microbatch):
             form = form or document.form
@@ -172,11 +160,7 @@ def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form 
 
 
 def agree_form(mine: Form | None, pool: Pool) -> Form | None:
-    """The form of all ranks' documents; None: nobody has any yet. Collective over the pool.
-
-    Raises:
-        DataError: ranks with other forms, on every rank.
-    """
+    """The form of all ranks' documents; None: nobody has any yet. Collective, errors alike."""
     forms: list[Form | None] = [mine] * pool.size
     if pool.size > 1:
         dist.all_gather_object(forms, mine, group=pool.groups.pool)

@@ -18,9 +18,8 @@ from torch.compiler import disable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.torch import positions
-from megatron_balance.torch.attention import balanced_attention
-from megatron_balance.torch.batch import BalancedBatch
-from megatron_balance.torch.model import check_layer
+from megatron_balance.torch.batch import BalancedBatch, balanced_attention
+from megatron_balance.torch.settings import check_layer
 
 NAME = "balanced"
 """Of the attention, as `attn_implementation` takes it."""
@@ -59,7 +58,7 @@ def register(model: torch.nn.Module | None = None) -> str:
             "megatron-balance[torch]"
         ) from None
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, asked_mask)
+    AttentionMaskInterface.register(NAME, _asked_mask)
     positions.watch(NAME, _prepare)
     if model is not None:
         _prepare(model)
@@ -168,7 +167,7 @@ def inputs(batch: BalancedBatch) -> dict[str, Any]:
 
 
 @disable
-def asked_mask(
+def _asked_mask(
     *,
     q_length: int,
     kv_length: int,

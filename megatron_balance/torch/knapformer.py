@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import disable
 
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
@@ -38,7 +37,7 @@ from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan
 from megatron_balance.planners.knapformer.topology import Topology, parse
 from megatron_balance.runtime.attention import differentiable_once
-from megatron_balance.torch.exchange import back, there
+from megatron_balance.torch.batch import back, exchanged, there
 from megatron_balance.torch.ranks import device_of, shared, shared_pool
 from megatron_balance.training.lengths import share_lengths
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
@@ -61,9 +60,6 @@ class GroupBalancer:
             topology: groups of a unit, such as `g1n2+g2n1+g4n1`.
             gamma: correction of attention's FLOPs in the work of a sequence (Eq. 2).
             ranks_per_node: as for `training.pool.make_pool`.
-
-        Raises:
-            ConfigError: not a topology, or one whose unit does not divide the world; no world yet.
         """
         self.topology = parse(str(topology))
         if not isinstance(gamma, (int, float)) or not gamma >= 0:
@@ -127,7 +123,8 @@ class GroupBalancer:
             self._full_lens = all_lengths[list(zone.seqs)].tolist()
             if self._group is not None:
                 pattern = cast("HeadExchange", pattern_of(zone))
-                self._heads = _Heads(pattern.runs(zone, all_lengths), self._full_lens, zone, pool.rank)
+                runs = pattern.runs(zone, all_lengths)
+                self._heads = _Heads(runs, self._full_lens, zone, pool.rank, self._group)
         return planned
 
     def route(self, packed: Tensor, features: Sequence[Tensor] = ()) -> tuple[list[int], Tensor, list[Tensor]]:
@@ -196,7 +193,7 @@ class GroupBalancer:
                 )
         by_rank = [x.unflatten(1, (heads.size, -1)) for x in parts]
         counts = [x.shape[2] for x in by_rank]
-        whole = _to_heads(torch.cat(by_rank, dim=2), heads, self._group)  # pyright: ignore[reportCallIssue]
+        whole = exchanged(torch.cat(by_rank, dim=2), heads.to_heads, heads.to_tokens)
         q, k, v = whole.split(counts, dim=1)
         return list(self._full_lens), q, k, v
 
@@ -210,7 +207,7 @@ class GroupBalancer:
         _check_rows(packed_x, sum(self._full_lens), "those of pre_attn", heads=True)
         if self._heads is None:
             return list(self._chunk_lens), packed_x
-        chunks = _to_tokens(packed_x, self._heads, self._group)  # pyright: ignore[reportCallIssue]
+        chunks = exchanged(packed_x, self._heads.to_tokens, self._heads.to_heads)
         return list(self._chunk_lens), chunks.flatten(1, 2)
 
     def _planned(self) -> TokenExchange:
@@ -247,10 +244,14 @@ class _Heads:
     rank, its row in the whole sequences.
     """
 
-    def __init__(self, runs: Sequence[Ints], lengths: Sequence[int], zone: Zone, rank: int) -> None:
+    def __init__(
+        self, runs: Sequence[Ints], lengths: Sequence[int], zone: Zone, rank: int, group: dist.ProcessGroup
+    ) -> None:
+        self.group = group
         self.size = len(runs)
         self.tokens = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in runs]
         self.own = self.tokens[zone.ranks.index(rank)]
+        # By sequence of the batch, where it begins among the whole sequences of the group.
         first = np.zeros(max(zone.seqs) + 1, dtype=np.int64)
         first[list(zone.seqs)] = np.cumsum(lengths) - lengths
         rows = np.concatenate(list(runs))
@@ -258,32 +259,22 @@ class _Heads:
         _, place = ranges(at + rows[:, Fragment.START], at + rows[:, Fragment.STOP])
         self.place = torch.from_numpy(place)
 
-    def to_heads(self, chunks: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def to_heads(self, chunks: Tensor) -> Tensor:
         """[own tokens, G, heads, D] to [tokens of all, heads, D]."""
         sent = chunks.transpose(0, 1).reshape(-1, *chunks.shape[2:]).contiguous()
         received = sent.new_empty(sum(self.tokens), *sent.shape[1:])
-        dist.all_to_all_single(received, sent, self.tokens, [self.own] * self.size, group=group)
+        dist.all_to_all_single(received, sent, self.tokens, [self.own] * self.size, group=self.group)
+        # Received rank by rank; `place` puts chunks of one sequence behind each other.
         whole = torch.empty_like(received)
         whole[self.place.to(whole.device)] = received
         return whole
 
-    def to_tokens(self, whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def to_tokens(self, whole: Tensor) -> Tensor:
         """The inverse of `to_heads`."""
         sent = whole[self.place.to(whole.device)].contiguous()
         received = sent.new_empty(self.size * self.own, *sent.shape[1:])
-        dist.all_to_all_single(received, sent, [self.own] * self.size, self.tokens, group=group)
+        dist.all_to_all_single(received, sent, [self.own] * self.size, self.tokens, group=self.group)
         return received.unflatten(0, (self.size, self.own)).transpose(0, 1).contiguous()
-
-
-@disable
-def _to_heads(chunks: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
-    """A collective, which breaks graphs of torch.compile."""
-    return _ToHeads.apply(chunks, heads, group)
-
-
-@disable
-def _to_tokens(whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
-    return _ToTokens.apply(whole, heads, group)
 
 
 class _AllGradients(torch.autograd.Function):
@@ -303,29 +294,3 @@ class _AllGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         del ctx
         return grads  # zeros for an output that was not used
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, chunks: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.on = heads, group
-        return heads.to_heads(chunks, group)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads, group = ctx.on
-        return heads.to_tokens(grad, group), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.on = heads, group
-        return heads.to_tokens(whole, group)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads, group = ctx.on
-        return heads.to_heads(grad, group), None, None

@@ -56,10 +56,9 @@ def begin_forward(model: nn.Module, batch: BalancedBatch | None) -> None:
 
 
 def running(module: nn.Module) -> BalancedBatch | None:
-    """The batch of the forward in which a module attends, for models that hand no keywords through to
-    it (StableLM, Nemotron). None: of none, or computed again in a backward: the model may have run on
-    another batch since.
-    """
+    """The batch of the forward in which a module attends; None: of none."""
+    # For models that hand no keywords through to it (StableLM, Nemotron). Computed again in a
+    # backward: none, since the model may have run on another batch.
     mark = getattr(module, MARK, None)
     if mark is None or mark.batch is None or in_backward():
         return None
@@ -73,11 +72,7 @@ def announce(batch: BalancedBatch) -> None:
 
 @cache
 def watch(attention: str, prepare: Callable[[nn.Module], None]) -> None:
-    """Prepare every model that is made with this attention from now on, or is set to it.
-
-    Raises:
-        ConfigError: Transformers makes its models otherwise.
-    """
+    """Prepare every model that is made with this attention from now on, or is set to it."""
     from transformers import PreTrainedModel
 
     def then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,11 +156,7 @@ def _by_length(rope: Mapping[str, Any]) -> bool:
 
 
 def _original_length(config: object, rope: Mapping[str, Any]) -> int:
-    """Tokens of a document up to which its table is the original one, as Transformers has it.
-
-    Raises:
-        ConfigError: it is not said.
-    """
+    """Tokens of a document up to which its table is the original one, as Transformers has it."""
     said = None if "dynamic" in _type(rope) else rope.get("original_max_position_embeddings")
     found = getattr(config, "max_position_embeddings", None) if said is None else said
     if not isinstance(found, int):
@@ -177,7 +168,6 @@ def _original_length(config: object, rope: Mapping[str, Any]) -> int:
 
 
 def _check_untreated(name: str, config: object, file: object, batch: BalancedBatch) -> None:
-    """Refuse a model that would take positions from the row."""
     longest = max(batch.plan.lengths, default=0)
     for _, rope in _ropes(config):
         if _by_length(rope) and longest > (original := _original_length(config, rope)):

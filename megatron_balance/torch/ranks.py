@@ -17,7 +17,6 @@ from megatron_balance.training.pool import Membership, Pool, make_pool
 from megatron_balance.training.roll_call import RollCall
 
 Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
-
 _T = TypeVar("_T")
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 """By world: what `shared` made."""
@@ -62,7 +61,7 @@ def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
         if ranks is not None:
             raise ConfigError("expected torch.distributed to be set up before the balancer; call init_process_group")
         return Pool(single(), 1, (0,), (0,))
-    members, me = members_of(ranks), dist.get_rank()
+    members, me = _members_of(ranks), dist.get_rank()
     if me not in members:
         raise ConfigError(f"rank {me} is not among the ranks {list(members)} of the mesh or group that it gave")
     return shared_pool(Membership(members, replica=members.index(me)), ranks_per_node)
@@ -86,7 +85,7 @@ def roll_call() -> RollCall:
     return made[RollCall]
 
 
-def members_of(ranks: Ranks | None) -> tuple[int, ...]:
+def _members_of(ranks: Ranks | None) -> tuple[int, ...]:
     """Global ranks, in the order of the mesh."""
     if ranks is None:
         return tuple(range(dist.get_world_size()))
@@ -96,11 +95,7 @@ def members_of(ranks: Ranks | None) -> tuple[int, ...]:
 
 
 def group_of(ranks: Ranks) -> dist.ProcessGroup:
-    """The process group of a mesh of one dimension, or the group itself.
-
-    Raises:
-        ConfigError: a mesh of several dimensions, or neither mesh nor group.
-    """
+    """The process group of a mesh of one dimension, or the group itself."""
     if not isinstance(ranks, DeviceMesh):
         if not isinstance(ranks, dist.ProcessGroup):
             raise ConfigError(f"averaged_over: expected a mesh or a process group, got {type(ranks).__name__}")

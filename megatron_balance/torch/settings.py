@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import get_args
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,7 +18,8 @@ from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import mask_named
-from megatron_balance.ir.model import GradientWire
+from megatron_balance.ir.model import GradientWire, Model
+from megatron_balance.model_config import check, facts, num_layers, value
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 
@@ -64,11 +67,7 @@ class Settings:
     trace_folder: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Check what no planner checks.
-
-        Raises:
-            ConfigError: a value out of range.
-        """
+        """Check what no planner checks."""
         if self.mask is not None:
             mask_named(self.mask)
         for name, number in (("row_multiple", self.row_multiple), ("ranks_per_node", self.ranks_per_node)):
@@ -118,3 +117,41 @@ class Settings:
                 f"the balancer's ranks are {pool.size}, {pool.ranks_per_node} on a node"
             )
         return self.cluster
+
+
+_checked: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Configurations of layers that passed, by their `id`."""
+
+
+def model_of(config: object, accept: Collection[str] = ()) -> Model:
+    """The model that a configuration describes.
+
+    Args:
+        config: a `megatron_balance.Model`, or a configuration with Transformers' names, torchtitan's
+            or GPT-2's: an object with attributes, or a mapping.
+        accept: names that a refusal said, to go on with them (`model_config.check`).
+
+    Raises:
+        ConfigError: heads, or the hidden size, are not said; a model type or a key that is not proved
+            to attend as plans have it.
+    """
+    if isinstance(config, Model):
+        return config
+    dtype = value(config, "dtype")
+    return Model(
+        **facts(config, accept),
+        bytes_per_element=dtype.itemsize if isinstance(dtype, torch.dtype) else 2,
+    )
+
+
+def layers_of(config: object) -> int | None:
+    """Layers of its text model that a configuration says; None: it does not say, or is a `Model`."""
+    return None if isinstance(config, Model) else num_layers(config)
+
+
+def check_layer(layer: torch.nn.Module, accept: Collection[str]) -> None:
+    """Refuse a layer that is not proved to attend as planned, of a configuration not seen before."""
+    config = getattr(layer, "config", None)
+    if config is not None and _checked.get(id(config)) is not config:
+        check(config, accept)
+        _checked[id(config)] = config

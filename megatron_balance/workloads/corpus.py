@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.errors import DataError
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.files import UnreadableError, open_lines, parse_json
 from megatron_balance.workloads.idx import CorpusWriter
 
 END_OF_DOCUMENT = 256
@@ -22,8 +25,12 @@ TOKEN_TYPE = "uint16"
 INSTALLED = ("site-packages", "dist-packages")
 
 
+T = TypeVar("T")
+Skipped = Literal["empty", "too_large"]
+
+
 @dataclass(frozen=True, slots=True)
-class BuildReport:
+class _BuildReport:
     """Counts of `build`: documents and tokens written, files left out."""
 
     num_documents: int
@@ -79,7 +86,7 @@ def build(
     limit: int | None = None,
     *,
     replace: bool = True,
-) -> BuildReport:
+) -> _BuildReport:
     """Write the corpus at `prefix`, one document per file.
 
     Args:
@@ -92,33 +99,117 @@ def build(
     Raises:
         DataError: a file that cannot be read, nothing left to write, or no place to write to.
     """
-    documents = tokens = empty = too_large = beyond_limit = 0
-    with CorpusWriter(prefix, TOKEN_TYPE, replace=replace) as writer:
-        for path in files:
-            if limit is not None and documents >= limit:
-                beyond_limit += 1
-                continue
-            try:
-                # The size first: a file that is skipped for its size need not fit in memory.
-                if max_bytes is not None and path.stat().st_size > max_bytes:
-                    too_large += 1
-                    continue
-                content = path.read_bytes()
-            except OSError as error:
-                raise DataError(
-                    f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions"
-                ) from error
-            if not content:
-                empty += 1
-                continue
-            writer.add_document(
-                np.append(np.frombuffer(content, dtype=np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT))
-            )
-            documents += 1
-            tokens += len(content) + 1
-        if not documents:
+
+    def read(path: Path) -> NDArray[np.uint16] | Skipped:
+        try:
+            # The size first: a file that is skipped for its size need not fit in memory.
+            if max_bytes is not None and path.stat().st_size > max_bytes:
+                return "too_large"
+            content = path.read_bytes()
+        except OSError as error:
             raise DataError(
-                f"{prefix}: no document left to write, {empty} files were empty and {too_large} larger than "
-                f"--max-bytes {max_bytes}"
-            )
-    return BuildReport(documents, tokens, empty, too_large, beyond_limit)
+                f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions"
+            ) from error
+        return np.append(np.frombuffer(content, np.uint8), np.uint16(END_OF_DOCUMENT)) if content else "empty"
+
+    nothing = f"{{empty}} files were empty and {{too_large}} larger than --max-bytes {max_bytes}"
+    return _write(prefix, CorpusWriter(prefix, TOKEN_TYPE, replace=replace), files, read, limit, nothing)
+
+
+def _write(
+    prefix: str,
+    corpus: CorpusWriter,
+    sources: Iterable[T],
+    read: Callable[[T], NDArray[np.integer] | Skipped],
+    limit: int | None,
+    nothing: str,
+) -> _BuildReport:
+    """Write a document of each source; `nothing`: why none is left, with counts to fill in."""
+    counts = dict.fromkeys(_BuildReport.__slots__, 0)
+    with corpus as writer:
+        for source in sources:
+            if limit is not None and counts["num_documents"] >= limit:
+                counts["beyond_limit"] += 1
+                continue
+            tokens = read(source)
+            if isinstance(tokens, str):
+                counts[tokens] += 1
+                continue
+            writer.add_document(tokens)
+            counts["num_documents"] += 1
+            counts["num_tokens"] += len(tokens)
+        if not counts["num_documents"]:
+            raise DataError(f"{prefix}: no document left to write, {nothing.format(**counts)}")
+    return _BuildReport(**counts)
+
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Tokens that end a document, in the order in which they are looked for."""
+
+
+class TextTokenizer:
+    """A `tokenizer.json`: ids of a document's tokens, and of the token that ends it."""
+
+    def __init__(self, path: Path) -> None:
+        """Read it, or a folder's. Raises ConfigError where it is none, or has none of `ENDS`."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ConfigError("--tokenizer needs the package tokenizers: pip install tokenizers") from None
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(f"--tokenizer {file}: no such file; expected a tokenizer.json, or its folder")
+        try:
+            self._tokenizer = cast(Any, Tokenizer).from_file(str(file))
+        except Exception as error:  # the package raises nothing narrower
+            raise ConfigError(f"--tokenizer {file}: not a tokenizer.json ({error})") from None
+        found = (self._tokenizer.token_to_id(word) for word in ENDS)
+        end = next((number for number in found if number is not None), None)
+        if end is None:
+            raise ConfigError(f"--tokenizer {file}: no token ends a document; looked for {', '.join(ENDS)}")
+        self.end: int = end
+        self.token_type = "uint16" if self._tokenizer.get_vocab_size() <= 1 << 16 else "int32"
+
+    def __call__(self, text: str) -> NDArray[np.int64]:
+        """Token ids of a document, the one that ends it last."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array([*ids, self.end], np.int64)
+
+
+def build_jsonl(
+    prefix: str,
+    files: Sequence[Path],
+    key: str,
+    tokenizer: TextTokenizer,
+    limit: int | None = None,
+    *,
+    replace: bool = True,
+) -> _BuildReport:
+    """Write the corpus at `prefix`, a document for each line of the files: the text under `key`.
+
+    As `build`. Empty texts are left out and counted.
+    """
+    writer = CorpusWriter(prefix, tokenizer.token_type, replace=replace)
+    texts = (text for path in files for text in _texts(path, key))
+    nothing = "{empty} lines were empty texts"
+    return _write(prefix, writer, texts, lambda text: tokenizer(text) if text else "empty", limit, nothing)
+
+
+def _texts(path: Path, key: str) -> Iterator[str]:
+    try:
+        with open_lines(path) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    entry: object = parse_json(line)
+                except UnreadableError as error:
+                    raise DataError(f"{path}: line {number}: {error}") from None
+                text = cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else None
+                if not isinstance(text, str):
+                    raise DataError(f"{path}: line {number}: no text under {key!r}; expected {{{key!r}: '...'}}")
+                yield text
+    except UnreadableError as error:
+        raise DataError(f"{path}: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error

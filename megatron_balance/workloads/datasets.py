@@ -26,9 +26,7 @@ from megatron_balance.files import UnreadableError, open_lines, parse_json, unco
 from megatron_balance.workloads.idx import read_index
 
 log = logging.getLogger(__name__)
-
 Lengths = NDArray[np.int64]
-
 COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "tokens", "text", "content", "code")
 """Columns looked for, in this order."""
 
@@ -38,7 +36,6 @@ about four characters).
 """
 
 ARROW = (".arrow", ".parquet")
-
 LONGEST_LINE = 2**26
 """Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more."""
 

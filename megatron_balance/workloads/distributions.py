@@ -43,11 +43,15 @@ context. Ours, no source.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
 from typing import Protocol
 
 import numpy as np
+
+from megatron_balance.errors import ConfigError
 
 K = 1024
 
@@ -62,15 +66,12 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Bin i holds lengths edges[i] + 1 to edges[i + 1], evenly; `shares` of documents, divided by
-    their sum.
-    """
+    """Bin i holds lengths edges[i] + 1 to edges[i + 1], evenly; `shares` of documents, unscaled."""
 
     edges: tuple[int, ...]
     shares: tuple[float, ...]
 
     def document(self, generator: np.random.Generator) -> int:
-        """Length of one document in tokens."""
         shares = np.array(self.shares)
         chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
         return int(generator.integers(self.edges[chosen] + 1, self.edges[chosen + 1], endpoint=True))
@@ -93,34 +94,29 @@ class LogNormal:
         return self.median * exp(self.sigma**2 / 2)
 
     def document(self, generator: np.random.Generator) -> int:
-        """Length of one document in tokens."""
         return max(1, round(generator.lognormal(log(self.median), self.sigma)))
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Lengths from `least` on, of which a share of (least / x) ^ exponent is longer than x; longer
-    ones than `most` are cut.
-    """
+    """Lengths from `least` on: (least / x) ^ exponent are longer than x; at most `most`."""
 
     least: int
     exponent: float
     most: int
 
     def document(self, generator: np.random.Generator) -> int:
-        """Length of one document in tokens."""
         return min(self.most, int(self.least * (1.0 - generator.random()) ** (-1.0 / self.exponent)))
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class _Mix:
     """Shares of the *tokens* in documents of fixed lengths; the rest of the tokens is `others`'."""
 
     fixed: tuple[tuple[int, float], ...]
     others: LogNormal
 
     def document(self, generator: np.random.Generator) -> int:
-        """Length of one document in tokens."""
         rest = 1 - sum(share for _, share in self.fixed)
         documents = np.array([share / length for length, share in self.fixed] + [rest / self.others.mean])
         chosen = int(generator.choice(len(documents), p=documents / documents.sum()))
@@ -148,6 +144,88 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             for low, count in zip(WLB_EDGES[:-1], WLB_DOCUMENTS, strict=True)
         ),
     ),
-    "prolong": Mix(((64 * K, 0.4), (512 * K, 0.2)), COMMONCRAWL),
+    "prolong": _Mix(((64 * K, 0.4), (512 * K, 0.2)), COMMONCRAWL),
     "lognormal": LogNormal(1500.0, 1.3),
 }
+
+PATCH_PIXELS = 16
+CLIP_FRAMES, CLIP_LATENTS = 17, 5
+TEXT_TOKENS = 392
+_ASPECT = (0.96, 1.04)
+MOST_SAMPLES = 10**7
+"""Of one drawing, in all batches."""
+
+LOW_RESOLUTION = "g32b32i256f1s0"
+MIXED_RESOLUTION = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
+
+IMAGES_AND_VIDEOS = (
+    "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
+)
+"""Table 1's three workloads, for 32 GPUs."""
+
+IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
+"""Not the paper's: images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter
+of the work. Fixed before the search for topologies was written, to judge it by."""
+
+_CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
+
+
+@dataclass(frozen=True, slots=True)
+class DataCode:
+    """One stream: samples on each of `num_gpus` GPUs."""
+
+    num_gpus: int
+    samples: int
+    pixels: int
+    frames: int
+    clip: bool
+
+    @property
+    def visual_tokens(self) -> float:
+        """Tokens of one sample's picture, before the aspect factor."""
+        latents = self.frames * CLIP_LATENTS / CLIP_FRAMES if self.clip else self.frames
+        return (self.pixels / PATCH_PIXELS) ** 2 * latents
+
+
+def is_data_code(name: str) -> bool:
+    """Whether a data set's name is meant as data codes."""
+    return bool(re.match(r"g\d+b\d+i", name))
+
+
+def parse_codes(text: str) -> tuple[DataCode, ...]:
+    """The streams of codes joined by commas; ConfigError: they are none."""
+    codes: list[DataCode] = []
+    for word in text.split(","):
+        match = _CODE.fullmatch(word.strip())
+        if not match:
+            raise ConfigError(
+                f"data code {word.strip()!r}: expected g{{GPUs}}b{{samples}}i{{pixels}}f{{frames}}s{{0|1}}, such as "
+                "g8b4i256f1s0"
+            )
+        gpus, samples, pixels, frames, clip = (int(number) for number in match.groups())
+        if not gpus or not samples or not frames or not pixels or pixels % PATCH_PIXELS:
+            raise ConfigError(
+                f"data code {word.strip()!r}: GPUs, samples and frames are at least 1, pixels a multiple of "
+                f"{PATCH_PIXELS}"
+            )
+        if clip and frames % CLIP_FRAMES:
+            raise ConfigError(
+                f"data code {word.strip()!r}: a clip's frames are a multiple of {CLIP_FRAMES}, which become "
+                f"{CLIP_LATENTS} each"
+            )
+        codes.append(DataCode(gpus, samples, pixels, frames, bool(clip)))
+    return tuple(codes)
+
+
+def draw_by_gpu(text: str, batches: int, seed: int | Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:
+    """Batches of lengths as the loaders hand them out: [batches][GPUs][samples], in tokens."""
+    codes, generator = parse_codes(text), np.random.default_rng(seed)
+    samples = batches * sum(code.num_gpus * code.samples for code in codes)
+    if samples > MOST_SAMPLES:
+        raise ConfigError(f"data codes {text}, {batches} batches: {samples} samples, expected at most {MOST_SAMPLES}")
+    return [tuple(_samples_of(code, generator) for code in codes for _ in range(code.num_gpus)) for _ in range(batches)]
+
+
+def _samples_of(code: DataCode, generator: np.random.Generator) -> tuple[int, ...]:
+    visual = round(code.visual_tokens * generator.uniform(*_ASPECT))
+    return tuple(visual + int(text) for text in generator.integers(0, TEXT_TOKENS, endpoint=True, size=code.samples))

@@ -15,18 +15,26 @@ resumes at `consumed_samples` continues exactly, on any number of ranks.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import logging
+import math
+import os
+import tempfile
+import zlib
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads.idx import read_index
-from megatron_balance.workloads.order_cache import Corpus
+from megatron_balance.workloads.idx import CorpusIndex, bin_path, idx_path
 
 CutPolicy = Literal["split", "truncate"]
 """`split`: what is left of a document longer than the context is a document of its own; `truncate`:
@@ -54,7 +62,7 @@ class DocumentPiece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Epoch:
+class _Epoch:
     """One pass over the corpus. Sample s holds pieces order[bounds[s] : bounds[s + 1]]."""
 
     order: NDArray[np.int64]
@@ -66,19 +74,14 @@ class Epoch:
 
 
 def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPolicy = "split") -> NDArray[np.int64]:
-    """Pieces of at most `context_length` tokens, in document order.
+    """Pieces [pieces, 3] (document, start, stop) of at most `context_length` tokens, in their order.
 
-    Args:
-        document_lengths: [documents] in tokens; a document of 0 tokens gives no piece.
-        context_length: most tokens of a piece.
-        policy: what becomes of the rest of a longer document.
-
-    Returns:
-        [pieces, 3] rows (document, start, stop).
+    `policy`: what becomes of the rest of a longer document. One of 0 tokens gives no piece.
     """
     lengths = document_lengths if policy == "split" else np.minimum(document_lengths, context_length)
     counts = -(-lengths // context_length)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
+    # [documents]: number of each one's first piece, so that a piece knows its place in the document.
     first_piece = np.cumsum(counts) - counts
     starts = (np.arange(len(documents), dtype=np.int64) - first_piece[documents]) * context_length
     stops = np.minimum(starts + context_length, lengths[documents])
@@ -86,13 +89,7 @@ def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPol
 
 
 def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
-    """Bounds [samples + 1] of samples filled in the given order: a piece that no longer fits opens
-    the next sample (next-fit).
-
-    Args:
-        piece_lengths: [pieces] in tokens, each at most `seq_length`.
-        seq_length: most tokens of a sample.
-    """
+    """Bounds [samples + 1] of samples filled in the given order: next-fit."""
     assert len(piece_lengths), "an epoch has at least one piece"
     assert piece_lengths.max() <= seq_length, "pieces are cut before they are packed"
     ends = np.cumsum(piece_lengths)
@@ -105,18 +102,10 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
     return np.array(bounds, dtype=np.int64)
 
 
-def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> Epoch:
-    """Samples filled by best fit over a window, the pieces in the given order: each goes into the open
-    sample with the least room that holds it, or opens one. Of more than `WINDOW` open samples the
-    fullest is closed; samples are numbered as they close.
-
-    Args:
-        piece_lengths: [pieces] in tokens, each at most `seq_length`.
-        seq_length: most tokens of a sample.
-
-    Returns:
-        Positions in `piece_lengths`, sample after sample.
-    """
+def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> _Epoch:
+    """Samples filled by best fit over a window; `order`: positions in `piece_lengths`."""
+    # Each piece goes into the open sample with the least room that holds it, or opens one. Of more
+    # than `WINDOW` open samples the fullest is closed; samples are numbered as they close.
     assert len(piece_lengths), "an epoch has at least one piece"
     assert piece_lengths.max() <= seq_length, "pieces are cut before they are packed"
     rooms: list[tuple[int, int]] = []  # (room, sample) of open samples, ascending
@@ -141,26 +130,23 @@ def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> Epoch:
     number = np.empty(opened, dtype=np.int64)
     number[closed] = np.arange(opened)
     place = number[np.array(sample_of, dtype=np.int64)]
+    # Stable: pieces of one sample stay in their order.
     order = np.argsort(place, kind="stable").astype(np.int64, copy=False)
-    return Epoch(order, np.concatenate([[0], np.cumsum(np.bincount(place, minlength=opened))]).astype(np.int64))
+    return _Epoch(order, np.concatenate([[0], np.cumsum(np.bincount(place, minlength=opened))]).astype(np.int64))
 
 
-def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of range(count) drawn from (seed, epoch).
-
-    Sorts the raw output of the bit generator, which NumPy keeps the same in all versions; what
-    `Generator.permutation` returns may change with an upgrade between two resumes.
-    """
-    keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
+def shuffled(count: int, *entropy: int) -> NDArray[np.int64]:
+    """A permutation of range(count) drawn from seed and epoch."""
+    # The raw output of the bit generator is the same in all versions of NumPy; what
+    # `Generator.permutation` returns may change with an upgrade between two resumes.
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
 class DocumentStream:
-    """The endless sequence of samples over part of a corpus; sample(i) depends on the arguments
-    below and i, nothing else.
+    """The endless sequence of samples of a corpus; sample(i) depends on the arguments below and i.
 
-    Mutable only as a cache: numbers of samples of the epochs asked for so far, and the last epochs
-    packed.
+    Mutable only as a cache of the epochs asked for so far.
     """
 
     def __init__(
@@ -183,10 +169,6 @@ class DocumentStream:
             documents: the part of the corpus to draw from, one of a train/valid/test split; None:
                 all of it.
             filling: of samples.
-
-        Raises:
-            ConfigError: seq_length or seed that cannot be.
-            DataError: the documents chosen hold no token.
         """
         if seq_length < 1:
             raise ConfigError(f"seq_length {seq_length}: a sample needs room for at least 1 token")
@@ -220,7 +202,7 @@ class DocumentStream:
         self.policy: CutPolicy = policy
         self.filling: Filling = filling
         self._first_sample = [0]  # of each epoch known so far
-        self._epochs: dict[int, Epoch] = {}
+        self._epochs: dict[int, _Epoch] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the arrays that are mapped: pickled, they would be copies."""
@@ -233,16 +215,14 @@ class DocumentStream:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch."""
+        """Of one epoch."""
         return int(_lengths(self._pieces).sum())
 
     @property
     def num_pieces(self) -> int:
-        """Sequences of one epoch."""
         return len(self._pieces)
 
     def num_samples(self, epoch: int) -> int:
-        """Samples of one epoch; it varies a little, since every order packs differently."""
         return self.first_sample(epoch + 1) - self.first_sample(epoch)
 
     def first_sample(self, epoch: int) -> int:
@@ -268,16 +248,9 @@ class DocumentStream:
         """Lengths in tokens of the sequences of sample `index`."""
         return tuple(_lengths(self._pieces[self._members(index)]).tolist())
 
-    def lengths_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Lengths of all sequences of samples [start, stop), in order: what a pool reads in one
-        microbatch or global batch.
-        """
-        return tuple(length for index in range(start, stop) for length in self.lengths_of(index))
-
     def fingerprint(self) -> str:
-        """16 hex digits of everything sample(i) depends on; a resumed run that shows another one
-        would lose or repeat tokens.
-        """
+        """16 hex digits of everything sample(i) depends on."""
+        # A resumed run that shows another one would lose or repeat tokens.
         if self._cache is None:
             return self._digest()
         return bytes(self._cache.get("fingerprint", lambda: np.frombuffer(self._digest().encode(), np.uint8))).decode()
@@ -294,22 +267,18 @@ class DocumentStream:
         return packed.order[packed.bounds[place] : packed.bounds[place + 1]]
 
     def _count_epoch(self) -> None:
-        """Learn where the next unknown epoch begins."""
         epoch = len(self._first_sample) - 1
         self._first_sample.append(self._first_sample[-1] + self._epoch(epoch).num_samples)
 
-    def _filled(self, order: NDArray[np.int64]) -> Epoch:
-        """The samples of pieces in that order."""
+    def _filled(self, order: NDArray[np.int64]) -> _Epoch:
         lengths = _lengths(self._pieces)[order]
         if self.filling == "next_fit":
-            return Epoch(order, pack(lengths, self.seq_length))
+            return _Epoch(order, pack(lengths, self.seq_length))
         packed = pack_best_fit(lengths, self.seq_length)
-        return Epoch(order[packed.order], packed.bounds)
+        return _Epoch(order[packed.order], packed.bounds)
 
-    def _packed(self, epoch: int) -> Epoch:
-        """The samples of an epoch, computed or from the cache."""
-
-        def make() -> Epoch:
+    def _packed(self, epoch: int) -> _Epoch:
+        def make() -> _Epoch:
             return self._filled(shuffled(len(self._pieces), self.seed, epoch))
 
         if self._cache is None:
@@ -320,9 +289,9 @@ class DocumentStream:
             return np.concatenate([made.order, made.bounds])
 
         found = self._cache.get(f"epoch{epoch}", flat)
-        return Epoch(found[: len(self._pieces)], found[len(self._pieces) :])
+        return _Epoch(found[: len(self._pieces)], found[len(self._pieces) :])
 
-    def _epoch(self, epoch: int) -> Epoch:
+    def _epoch(self, epoch: int) -> _Epoch:
         packed = self._epochs.pop(epoch, None)
         if packed is None:
             packed = self._packed(epoch)
@@ -341,24 +310,8 @@ def _lengths(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
     return pieces[:, 2] - pieces[:, 1]
 
 
-def open_stream(
-    prefix: str,
-    seq_length: int,
-    seed: int,
-    policy: CutPolicy = "split",
-    documents: range | None = None,
-    filling: Filling = DEFAULT_FILLING,
-) -> DocumentStream:
-    """The stream over a Megatron corpus, from its index alone: any process plans ahead with it,
-    without torch and without the tokens.
-    """
-    return DocumentStream(Corpus(read_index(prefix)), seq_length, seed, policy, documents, filling)
-
-
 def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
-    """Runs of documents in proportion to `weights` (train, valid, test), rounded as Megatron rounds
-    its splits.
-    """
+    """Runs of documents in proportion to `weights`, rounded as Megatron rounds its splits."""
     total = sum(weights)
     if total <= 0 or min(weights) < 0:
         raise ConfigError(
@@ -366,3 +319,158 @@ def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[ran
         )
     bounds = [round(sum(weights[:i]) / total * num_documents) for i in range(len(weights) + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+PERIOD = 1 << 16
+"""Samples in which shares are exact, to one sample."""
+
+
+def shares(weights: Sequence[float], period: int = PERIOD) -> tuple[int, ...]:
+    """Samples of each corpus in a period, in proportion to weights (largest remainder), at least one.
+
+    Raises:
+        ConfigError: a weight that is not positive and finite, or more corpora than samples.
+    """
+    wrong = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    if wrong or not weights:
+        raise ConfigError(
+            f"weights of a blend {list(weights)}: expected numbers above 0; leave a corpus of no weight out"
+        )
+    if len(weights) > period:
+        raise ConfigError(f"a blend of {len(weights)} corpora: at most {period} are read")
+    total = math.fsum(weights)
+    # Every corpus has its one sample; the others are dealt in proportion to what is still missing.
+    wanted = np.maximum(np.array([period * weight / total for weight in weights]) - 1, 0)
+    if wanted.any():
+        wanted *= (period - len(weights)) / wanted.sum()
+    counts = np.floor(wanted).astype(np.int64)
+    left = period - len(weights) - int(counts.sum())
+    counts[np.argsort(counts - wanted, kind="stable")[:left]] += 1
+    return tuple((counts + 1).tolist())
+
+
+class Blend:
+    """The endless sequence of (corpus, sample) of a blend."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Spread `counts` samples of each corpus over a period of sum(counts)."""
+        # The k-th of n samples stands at (k + 1/2) / n of the period; of two at one place the
+        # earlier corpus's comes first.
+        counted = np.array(counts, dtype=np.int64)
+        corpora = np.repeat(np.arange(len(counts)), counted)
+        place = np.arange(len(corpora)) - (np.cumsum(counted) - counted)[corpora]
+        order = np.argsort((place + 0.5) / counted[corpora], kind="stable")
+        self.counts: NDArray[np.int64] = counted
+        self._corpus, self._place = corpora[order], place[order]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Corpus of sample `index`, and the number of the sample there."""
+        if index < 0:
+            raise IndexError(f"sample {index}: samples are numbered from 0")
+        period, at = divmod(index, len(self._corpus))
+        corpus = int(self._corpus[at])
+        return corpus, period * int(self.counts[corpus]) + int(self._place[at])
+
+
+log = logging.getLogger(__name__)
+Array: TypeAlias = NDArray[Any]
+VERSION = 2
+"""Of what the files hold."""
+
+CHECKSUM_BYTES = 4
+"""At a file's end: CRC-32 of all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCache:
+    """The files of one order: `folder`/`key`.NAME.npy."""
+
+    folder: Path
+    key: str
+
+    def under(self, *settings: object) -> OrderCache:
+        """The files of that order which these settings decide, beside the corpus."""
+        return OrderCache(self.folder, hashlib.sha256(f"{self.key} {settings!r}".encode()).hexdigest()[:16])
+
+    def get(self, name: str, make: Callable[[], Array]) -> Array:
+        """An array, mapped; computed by `make` and written first, where it is not there."""
+        # Where the folder cannot be written, the log says so, and the array stays in this process.
+        found = self._load(name)
+        if found is not None:
+            return found
+        made: Array | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                found = self._load(name)  # another process may have been first
+                if found is None:
+                    made = make()
+                    self._write(name, made)
+                    found = self._load(name)
+        except OSError as error:
+            log.warning(
+                "%s: cannot be written (%s), so every rank sorts the documents for itself; name a folder by "
+                "--data-cache-path",
+                self.folder,
+                error.strerror,
+            )
+        if found is not None:
+            return found
+        return make() if made is None else made
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self.key}.{name}.npy"
+
+    def _load(self, name: str) -> Array | None:
+        path = self._path(name)
+        try:
+            data = np.memmap(path, np.uint8, mode="r")
+            if zlib.crc32(data[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:].tobytes(), "little"):
+                raise ValueError("it is damaged: its checksum is another")
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError) as error:
+            log.warning("%s: cannot be read (%s); it is computed again", path, error)
+            return None
+
+    def _write(self, name: str, array: Array) -> None:
+        """Write a file that appears under its name when it is whole."""
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{self.key}.", suffix=".npy")
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                np.save(stream, array, allow_pickle=False)
+                stream.flush()
+                checksum = zlib.crc32(np.memmap(temporary, np.uint8, mode="r"))
+                stream.write(checksum.to_bytes(CHECKSUM_BYTES, "little"))
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(self._path(name))
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[None]:
+        """Hold the lock of this order; the system frees that of a process that died."""
+        with (self.folder / f"{self.key}.lock").open("a") as stream:
+            # A file system without locks: processes may compute a thing twice, and write the same.
+            with contextlib.suppress(OSError):
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A corpus, and where the orders of its documents are kept; None: in memory."""
+
+    index: CorpusIndex
+    cache: OrderCache | None = None
+
+
+def of_corpus(index: CorpusIndex, folder: str | os.PathLike[str] | None) -> OrderCache:
+    """The cache of a corpus, in `folder` or beside it."""
+    # Other files, or a newer index, have another one.
+    index_status, tokens_status = idx_path(index.prefix).stat(), bin_path(index.prefix).stat()
+    name = Path(index.prefix).name
+    what = (VERSION, name, index_status.st_size, index_status.st_mtime_ns, tokens_status.st_size)
+    return OrderCache(Path(folder or Path(index.prefix).parent / "cache" / "balance"), repr(what))

@@ -72,10 +72,7 @@ class CorpusIndex:
 
     @property
     def first_token(self) -> NDArray[np.int64]:
-        """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`.
-
-        Computed from the whole index.
-        """
+        """[documents + 1]: first token of each document in the `.bin`, from the whole index."""
         ends = np.append(self.pointers, self._end_bytes) // self.dtype.itemsize
         return ends[self.first_sequence]
 
@@ -91,7 +88,6 @@ class CorpusIndex:
         return at // self.dtype.itemsize
 
     def tokens_of(self, documents: range) -> int:
-        """Tokens of a run of documents."""
         return self.first_token_of(documents.stop) - self.first_token_of(documents.start) if documents else 0
 
     @property
@@ -124,24 +120,17 @@ def bin_path(prefix: str) -> Path:
 
 
 def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
-    """Open the corpus at `prefix` and check all of its index, and that its two files belong together.
-
-    Raises:
-        DataError: a file is missing, truncated, too long, not Megatron's, or the corpus holds no
-            tokens.
-    """
+    """Open the corpus at `prefix`, checked whole: `map_index` and `check_index`."""
     index = map_index(prefix)
     check_index(index)
     return index
 
 
 def map_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
-    """Open the corpus at `prefix`: sizes of files and the header are checked, not what the index says
-    of documents (`check_index`).
+    """Open the corpus at `prefix`; what the index says of documents is not checked.
 
     Raises:
-        DataError: a file is missing, is not Megatron's, or the index has another size than its header
-            says, or is empty.
+        DataError: a file is missing, not Megatron's, of another size than its header says, or empty.
     """
     prefix = prefix_of(prefix)
     path = idx_path(prefix)
@@ -162,13 +151,7 @@ def map_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
 
 
 def check_index(index: CorpusIndex) -> None:
-    """Check that lengths, offsets and boundaries fit one another and the `.bin`.
-
-    Reads the whole index.
-
-    Raises:
-        DataError: they do not, or the corpus holds no tokens.
-    """
+    """Check lengths, offsets and boundaries, and the `.bin` (`check_bin`). Reads the whole index."""
     _check_documents(idx_path(index.prefix), index.lengths, index.pointers, index.first_sequence, index.dtype.itemsize)
     check_bin(index)
 
@@ -187,9 +170,7 @@ def _size(path: Path, prefix: str) -> int:
 
 
 def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int, np.dtype[np.integer]]:
-    """Number of sequences, number of document boundaries and token type; checks the file's size
-    against them.
-    """
+    """Numbers of sequences and document boundaries, and token type; checks the size against them."""
     head = stream.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise DataError(f"{path}: not a Megatron index, it begins with {head[: len(MAGIC)]!r}, expected {MAGIC!r}")
@@ -223,9 +204,7 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
 def _split_body(
     body: NDArray[np.uint8], num_sequences: int, num_boundaries: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind
-    the header.
-    """
+    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1]."""
     lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
     pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
     boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
@@ -235,9 +214,7 @@ def _split_body(
 def _check_documents(
     path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], boundaries: NDArray[np.int64], token_bytes: int
 ) -> None:
-    """Lengths, offsets and boundaries must describe documents that follow one another without gap
-    or overlap.
-    """
+    """Documents must follow one another without gap or overlap."""
     if (lengths < 0).any():
         at = int(np.argmax(lengths < 0))
         raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
@@ -258,11 +235,7 @@ def _check_documents(
 
 
 def check_bin(index: CorpusIndex) -> None:
-    """Check that the `.bin` holds the tokens that the index describes.
-
-    Raises:
-        DataError: it does not, or there are none.
-    """
+    """Check that the `.bin` holds the tokens that the index describes; DataError if not, or none."""
     prefix, dtype, num_tokens = index.prefix, index.dtype, index.num_tokens
     bin_bytes = _size(bin_path(prefix), prefix)
     if num_tokens == 0:
@@ -272,8 +245,7 @@ def check_bin(index: CorpusIndex) -> None:
         how = "truncated" if bin_bytes < expected else "too long"
         raise DataError(
             f"{bin_path(prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(prefix).name} describes {num_tokens} "
-            f"tokens of {dtype}, "
-            f"{expected} bytes; the two files do not belong together, copy or build them again"
+            f"tokens of {dtype}, {expected} bytes; the two files do not belong together, copy or build them again"
         )
 
 
@@ -308,10 +280,7 @@ class CorpusWriter:
         return self
 
     def add_document(self, token_ids: NDArray[np.integer]) -> None:
-        """Append one document.
-
-        Args:
-            token_ids: [T] token ids, the end-of-document token included.
+        """Append one document: ids [T], the end-of-document token included.
 
         Raises:
             DataError: no tokens, an id that the token type cannot hold, or a disk that is full.
@@ -326,8 +295,7 @@ class CorpusWriter:
         if low < limits.min or high > limits.max:
             raise DataError(
                 f"document {document} has token ids from {low} to {high}; {self._dtype} holds {limits.min} to "
-                f"{limits.max}, "
-                "choose a wider type"
+                f"{limits.max}, choose a wider type"
             )
         try:
             self._stream.write(token_ids.astype(self._dtype).tobytes())

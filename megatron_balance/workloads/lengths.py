@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from itertools import count
 from pathlib import Path
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, parse_json, read_text
-from megatron_balance.workloads import datacodes, datasets
+from megatron_balance.workloads import datasets, distributions
 from megatron_balance.workloads.distributions import DISTRIBUTIONS
-from megatron_balance.workloads.documents import CutPolicy, open_stream
+from megatron_balance.workloads.documents import shuffled
 
 Lengths = tuple[int, ...]
 """Lengths in tokens of the sequences of one batch."""
@@ -33,28 +32,15 @@ are taken too.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar of a histogram: documents of `low` to `high` tokens, both included."""
-
-    low: int
-    high: int
-    documents: int
-    tokens: int
-
-
 def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
-    """Batches of document lengths, each drawn until it holds `tokens` tokens; the last document of
-    a batch is cut to fit.
+    """Batches of document lengths of `tokens` tokens each; the last document of one is cut to fit.
 
     Args:
-        name: one of `DATASETS`; KnapFormer's data codes, such as g8b4i256f1s0; or a path to a
-            corpus (.idx), JSONL, Parquet or Arrow, whose documents come in an order drawn from the
-            seed, again and again.
-        tokens: tokens of a batch, at least 1; None: data codes say themselves how much a batch
-            holds.
-        batches: how many batches.
-        seed: of the generator; the batches of one call are drawn one after another from it.
+        name: one of `DATASETS`, data codes (KnapFormer), or a path, whose documents come in an order
+            drawn from the seed, again and again.
+        tokens: of a batch; None: data codes say themselves how much it holds.
+        batches: how many, one after another from the same generator.
+        seed: of the generator.
 
     Raises:
         ConfigError: an unknown name, or a number that cannot be.
@@ -70,14 +56,15 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if min(seeds) < 0:
         raise ConfigError(f"--seed {seed}: must be at least 0")
-    if datacodes.is_data_code(name):
+    if distributions.is_data_code(name):
         if tokens is not None:
             raise ConfigError(
                 f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave "
                 "--tokens out"
             )
         return [
-            tuple(length for gpu in batch for length in gpu) for batch in datacodes.draw_by_gpu(name, batches, seeds)
+            tuple(length for gpu in batch for length in gpu)
+            for batch in distributions.draw_by_gpu(name, batches, seeds)
         ]
     if name not in DISTRIBUTIONS and not datasets.is_path(name):
         raise ConfigError(
@@ -97,10 +84,7 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
 def _endless(lengths: NDArray[np.int64], seeds: list[int]) -> Iterator[int]:
     """The lengths in an order drawn from the seed, then in another one, without end."""
     for epoch in count():
-        # The raw output of the bit generator is the same in all versions of NumPy; what
-        # `Generator.permutation` returns may change.
-        keys = np.random.PCG64(np.random.SeedSequence((*seeds, epoch))).random_raw(len(lengths))
-        yield from lengths[np.argsort(keys, kind="stable")].tolist()
+        yield from lengths[shuffled(len(lengths), *seeds, epoch)].tolist()
 
 
 def _fill(documents: Iterator[int], tokens: int) -> Lengths:
@@ -116,13 +100,8 @@ def read_lengths(path: Path) -> list[Lengths]:
     """Batches of lengths from a file, which may be compressed (.gz, .zst).
 
     JSON: `[lengths...]` is one batch, `[[lengths...], ...]` several. Lines of one length each are one
-    batch; of several, with commas or blanks between them, a batch each. CSV with a header: the first
-    of `workloads.datasets.COLUMNS` that is a number; a column `batch` says which rows belong together.
-    A length of lines or CSV may be 128k.
-
-    Raises:
-        ConfigError: no such file, nothing of that, or something in it that is not a length; names the
-            batch and the place.
+    batch; of several, a batch each. CSV with a header: the first of `datasets.COLUMNS` that is a
+    number; a column `batch` says which rows belong together. Raises ConfigError with batch and place.
     """
     try:
         text = read_text(path)
@@ -149,7 +128,7 @@ def tokens_of(word: str) -> int | None:
     return int(number) if number.is_finite() and number == int(number) and abs(number) < 2**63 else None
 
 
-def length_of(word: str) -> object:
+def _length_of(word: str) -> object:
     """A length in a file; a word that is none stays."""
     plain = datasets.whole(word)
     number = tokens_of(word) if plain == word and word[-1:] in _UNITS and word[:1].isdigit() else None
@@ -173,7 +152,7 @@ def _of_lines(text: str) -> list[object]:
     if not rows:
         raise UnreadableError("no lengths in any of its lines")
     header = [word.strip() for word in rows[0]]
-    batches = [[length_of(word) for word in " ".join(row).split()] for row in rows]
+    batches = [[_length_of(word) for word in " ".join(row).split()] for row in rows]
     if not all(isinstance(entry, int) for entry in batches[0]):
         return _of_columns(header, rows[1:])
     if all(len(batch) == 1 for batch in batches):
@@ -192,7 +171,7 @@ def _of_columns(header: list[str], rows: list[list[str]]) -> list[object]:
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise UnreadableError(f"line {number} has {len(row)} columns, the first line has {len(header)}")
-        batches.setdefault("" if grouped is None else row[grouped], []).append(length_of(row[at].strip()))
+        batches.setdefault("" if grouped is None else row[grouped], []).append(_length_of(row[at].strip()))
     found = list(batches.values())
     return cast("list[object]", found) if grouped is not None else found[0] if found else []
 
@@ -223,23 +202,8 @@ def _describe(value: object) -> str:
     return json.dumps(value)
 
 
-def corpus_lengths(
-    prefix: str, seq_length: int, samples: int, batches: int, seed: int, policy: CutPolicy = "split"
-) -> list[Lengths]:
-    """Batches as training on a Megatron corpus meets them: the first `batches` batches of `samples`
-    samples each.
-
-    Raises:
-        DataError: the corpus is damaged or empty.
-    """
-    stream = open_stream(prefix, seq_length, seed, policy)
-    return [stream.lengths_between(batch * samples, (batch + 1) * samples) for batch in range(batches)]
-
-
-def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
-    """Bars that double in width, from the shortest document to the longest; bars between them that
-    hold nothing are kept.
-    """
+def histogram(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
+    """Bars that double in width: `low` to `high` tokens, both included; empty ones are kept."""
     lengths = lengths[lengths > 0]
     if not len(lengths):
         return []
@@ -248,15 +212,18 @@ def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
     documents = np.bincount(exponents - first)
     tokens = np.bincount(exponents - first, weights=lengths).astype(np.int64)
     return [
-        Bar(1 << exponent, (2 << exponent) - 1, int(documents[exponent - first]), int(tokens[exponent - first]))
+        {
+            "low": 1 << exponent,
+            "high": (2 << exponent) - 1,
+            "documents": int(documents[exponent - first]),
+            "tokens": int(tokens[exponent - first]),
+        }
         for exponent in range(first, last + 1)
     ]
 
 
 def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Minimum, deciles of interest, maximum and mean of the lengths, in tokens (rounded down to a
-    length that occurs; the mean rounded).
-    """
+    """Minimum, some deciles, maximum (lengths that occur) and rounded mean, in tokens."""
     at = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     values = np.quantile(lengths, list(at.values()), method="lower")
     return {**{name: int(value) for name, value in zip(at, values, strict=True)}, "mean": round(float(lengths.mean()))}

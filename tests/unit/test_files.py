@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.cli.planfile import read as read_plans
+from megatron_balance.cli.verify import read as read_plans
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import BalanceError, ConfigError

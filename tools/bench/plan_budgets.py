@@ -32,7 +32,7 @@ from megatron_balance.runtime.lower import messages
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.solvers.milp import SOLVERS
 from megatron_balance.solvers.remap import solve
-from megatron_balance.workloads.datacodes import IMAGES_AND_VIDEOS, MIXED_RESOLUTION, draw_by_gpu
+from megatron_balance.workloads.distributions import IMAGES_AND_VIDEOS, MIXED_RESOLUTION, draw_by_gpu
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)

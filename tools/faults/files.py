@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_balance import config
 from megatron_balance.analysis.trace_format import Trace, TrackSpan, file_name
-from megatron_balance.cli import planfile, trace
+from megatron_balance.cli import trace, verify
 from megatron_balance.cost.table import load_table, save_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry
@@ -33,11 +33,11 @@ from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.ledger import HeldDocument, Ledger
-from megatron_balance.workloads import order_cache
+from megatron_balance.workloads import documents
 from megatron_balance.workloads.datasets import document_lengths
+from megatron_balance.workloads.documents import OrderCache
 from megatron_balance.workloads.idx import CorpusWriter, read_index
 from megatron_balance.workloads.lengths import read_lengths
-from megatron_balance.workloads.order_cache import OrderCache
 from tests.support import cost_table
 from tools.faults.cases import Outcome, SlowError, within
 from tools.faults.plans import drawn
@@ -138,8 +138,8 @@ def _loaders(folder: Path) -> Iterator[Loader]:
     lines = "".join(f'{{"length": {n}, "text": "some words"}}\n' for n in (5, 400, 12))
     yield Loader("documents", lines.encode(), ".jsonl", lambda path: document_lengths(f"{path}#length"))
     spec, ((lengths, *_), *_) = drawn(PLAN)
-    planfile.write(folder / "plans.json", StepPlanner(spec).plan([lengths])[0].plans, "replay")
-    yield Loader("plan file", (folder / "plans.json").read_bytes(), ".json", planfile.read)
+    verify.write(folder / "plans.json", StepPlanner(spec).plan([lengths])[0].plans, "replay")
+    yield Loader("plan file", (folder / "plans.json").read_bytes(), ".json", verify.read)
     carry = Carry.of("wlb_llm", {"remained": []}, ((-1, 5),))
     data = DataIdentity.of_script({"--seed": "1", "corpus 1": "9 bytes"}, {"corpus 1": "here"}, {0: "ab", 1: "cd"})
     ledger = Ledger(carry, (HeldDocument(-1, 0, 1, 5),), drawn=5).to_json(data)
@@ -181,7 +181,7 @@ def _later_loaders(folder: Path) -> Iterator[Loader]:
             trace.run(argparse.Namespace(folder=folder, step=None, out=Path(os.devnull)))
 
     yield Loader("trace", json.dumps(traced.document()).encode(), ".json", join)
-    said, order = logging.getLogger(order_cache.__name__), np.arange(100)
+    said, order = logging.getLogger(documents.__name__), np.arange(100)
     cache = OrderCache(folder, "order")
     cache.get("documents", lambda: order)
 

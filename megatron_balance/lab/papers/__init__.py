@@ -17,9 +17,5 @@ PAPERS: dict[str, Paper] = {
 
 
 def paper_of(name: str) -> Paper:
-    """The paper of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The paper of this name."""
     return of_name(PAPERS, name, "reproduce: no paper")

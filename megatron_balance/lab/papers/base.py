@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import yaml
 
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, suggest
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.lab import Progress
+from megatron_balance.simulator.machine import Machine
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]
@@ -26,9 +32,7 @@ Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
 class Published(float):
-    """A number that a paper prints; a type of its own, so that tests can change all of them and see
-    which of ours move.
-    """
+    """A number that a paper prints; a type of its own, so that tests can change all of them."""
 
     __slots__ = ()
 
@@ -70,14 +74,6 @@ class Row:
         return "; ".join(filter(None, (self.note, taken)))
 
 
-class Progress(Protocol):
-    """A progress bar around a loop."""
-
-    def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]:
-        """`items`, one after another."""
-        ...
-
-
 def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  the shape of `Progress`
     """No progress shown."""
     return items
@@ -93,11 +89,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class PaperTable:
-    """A table or figure of a paper.
-
-    `rows` computes it; `batches`: how many are drawn for each number unless the user says
-    otherwise.
-    """
+    """A table of a paper; `batches`: drawn for each number unless the user says otherwise."""
 
     title: str
     rows: Callable[[Effort], list[Row]]
@@ -112,22 +104,14 @@ class Paper:
     tables: Mapping[str, PaperTable]
 
     def chosen(self, name: str, table: str | None) -> dict[str, PaperTable]:
-        """One table of the paper `name`, or all.
-
-        Raises:
-            ConfigError: there is no such table.
-        """
+        """One table of the paper `name`, or all."""
         if table is None:
             return dict(self.tables)
         return {table: of_name(self.tables, table, f"{name} has no table")}
 
 
 def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
-    """The entry of a mapping by its name.
-
-    Raises:
-        ConfigError: no such name; the message has the closest one, or all.
-    """
+    """The entry of a mapping by its name."""
     if name not in known:
         hint = suggest(name, known) or f"there are {', '.join(known)}"
         raise ConfigError(f"{missing} {name!r}; {hint}")
@@ -179,13 +163,18 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of a row, where neither its table nor itself says anything."""
 
-Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str]]
-"""Names of rows with our values, and what a row's note says beside the table's."""
+Ours: TypeAlias = Iterable[tuple[str, float] | tuple[str, float, str | Published]]
+"""Names of rows with our values, and what a row's note says beside the table's, or what is printed."""
 
 
 def number(paper: str, table: str, name: str) -> Published:
     """A printed number that something of ours is made from."""
     return PRINTED[paper][table]["numbers"][name]
+
+
+def paper(name: str, title: str, ours: Mapping[str, Callable[[Effort], Ours]]) -> Paper:
+    """The paper of this name; `ours`: by table, in the order of the paper."""
+    return Paper(title, {key: table(name, key, each) for key, each in ours.items()})
 
 
 def table(paper: str, name: str, ours: Callable[[Effort], Ours]) -> PaperTable:
@@ -198,10 +187,33 @@ def table(paper: str, name: str, ours: Callable[[Effort], Ours]) -> PaperTable:
     return PaperTable(printed["title"], rows, printed.get("batches", 1))
 
 
-def _row(printed: Mapping[str, Any], name: str, ours: float, more: str = "") -> Row:
+def _row(printed: Mapping[str, Any], name: str, ours: float, more: str | Published = "") -> Row:
     keys = DEFAULTS.copy()
     for given in (printed, *(given for pattern, given in printed["rows"].items() if fnmatchcase(name, pattern))):
         keys |= {key: value for key, value in given.items() if key in keys}
-    keys["note"] = "; ".join(filter(None, (keys["note"], more)))
+    if isinstance(more, Published):
+        keys["published"] = more
+    else:
+        keys["note"] = "; ".join(filter(None, (keys["note"], more)))
     keys["inputs"] = tuple(ITSELF if each == "itself" else each for each in keys["inputs"])
     return Row(name, ours=ours, **keys)
+
+
+class SimulatedCase:
+    """A job on the simulator's clocks; subclasses say by `cost` on which machine, of which model."""
+
+    @cached_property
+    def cost(self) -> AnalyticCost:
+        raise NotImplementedError
+
+    @property
+    def model(self) -> Model:
+        return self.cost.model
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.cost.cluster
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine(self.cluster, self.model, self.cost)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -14,15 +14,6 @@ from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup
-
-T = TypeVar("T")
-
-
-class CaseProgress(Protocol):
-    """Items, with a progress bar where someone looks."""
-
-    def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]: ...
-
 
 Figures = dict[str, Any]
 """A JSON object."""
@@ -49,10 +40,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class PlayedCase:
-    """A case's steps, planned and simulated.
-
-    `row`: its figures as `compare` prints them, with phases and utilisation.
-    """
+    """A case's steps; `row`: figures as `compare` prints them, with phases and utilisation."""
 
     case: Case
     steps: tuple[StepPlan, ...]

@@ -23,7 +23,7 @@ from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.lab.report import words
+from megatron_balance.lab.report import numbers
 from megatron_balance.lab.report.cases import Figures, PlayedCase, mean_step_s, simulate
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
 from megatron_balance.simulator.machine import Machine
@@ -63,9 +63,7 @@ class _FreeTransfers(PerturbedCost):
 
 
 def of(played: PlayedCase) -> Figures:
-    """Seconds of a step by part, mean over steps; the largest part, and the largest that is not
-    computing, with a sentence on each.
-    """
+    """Seconds of a step by part, mean over steps, with a sentence on the largest."""
     case, steps = played.case, played.steps
     setup = settled(steps[0].plans, StageSetup(case.machine, case.setup))
     seconds = _parts(steps, case.machine, setup)
@@ -94,7 +92,7 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
     even = replace(machine, slowdown=())
     # In the order of the module's docstring; gradients are synchronised over the same links and
     # have a part of their own.
-    machines = [machine, even, without_transfers(even, inside=False), without_transfers(even, inside=True)]
+    machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
     idealised = [simulate(steps, each, setup) for each in machines]
     sync = [each["phases_s"]["gradient_sync"] for each in idealised]
     slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
@@ -126,18 +124,16 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
-    """Parts that add up to the step.
-
-    Seconds by which idealising one thing made another worse count as imbalance, or reduce the
-    largest part.
-    """
+    """Parts that add up to the step."""
+    # Seconds by which idealising one thing made another worse count as imbalance, or reduce the
+    # largest part.
     left = seconds["imbalance"] + step_s - sum(seconds.values())
     seconds = {**seconds, "imbalance": max(0.0, left)}
     largest = max(seconds, key=lambda part: seconds[part])
     return {**seconds, largest: seconds[largest] + min(0.0, left)}
 
 
-def without_transfers(machine: Machine, *, inside: bool) -> Machine:
+def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
     """The machine with transfers between nodes that take no time, and `inside` nodes too."""
     factors = Factors(inter_node=_NO_TIME, intra_node=_NO_TIME if inside else 1.0)
     cost = _FreeTransfers(machine.cost, factors) if inside else PerturbedCost(machine.cost, factors)
@@ -145,7 +141,6 @@ def without_transfers(machine: Machine, *, inside: bool) -> Machine:
 
 
 def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
-    """Seconds of the modules outside attention, by rank, forward and backward."""
     tokens, slow = linear_tokens(plan).tolist(), machine.slow()
     forward, backward = (np.array([machine.cost.layer_s(n, backward=b) for n in tokens]) * slow for b in (False, True))
     return forward, backward
@@ -167,9 +162,7 @@ def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) 
 
 
 def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
-    """Seconds of a step on each rank, outside attention and in it, if all ranks computed equally
-    long.
-    """
+    """Seconds outside attention and in it, if all ranks computed equally long."""
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
     for plan, times in _each_microbatch(steps, setup, machine):
@@ -181,9 +174,7 @@ def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -
 
 
 def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
-    """Seconds of a step's exchanges of tokens with experts on other ranks; they hide behind
-    nothing.
-    """
+    """Seconds of exchanging tokens with experts on other ranks, which hide behind nothing."""
     if setup.experts == 1:
         return 0.0
     without_exchange = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
@@ -191,9 +182,7 @@ def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases
 
 
 def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float:
-    """Seconds that a step gains if no token needed a remap: each already at the rank where it
-    attends.
-    """
+    """Seconds that a step gains if each token were at the rank where it attends."""
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:
@@ -208,9 +197,7 @@ def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float
 
 @dataclass(frozen=True, slots=True)
 class _LayerLoads:
-    """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each
-    resource, and seconds of it all.
-    """
+    """A layer of a microbatch, both ways: seconds of ranks, bytes over each resource, seconds."""
 
     compute_s: Floats
     bytes_moved: Floats
@@ -239,9 +226,7 @@ class _LayerLoads:
 
 
 def _busiest_nic(layer: _LayerLoads, machine: Machine) -> Figures | None:
-    """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between
-    nodes.
-    """
+    """The NIC that most bytes of a layer go over, in one direction; None: none go between nodes."""
     first = 2 * machine.num_ranks
     loads = layer.bytes_moved[first:]
     if not loads.any():
@@ -265,16 +250,15 @@ def _sentence(played: PlayedCase, seconds: dict[str, float], limits: tuple[str, 
     limit, other = limits
     step_s = sum(seconds.values())
     mean = f", in the mean of the first {len(played.steps)}" if len(played.steps) > 1 else ""
-    what = f"A step of {played.name} takes {words.seconds(step_s)}{mean} (simulated)"
-    lost = f"{words.seconds(seconds[other])}, {words.percent(seconds[other] / step_s)} of it"
+    what = f"A step of {played.name} takes {numbers.seconds(step_s)}{mean} (simulated)"
+    lost = f"{numbers.seconds(seconds[other])}, {numbers.percent(seconds[other] / step_s)} of it"
     why = _why(other, played, layer)
     if limit != "compute":
         return f"{what}. What limits it most is {PARTS[other]}: {lost}, would go away without. {why}"
     computing = sum(seconds[part] for part in COMPUTING)
     share = (
-        f"{words.seconds(computing)}, {words.percent(computing / step_s)} of it, is arithmetic that even perfect "
-        "balance and links would "
-        "leave"
+        f"{numbers.seconds(computing)}, {numbers.percent(computing / step_s)} of it, is arithmetic that even perfect "
+        "balance and links would leave"
     )
     if seconds[other] < 0.01 * step_s:
         return f"{what}. Computing limits it: {share}. Nothing else costs as much as one percent."
@@ -290,29 +274,26 @@ def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
                 return ""
             return (
                 f"In the first microbatch the busiest NIC is number {nic['nic']} of node {nic['node']}: "
-                f"{words.size(nic['bytes'])} go "
-                f"{nic['direction']} over it in one layer, {words.times(nic['bytes'] / nic['mean_bytes'])} the mean "
-                "NIC's, and keep it "
-                f"full for {words.percent(nic['full_share'])} of the layer."
+                f"{numbers.size(nic['bytes'])} go {nic['direction']} over it in one layer, "
+                f"{numbers.times(nic['bytes'] / nic['mean_bytes'])} the mean NIC's, and keep it full for "
+                f"{numbers.percent(nic['full_share'])} of the layer."
             )
         case "straggler":
             slow = machine.slow()
             return (
-                f"Rank {int(slow.argmax())} computes {words.times(float(slow.max()))} as long as it should, "
+                f"Rank {int(slow.argmax())} computes {numbers.times(float(slow.max()))} as long as it should, "
                 "and all others wait for it."
             )
         case "imbalance":
             balance = played.row["imbalance"]
             return (
-                f"In the first microbatch rank {spread['most_rank']} computes {words.times(spread['imbalance'])} as "
-                "long as the mean rank; "
-                f"over all batches the most loaded rank has {balance['attention']:.2f} times the mean attention work "
-                "and "
-                f"{balance['tokens']:.2f} times the mean tokens."
+                f"In the first microbatch rank {spread['most_rank']} computes {numbers.times(spread['imbalance'])} as "
+                f"long as the mean rank; over all batches the most loaded rank has {balance['attention']:.2f} times "
+                f"the mean attention work and {balance['tokens']:.2f} times the mean tokens."
             )
         case "bubble":
             setup = played.case.setup
-            few = words.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
+            few = numbers.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
             return (
                 f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in "
                 "and the last goes out."

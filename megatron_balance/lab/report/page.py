@@ -109,11 +109,7 @@ _NUMBER = re.compile(r"(under )?[-+]?[\d.,]+(x|( (%|s|ms|us|bytes|[kMGT]B)))?( \
 
 
 def plot_library() -> str:
-    """The source of plotly.js.
-
-    Raises:
-        ConfigError: the extra that brings it is not installed.
-    """
+    """The source of plotly.js."""
     try:
         import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
         from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]

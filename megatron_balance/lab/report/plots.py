@@ -9,28 +9,21 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from megatron_balance.lab.report import placement
+from megatron_balance.lab.report import study
 from megatron_balance.lab.report.cases import Figures
-from megatron_balance.lab.report.lanes import ACTIVITIES
 from megatron_balance.lab.report.limits import PARTS
 from megatron_balance.lab.report.page import label
+from megatron_balance.lab.report.study import ACTIVITIES
 
 Json = dict[str, Any]
 Figure = tuple[list[Json], Json]
 """Traces and layout."""
 
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
-PINK, YELLOW, GREY, SLATE, PURPLE, BROWN, LIME = (
-    "#CC79A7",
-    "#D9C300",
-    "#8C96A3",
-    "#5A6570",
-    "#7A4B9A",
-    "#A65628",
-    "#B3DE69",
-)
+PINK, YELLOW, GREY, SLATE = "#CC79A7", "#D9C300", "#8C96A3", "#5A6570"
+PURPLE, BROWN, LIME = "#7A4B9A", "#A65628", "#B3DE69"
 
-WHERE = dict(zip(placement.KINDS, (RED, SKY, GREEN), strict=True))
+WHERE = dict(zip(study.KINDS, (RED, SKY, GREEN), strict=True))
 
 PHASES = {
     "outside attention": (("forward_linear", "backward_linear"), GREY),
@@ -62,7 +55,7 @@ _MOST_LINES = 32
 """Nodes that are told apart by lines."""
 
 
-def layout(height: int, **more: Any) -> Json:
+def _layout(height: int, **more: Any) -> Json:
     """Layout of a plot, with the parts that all plots share."""
     return {
         "height": height,
@@ -81,12 +74,12 @@ def layout(height: int, **more: Any) -> Json:
     }
 
 
-def axis(title: str, **more: Any) -> Json:
+def _axis(title: str, **more: Any) -> Json:
     """An axis with its title, which never runs into the labels."""
     return {"title": {"text": title}, "automargin": True, **more}
 
 
-def bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: str, **more: Any) -> Json:
+def _bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: str, **more: Any) -> Json:
     """A trace of horizontal bars; `hover`: the text at the pointer, before the trace's name."""
     return {
         "type": "bar",
@@ -100,10 +93,10 @@ def bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: st
     }
 
 
-def stacked(names: Sequence[str], height: int, **more: Any) -> Json:
+def _stacked(names: Sequence[str], height: int, **more: Any) -> Json:
     """Layout of stacked bars, one row for each name, the first on top; `more` has the x axis."""
-    return layout(
-        height + 44 * len(names), barmode="stack", yaxis=axis("", autorange="reversed", type="category"), **more
+    return _layout(
+        height + 44 * len(names), barmode="stack", yaxis=_axis("", autorange="reversed", type="category"), **more
     )
 
 
@@ -112,11 +105,8 @@ def lengths(histogram: Figures) -> Figure:
     bins = histogram["bins"]
     names = [length_range(each["from"], each["below"]) for each in bins]
     data: list[Json] = []
-    for key, name, colour in (
-        ("sequences", "sequences", GREY),
-        ("tokens", "tokens", SKY),
-        ("attention_pairs", "attention work", RED),
-    ):
+    of_bars = (("sequences", "sequences", GREY), ("tokens", "tokens", SKY), ("attention_pairs", "attention work", RED))
+    for key, name, colour in of_bars:
         total = sum(each[key] for each in bins)
         data.append(
             {
@@ -129,8 +119,8 @@ def lengths(histogram: Figures) -> Figure:
                 "hovertemplate": "%{x} tokens: %{y:.1f} % (%{customdata:,})<extra>" + name + "</extra>",
             }
         )
-    return data, layout(
-        340, barmode="group", xaxis=axis("length of the sequence, tokens", type="category"), yaxis=axis("share, %")
+    return data, _layout(
+        340, barmode="group", xaxis=_axis("length of the sequence, tokens", type="category"), yaxis=_axis("share, %")
     )
 
 
@@ -147,7 +137,9 @@ def planners(rows: Sequence[Figures]) -> Figure:
     """Phases of each planner's step, the fastest planner on top."""
     names = [label(row["planner"]) for row in rows]
     data = [
-        bars(name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s")
+        _bars(
+            name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s"
+        )
         for name, (phases, colour) in PHASES.items()
         if any(row["phases_s"][phase] for row in rows for phase in phases)
     ]
@@ -163,23 +155,22 @@ def planners(rows: Sequence[Figures]) -> Figure:
         for row in rows
     ]
     most: float = max(sum(row["phases_s"].values()) for row in rows)
-    return data, layout(
+    return data, _layout(
         110 + 34 * len(rows),
         barmode="stack",
         annotations=ends,
-        xaxis=axis("seconds of a step, mean", range=[0, 1.12 * most]),
-        yaxis=axis("", autorange="reversed", type="category"),
+        xaxis=_axis("seconds of a step, mean", range=[0, 1.12 * most]),
+        yaxis=_axis("", autorange="reversed", type="category"),
     )
 
 
 def ranks_of_sequences(placed: Figures) -> Figure:
-    """The longest sequences as bars over the ranks that share them."""
     rows = placed["longest"]
     data: list[Json] = []
     for where, colour in WHERE.items():
         runs = [(at, a, b) for at, row in enumerate(rows) if row["where"] == where for a, b in row["rank_runs"]]
         if runs:
-            trace = bars(
+            trace = _bars(
                 where,
                 [at for at, _, _ in runs],
                 [b - a + 1 for _, a, b in runs],
@@ -191,11 +182,11 @@ def ranks_of_sequences(placed: Figures) -> Figure:
             )
             data.append(trace)
     num_ranks, size = placed["num_ranks"], placed["ranks_per_node"]
-    return data, layout(
+    return data, _layout(
         120 + 17 * max(4, len(rows)),
         barmode="overlay",
-        xaxis=axis("rank", range=[-0.5, num_ranks - 0.5], tickformat=",d", showgrid=False),
-        yaxis=axis(
+        xaxis=_axis("rank", range=[-0.5, num_ranks - 0.5], tickformat=",d", showgrid=False),
+        yaxis=_axis(
             "tokens",
             range=[len(rows) - 0.4, -0.6],
             tickvals=list(range(len(rows))),
@@ -210,18 +201,12 @@ def ranks_of_sequences(placed: Figures) -> Figure:
 def _node_lines(num_ranks: int, size: int) -> list[Json]:
     if num_ranks // size > _MOST_LINES:
         return []
-    return [
-        {
-            "type": "line",
-            "x0": at - 0.5,
-            "x1": at - 0.5,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "line": {"width": 1, "dash": "dot"},
-        }
-        for at in range(size, num_ranks, size)
-    ]
+    return [_upright(at - 0.5, "dot") for at in range(size, num_ranks, size)]
+
+
+def _upright(x: float, dash: str) -> Json:
+    """A line from the bottom of a plot to its top."""
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": {"width": 1, "dash": dash}}
 
 
 MEASURES = (
@@ -232,10 +217,7 @@ MEASURES = (
 
 
 def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int) -> Figure:
-    """Attention, tokens and received keys and values of each rank.
-
-    Planners beside `shown` appear when their names in the legend are clicked.
-    """
+    """Loads of each rank; planners beside `shown` appear when clicked in the legend."""
     data: list[Json] = []
     ranks = list(range(num_ranks))
     colours = {shown[0]: RED, shown[-1]: BLUE} if len(shown) > 1 else {shown[0]: BLUE}
@@ -258,11 +240,11 @@ def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int)
             }
             data.append(trace if name in shown else {**trace, "visible": "legendonly"})
     axes = {
-        f"yaxis{at + 1 if at else ''}": axis(what, domain=[0.70 - 0.35 * at, 1.0 - 0.35 * at], rangemode="tozero")
+        f"yaxis{at + 1 if at else ''}": _axis(what, domain=[0.70 - 0.35 * at, 1.0 - 0.35 * at], rangemode="tozero")
         for at, (_, what) in enumerate((("", "pairs"), ("", "tokens"), ("", "KV tokens")))
     }
-    return data, layout(
-        560, xaxis=axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes
+    return data, _layout(
+        560, xaxis=_axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes
     )
 
 
@@ -276,7 +258,7 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
         lanes = [each for each in traced["lanes"] if each["activity"] == activity]
         spans = [(place[each["rank"]], a, b) for each in lanes for a, b in each["spans_ms"]]
         if spans:
-            trace = bars(
+            trace = _bars(
                 activity,
                 [at + lane[activity] for at, _, _ in spans],
                 [b - a for _, a, b in spans],
@@ -287,11 +269,11 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
             )
             data.append({**trace, "marker": {**trace["marker"], "line": {"width": 0}}})
     turn = traced["forward_ms"]
-    return data, layout(
+    return data, _layout(
         130 + 44 * len(place),
         barmode="overlay",
-        xaxis=axis("milliseconds from the beginning of the layer", range=[0, most_ms]),
-        yaxis=axis(
+        xaxis=_axis("milliseconds from the beginning of the layer", range=[0, most_ms]),
+        yaxis=_axis(
             "",
             range=[len(place) - 0.45, -0.55],
             tickvals=list(place.values()),
@@ -299,25 +281,14 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
             showgrid=False,
             zeroline=False,
         ),
-        shapes=[
-            {
-                "type": "line",
-                "x0": turn,
-                "x1": turn,
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": {"width": 1, "dash": "dash"},
-            }
-        ],
+        shapes=[_upright(turn, "dash")],
     )
 
 
 def limits(of_planners: Figures) -> Figure:
-    """The parts of a step, of each planner."""
     names = [label(name) for name in of_planners]
     data = [
-        bars(
+        _bars(
             words,
             names,
             [each["parts_s"][part] for each in of_planners.values()],
@@ -327,7 +298,7 @@ def limits(of_planners: Figures) -> Figure:
         for part, words in PARTS.items()
         if any(each["parts_s"][part] > 0 for each in of_planners.values())
     ]
-    return data, stacked(names, 190, xaxis=axis("seconds of a step, mean"))
+    return data, _stacked(names, 190, xaxis=_axis("seconds of a step, mean"))
 
 
 def gains(rows: Sequence[Figures]) -> Figure:
@@ -336,7 +307,7 @@ def gains(rows: Sequence[Figures]) -> Figure:
     whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
     names = [label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
     data = [
-        bars(
+        _bars(
             whose[where],
             [name for name, row in zip(names, rows, strict=True) if row["where"] == where],
             [100 * row["saves"] for row in rows if row["where"] == where],
@@ -347,9 +318,138 @@ def gains(rows: Sequence[Figures]) -> Figure:
         for where, colour in colours.items()
         if any(row["where"] == where for row in rows)
     ]
-    return data, layout(
+    return data, _layout(
         120 + 28 * len(rows),
         barmode="overlay",
-        xaxis=axis("seconds saved, % of the step as it is"),
-        yaxis=axis("", categoryorder="array", categoryarray=names, autorange="reversed", type="category"),
+        xaxis=_axis("seconds saved, % of the step as it is"),
+        yaxis=_axis("", categoryorder="array", categoryarray=names, autorange="reversed", type="category"),
     )
+
+
+COLOURS = (RED, BLUE)
+FEW = 40
+"""Number of points up to which a curve marks them."""
+
+
+def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
+    """One figure of every step."""
+    data = [
+        _line(run, key, run["label"], colour)
+        for run, colour in zip(runs, COLOURS, strict=False)
+        if key in run["curves"]
+    ]
+    return data, _layout(
+        330,
+        xaxis=_step_axis(),
+        yaxis=_axis(title, type="log" if log else "linear", rangemode="normal" if log else "tozero"),
+    )
+
+
+def loss(runs: Sequence[Figures]) -> Figure:
+    """The loss curve, which does not begin at zero."""
+    data, common = curve(runs, "loss", "loss")
+    return data, {**common, "yaxis": _axis("loss")}
+
+
+def imbalance(runs: Sequence[Figures]) -> Figure:
+    data: list[Json] = []
+    for at, what in enumerate(("attention", "tokens")):
+        for run, colour in zip(runs, COLOURS, strict=False):
+            for key, dash, word in (("imbalance_before", "dot", "before"), ("imbalance_after", "solid", "after")):
+                if f"{key}.{what}" in run["curves"]:
+                    line = _line(run, f"{key}.{what}", f"{run['label']}, {word}", colour, dash=dash)
+                    data.append(
+                        {
+                            **line,
+                            "legendgroup": f"{run['label']} {word}",
+                            "showlegend": at == 0,
+                            "yaxis": "y2" if at else "y",
+                        }
+                    )
+    axes = {
+        "yaxis": _axis("attention, most/mean", domain=[0.56, 1.0]),
+        "yaxis2": _axis("tokens, most/mean", domain=[0.0, 0.44]),
+    }
+    return data, _layout(470, xaxis={**_step_axis(), "anchor": "y2"}, **axes)
+
+
+def keys_and_values(runs: Sequence[Figures]) -> Figure:
+    """Received by a rank, mean over ranks; those of other nodes dotted."""
+    data = _dashed(
+        runs, ("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes")
+    )
+    return data, _layout(340, xaxis=_step_axis(), yaxis=_axis("KV tokens, mean rank", rangemode="tozero"))
+
+
+def planning(runs: Sequence[Figures]) -> Figure:
+    """Milliseconds of planning, and those that a step waited for."""
+    data = _dashed(runs, ("plan_ms", "dot", "planning"), ("plan_wait_ms", "solid", "waited for"))
+    return data, _layout(330, xaxis=_step_axis(), yaxis=_axis("ms", rangemode="tozero"))
+
+
+def _dashed(runs: Sequence[Figures], *curves: tuple[str, str, str]) -> list[Json]:
+    """Lines of each run for those of the curves (key, dash, word) that its log has."""
+    return [
+        _line(run, key, f"{run['label']}, {word}", colour, dash=dash)
+        for run, colour in zip(runs, COLOURS, strict=False)
+        for key, dash, word in curves
+        if key in run["curves"]
+    ]
+
+
+def predicted(runs: Sequence[Figures]) -> Figure:
+    """Each step's measured time over the computing that its plan predicted."""
+    data: list[Json] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": label(run["label"]),
+            "x": run["curves"]["predicted_ms"],
+            "y": run["curves"]["step_ms"],
+            "text": [f"step {step}" for step in run["curves"]["step"]],
+            "marker": {"color": colour, "size": 8, "opacity": 0.75},
+            "hovertemplate": "%{text}: predicted %{x:.3g} ms, measured %{y:.4g} ms<extra></extra>",
+        }
+        for run, colour in zip(runs, COLOURS, strict=False)
+        if "predicted_ms" in run["curves"]
+    ]
+    return data, _layout(
+        360,
+        xaxis=_axis("predicted computing, ms (simulated)", rangemode="tozero"),
+        yaxis=_axis("step, ms (measured)", rangemode="tozero"),
+    )
+
+
+RUN_PARTS = {
+    "computing": ("computing, as predicted", BLUE),
+    "imbalance": ("of that at most: waiting for the most loaded rank", ORANGE),
+    "plan_wait": ("waiting for the plan", YELLOW),
+    "rest": ("what predictions leave out", GREY),
+}
+
+
+def parts(of_runs: Figures) -> Figure:
+    names = [label(name) for name in of_runs]
+    data = [
+        _bars(words, names, [each["parts_ms"][part] for each in of_runs.values()], colour, "%{y}: %{x:.4g} ms")
+        for part, (words, colour) in RUN_PARTS.items()
+    ]
+    return data, _stacked(names, 160, xaxis=_axis("milliseconds of a step, mean"))
+
+
+def _step_axis() -> Json:
+    return _axis("step", tickformat=",d")
+
+
+def _line(run: Figures, key: str, name: str, colour: str, **line: Any) -> Json:
+    steps = run["curves"]["step"]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(steps) <= FEW else "lines",
+        "name": label(name),
+        "x": steps,
+        "y": run["curves"][key],
+        "line": {"color": colour, "width": 2, **line},
+        "marker": {"size": 5},
+        "hovertemplate": "step %{x}: %{y:,.5g}<extra>" + label(name) + "</extra>",
+    }

@@ -4,12 +4,12 @@ around the figures of `study`.
 
 from __future__ import annotations
 
+from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
-from megatron_balance.lab.report import plots, simulated_answer, simulated_ranks, words
 from megatron_balance.lab.report.cases import Figures
-from megatron_balance.lab.report.limits import PARTS
+from megatron_balance.lab.report.limits import COMPUTING, PARTS
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
-from megatron_balance.lab.report.standing import named
+from megatron_balance.lab.report.ranking import named, standing
 
 
 def page(study: Figures, library: str) -> str:
@@ -22,21 +22,20 @@ def page(study: Figures, library: str) -> str:
     )
     lead = (
         "Documents that a language model is trained on are of very different lengths, and attention over a document "
-        "costs the square of "
-        "its length. Who gets which document, and how its keys and values travel, decides how long the slowest GPU "
-        "takes, for which all "
-        "others wait. This page compares ways to decide it (planners) on a machine that was simulated, not run.",
+        "costs the square of its length. Who gets which document, and how its keys and values travel, decides how "
+        "long the slowest GPU takes, for which all others wait. This page compares ways to decide it (planners) on a "
+        "machine that was simulated, not run.",
     )
     sections = (
         _short(study),
         _question(study),
         _lengths(study),
         _planners(study),
-        simulated_ranks.places(study),
-        simulated_ranks.loads(study),
-        simulated_ranks.timeline(study),
-        simulated_answer.limits(study),
-        simulated_answer.what_next(study),
+        _places(study),
+        _loads(study),
+        _timeline(study),
+        _limits(study),
+        _what_next(study),
         _made(study),
     )
     return html.render(title, lead, sections, library)
@@ -53,26 +52,26 @@ def _short(study: Figures) -> Section:
     cards = [
         Card(
             f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}",
-            words.seconds(best["step_s"]),
-            f"{words.tokens(best['tokens_per_s'])} tokens a second",
+            numbers.seconds(best["step_s"]),
+            f"{numbers.tokens(best['tokens_per_s'])} tokens a second",
             "simulated",
         ),
         Card(
             f"speedup over {named(base)}",
             f"{best['speedup']:.2f}x",
-            f"{words.seconds(base['step_s'])} before",
+            f"{numbers.seconds(base['step_s'])} before",
             "simulated",
         ),
         Card(
             "largest loss",
-            words.percent(limits["parts_s"][part] / limits["step_s"]),
+            numbers.percent(limits["parts_s"][part] / limits["step_s"]),
             f"{PARTS[part]}, of a step of {best['planner']}",
             "simulated",
         ),
         Card(
             "memory of a rank, at most",
-            words.size(best["peak_bytes"]),
-            f"of {words.size(study['asked']['cluster']['memory_bytes'])}"
+            numbers.size(best["peak_bytes"]),
+            f"of {numbers.size(study['asked']['cluster']['memory_bytes'])}"
             f"{'' if best['fits'] else ', so it does not fit'}",
             "simulated",
         ),
@@ -97,13 +96,13 @@ def _question(study: Figures) -> Section:
     rows = [
         (
             "ranks",
-            f"{cluster['num_ranks']:,}: {words.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
+            f"{cluster['num_ranks']:,}: {numbers.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
             f"{rank}",
         ),
-        ("between nodes", f"{nics}, {words.rate(cluster['nic_bytes_per_s'])} each way"),
-        ("inside a node", f"{words.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
+        ("between nodes", f"{nics}, {numbers.rate(cluster['nic_bytes_per_s'])} each way"),
+        ("inside a node", f"{numbers.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
         ("arithmetic of a rank", f"{cluster['flops_per_s'] / 1e12:,.0f} Tflop/s at its peak, by its data sheet"),
-        ("memory of a rank", words.size(cluster["memory_bytes"])),
+        ("memory of a rank", numbers.size(cluster["memory_bytes"])),
         ("times are from", source),
     ]
     kv = (
@@ -114,21 +113,22 @@ def _question(study: Figures) -> Section:
     of_model = [
         ("layers", f"{model['num_layers']}, of width {model['hidden_size']:,}"),
         ("attention heads", f"{model['num_heads']} of {model['head_dim']}; {kv}"),
-        ("keys and values of a token", f"{words.size(model['kv_bytes_per_token'])} a layer"),
+        ("keys and values of a token", f"{numbers.size(model['kv_bytes_per_token'])} a layer"),
     ]
     batch = lengths["tokens_per_batch"]
-    spread = f" ({words.tokens(batch['min'])} to {words.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
+    spread = (
+        f" ({numbers.tokens(batch['min'])} to {numbers.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
+    )
     of_step = [
         ("lengths", asked["lengths"]),
         (
             "batches",
-            f"{words.count(lengths['num_batches'], 'batch', 'batches')} of {words.tokens(batch['mean'])} "
-            f"tokens{spread}; {step['batches']} "
-            "in a step",
+            f"{numbers.count(lengths['num_batches'], 'batch', 'batches')} of {numbers.tokens(batch['mean'])} "
+            f"tokens{spread}; {step['batches']} in a step",
         ),
         (
             "capacity of a rank",
-            "; ".join(sorted({f"{words.tokens(each)} tokens" for each in asked["planners"].values()})),
+            "; ".join(sorted({f"{numbers.tokens(each)} tokens" for each in asked["planners"].values()})),
         ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
@@ -165,7 +165,7 @@ def _pipeline(step: Figures) -> str:
 
 
 def _slow(step: Figures) -> str:
-    return words.listed([f"rank {rank} ({factor:g} times)" for rank, factor in step["slow_ranks"].items()]) or "none"
+    return numbers.listed([f"rank {rank} ({factor:g} times)" for rank, factor in step["slow_ranks"].items()]) or "none"
 
 
 def _lengths(study: Figures) -> Section:
@@ -175,23 +175,21 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{words.count(histogram['num_sequences'], 'sequence')} of {words.tokens(histogram['shortest'])} to "
-        f"{words.tokens(histogram['longest'])} "
-        f"tokens, half of them of {words.tokens(histogram['median'])} or fewer. Sequences of "
-        f"{plots.length_range(heavy['from'], heavy['below'])} tokens are {words.percent(share['sequences'])} of all, "
-        "hold "
-        f"{words.percent(share['tokens'])} of the tokens and are {words.percent(share['attention_pairs'])} of the "
-        "attention work, which "
-        "grows with the square of the length. Equal numbers of tokens are therefore not equal work."
+        f"{numbers.count(histogram['num_sequences'], 'sequence')} of {numbers.tokens(histogram['shortest'])} to "
+        f"{numbers.tokens(histogram['longest'])} tokens, half of them of {numbers.tokens(histogram['median'])} or "
+        f"fewer. Sequences of {plots.length_range(heavy['from'], heavy['below'])} tokens are "
+        f"{numbers.percent(share['sequences'])} of all, hold {numbers.percent(share['tokens'])} of the tokens and are "
+        f"{numbers.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
+        "length. Equal numbers of tokens are therefore not equal work."
     )
     rows = tuple(
         (
             plots.length_range(each["from"], each["below"]),
             f"{each['sequences']:,}",
-            words.percent(each["sequences"] / totals["sequences"]),
+            numbers.percent(each["sequences"] / totals["sequences"]),
             f"{each['tokens']:,}",
-            words.percent(each["tokens"] / totals["tokens"]),
-            words.percent(each["attention_pairs"] / totals["attention_pairs"]),
+            numbers.percent(each["tokens"] / totals["tokens"]),
+            numbers.percent(each["attention_pairs"] / totals["attention_pairs"]),
         )
         for each in bins
     )
@@ -214,8 +212,8 @@ def _planners(study: Figures) -> Section:
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
         f"fast as {base} the "
-        f"median step is. The first is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}; the slowest, "
-        f"{slowest['planner']}, takes {words.seconds(slowest['step_s'])}."
+        f"median step is. The first is {rows[0]['planner']} with {numbers.seconds(rows[0]['step_s'])}; the slowest, "
+        f"{slowest['planner']}, takes {numbers.seconds(slowest['step_s'])}."
     )
     table = HtmlTable(
         f"planners that a job can run, fastest first, then the others; speedup over {base}",
@@ -235,12 +233,12 @@ def _planners(study: Figures) -> Section:
                 named(row),
                 _step(row),
                 f"{row['speedup']:.2f}x",
-                words.tokens(row["tokens_per_s"]),
-                words.percent(row["mfu"]),
+                numbers.tokens(row["tokens_per_s"]),
+                numbers.percent(row["mfu"]),
                 f"{row['imbalance']['attention']:.2f}",
                 f"{row['imbalance']['tokens']:.2f}",
-                f"{words.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
-                f"{words.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+                f"{numbers.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
+                f"{numbers.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
             )
             for row in rows
         ),
@@ -259,10 +257,8 @@ def _planners(study: Figures) -> Section:
     items.append(
         Text(
             "Steps are medians over all steps, with the 5 % fastest and slowest where they differ. Times and memory "
-            "are simulated; "
-            "most/mean is the most loaded rank's load over the mean, counted from the plans; planning is of one "
-            "batch, timed where this "
-            "page was made."
+            "are simulated; most/mean is the most loaded rank's load over the mean, counted from the plans; planning "
+            "is of one batch, timed where this page was made."
         )
     )
     if any(not row["hides"] for row in rows):
@@ -275,8 +271,8 @@ def _planners(study: Figures) -> Section:
 
 def _step(row: Figures) -> str:
     low, high = row["spread_s"]["p5"], row["spread_s"]["p95"]
-    wide = f" ({words.seconds(low)} to {words.seconds(high)})" if high > 1.005 * low else ""
-    return f"{words.seconds(row['step_s'])}{wide}"
+    wide = f" ({numbers.seconds(low)} to {numbers.seconds(high)})" if high > 1.005 * low else ""
+    return f"{numbers.seconds(row['step_s'])}{wide}"
 
 
 def _made(study: Figures) -> Section:
@@ -293,8 +289,7 @@ def _made(study: Figures) -> Section:
             Bullets(
                 (
                     f"simulated: the programs of the plans ran on clocks instead of GPUs, with times from {source}. "
-                    "Nothing was fitted to "
-                    "a training run.",
+                    "Nothing was fitted to a training run.",
                     "exact: counted from the lengths and the plans.",
                     "measured: taken with a clock on a real machine; here, how long planning took where this page was "
                     "made.",
@@ -330,8 +325,7 @@ WORDS: tuple[Item, ...] = (
                     (
                         "planner",
                         "what decides which rank attends to what; te_ring, which cuts every sequence over all ranks, "
-                        "is how it is usually "
-                        "done",
+                        "is how it is usually done",
                     ),
                     ("routing", "a transfer between nodes is cut over all NICs of both, not only over its own rank's"),
                     (
@@ -346,3 +340,251 @@ WORDS: tuple[Item, ...] = (
         ),
     ),
 )
+
+SHOWN_TRIES = 14
+"""Variants that are drawn."""
+
+SAME = 0.0005
+"""A share of the step that is no difference."""
+
+
+def _limits(study: Figures) -> Section:
+    """The parts of a step."""
+    of_planners = study["_limits"]
+    caption = (
+        "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
+        + " ".join(
+            f"{name} loses {numbers.percent(1 - each['computing_s'] / each['step_s'])}."
+            for name, each in of_planners.items()
+        )
+    )
+    steps = next(iter(of_planners.values()))["num_steps"]
+    parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in of_planners.values())]
+    rows = tuple(
+        (
+            PARTS[part],
+            "computing" if part in COMPUTING else "loss",
+            *(
+                f"{numbers.seconds(each['parts_s'][part])} ({numbers.percent(each['parts_s'][part] / each['step_s'])})"
+                for each in of_planners.values()
+            ),
+        )
+        for part in parts
+    )
+    items: list[Item] = [
+        Bullets(tuple(each["sentence"] for each in of_planners.values())),
+        Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
+        HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
+        Text(
+            f"Over the first {numbers.count(steps, 'step')}. One thing after another is made ideal, and charged what "
+            "the step gains: no rank slower than the others, then transfers between nodes that take no time, then "
+            "those inside nodes. What is left computes; what all ranks would take if they computed equally long is "
+            "computing, and the rest is imbalance or waiting. Transfers that are hidden behind computing cost nothing."
+        ),
+    ]
+    items += _kernels(study)
+    return Section("_limits", "What limits the step", tuple(items))
+
+
+def _kernels(study: Figures) -> list[Item]:
+    """A note where one planner computes the same attention much faster than the baseline."""
+    base, best = (study["_limits"][study[key]] for key in ("baseline", "shown"))
+    slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
+    if slow < 1.15 * fast:
+        return []
+    return [
+        Text(
+            f"The attention itself is the same work under every planner, but {base['planner']} computes "
+            f"{numbers.seconds(slow)} for what {best['planner']} computes in {numbers.seconds(fast)}: the smaller the "
+            "pieces that sequences are cut into, the worse they fill a GPU."
+        )
+    ]
+
+
+def _what_next(study: Figures) -> Section:
+    """Suggestions, and all that was tried."""
+    tried = study["try_next"]
+    rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
+    best = study["shown"]
+    items: list[Item] = [Bullets(tuple(tried["suggestions"]))]
+    if rows:
+        top = sorted(rows, key=standing)[:SHOWN_TRIES]
+        caption = (
+            f"Each bar is one change to {best} as it was asked for, simulated on the first "
+            f"{numbers.count(tried['num_steps'], 'step')} "
+            f"({numbers.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
+            f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes "
+            f"{numbers.seconds(top[0]['step_s'])}."
+        )
+        items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
+        table = HtmlTable(
+            f"all that was simulated, beside {best} as it is",
+            ("change", "options", "step", "times as fast", "memory at most"),
+            tuple(
+                (
+                    row["name"],
+                    f"`{row['options']}`" if row["options"] else "",
+                    numbers.seconds(row["step_s"]),
+                    f"{row['times_as_fast']:.2f}x",
+                    f"{numbers.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
+                    f"{'' if row['hides'] else '; planning does not hide'}",
+                )
+                for row in rows
+            ),
+            "simulated",
+        )
+        items.append(Fold(f"All {numbers.count(len(rows), 'change')} as a table", (table,)))
+    same = [*tried["unchanged"], *(row["name"] for row in tried["tries"] if abs(row["saves"]) < SAME)]
+    if same:
+        items.append(Fold(f"{numbers.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
+    if tried["impossible"]:
+        reasons = tuple(f"{name}: {reason}" for name, reason in tried["impossible"].items())
+        items.append(Fold(f"{numbers.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
+    return Section("next", "What to try next", tuple(items))
+
+
+def _shown(study: Figures) -> list[str]:
+    """The baseline, and the best planner if it is another."""
+    return list(dict.fromkeys((study["baseline"], study["shown"])))
+
+
+def _places(study: Figures) -> Section:
+    """Zone by zone, and the longest sequences on their ranks."""
+    items: list[Item] = [
+        Text(
+            "A planner may give a sequence to one rank, which then needs nobody; cut it over the ranks of one node, "
+            "over fast links; or cut it across nodes, over their NICs. Of the first batch:"
+        )
+    ]
+    for name in _shown(study):
+        placed = study["placement"][name]
+        items.append(_kinds(name, placed))
+        drawn = len(placed["longest"])
+        which = (
+            "All sequences"
+            if drawn == placed["num_sequences"]
+            else f"The {drawn} longest of {numbers.count(placed['num_sequences'], 'sequence')}"
+        )
+        alone = next(kind for kind in placed["kinds"] if kind["where"] == "one rank")
+        caption = (
+            f"{which} from top to bottom, each as a bar over the ranks that share it; dotted lines are between nodes. "
+            f"{_alone(alone, placed)}"
+        )
+        items.append(
+            Plot(
+                f"plot-places-{len(items)}",
+                f"Who gets which sequence: {name}",
+                caption,
+                "exact",
+                *plots.ranks_of_sequences(placed),
+            )
+        )
+    return Section("_places", "Where each sequence went", tuple(items))
+
+
+def _alone(kind: Figures, placed: Figures) -> str:
+    if not kind["sequences"]:
+        return "Every sequence is shared by several ranks."
+    return (
+        f"{numbers.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
+        f"{numbers.tokens(kind['longest'])} tokens, stay on one rank."
+    )
+
+
+def _kinds(name: str, placed: Figures) -> HtmlTable:
+    rows = tuple(
+        (
+            kind["where"],
+            f"{kind['sequences']:,}",
+            f"{kind['tokens']:,}",
+            _span(kind["shortest"], kind["longest"]) if kind["sequences"] else "",
+            _span(kind["fewest_ranks"], kind["most_ranks"]) if kind["sequences"] else "",
+        )
+        for kind in placed["kinds"]
+    )
+    moved = placed["remapped_tokens"]
+    remap = f"; {numbers.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
+    routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
+    return HtmlTable(
+        f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact"
+    )
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _loads(study: Figures) -> Section:
+    """Before and after."""
+    shown = _shown(study)
+    cluster = study["asked"]["cluster"]
+    sentences = [_load(study, name) for name in shown]
+    others = (
+        ""
+        if len(study["load"]) == len(shown)
+        else " The other planners are drawn when their names in the legend are clicked."
+    )
+    caption = f"{' '.join(sentences)} KV tokens are keys and values of others, which a rank has to receive.{others}"
+    plot = plots.loads(study["load"], shown, cluster["num_ranks"], cluster["ranks_per_node"])
+    names = " and ".join(
+        f"{'before' if name == study['baseline'] and len(shown) > 1 else 'after'} ({name})" for name in shown
+    )
+    return Section(
+        "_loads",
+        "The load of each rank, before and after",
+        (
+            Text(f"One layer of the first batch, {names}: a step waits for the rank with the most."),
+            Plot(
+                "plot-loads",
+                "Attention work, tokens and received keys and values of each rank",
+                caption,
+                "exact",
+                *plot,
+            ),
+        ),
+    )
+
+
+def _load(study: Figures, name: str) -> str:
+    load = study["load"][name]
+    received = load["kv_tokens_received_per_rank"]
+    balance = load["imbalance"]
+    return (
+        f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
+        f"{balance['tokens']:.2f} times "
+        f"the mean tokens, and a rank receives {numbers.tokens(sum(received) / len(received))} KV tokens in the mean."
+    )
+
+
+def _timeline(study: Figures) -> Section:
+    """One layer, or why there is none."""
+    timelines = study["_timeline"]
+    if not timelines:
+        return Section(
+            "_timeline", "One layer on the clock", (Text(f"There is no timeline. {study['timeline_left_out']}"),)
+        )
+    longest = max(each["total_ms"] for each in timelines.values())
+    items: list[Item] = [
+        Text(
+            "One layer of the first batch, forward up to the dashed line and backward after it. Each rank has three "
+            "lanes: what it computes, what it transfers inside its node, and what it transfers to and from other "
+            "nodes. A gap in the first lane is a GPU that waits. All timelines have one scale; drag over a part to "
+            "enlarge it, and double-click to see all of it again."
+        )
+    ]
+    for at, (name, each) in enumerate(timelines.items()):
+        share = each["computing_share"]
+        some = (
+            f"{len(each['ranks'])} of {study['asked']['cluster']['num_ranks']} ranks are shown, from the busiest to "
+            "the least busy. " * (len(each["ranks"]) < study["asked"]["cluster"]["num_ranks"])
+        )
+        caption = (
+            f"{name} takes {numbers.seconds(each['total_ms'] / 1e3)} for a layer, "
+            f"{numbers.seconds(each['forward_ms'] / 1e3)} of it forward. A "
+            f"rank computes {numbers.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
+            f"{numbers.percent(share['most'])} and rank {share['least_rank']} {numbers.percent(share['least'])}. {some}"
+        ).strip()
+        items.append(
+            Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plots.timeline(each, longest))
+        )
+    return Section("_timeline", "One layer on the clock", tuple(items))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,10 @@ from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import parse_json
-from megatron_balance.lab.report import words
+from megatron_balance.lab.report import numbers
 from megatron_balance.lab.report.cases import Figures
 
 STEPS_FILE = "steps.jsonl"
-
 BEGINNING = '{"step": '
 """Of every record. A line that begins so and is no JSON was cut short, not damaged."""
 
@@ -41,9 +41,7 @@ LOADS = ("imbalance_before", "imbalance_after")
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """One run: its steps in order, each once; `notes`: oddities of its file, and how they were
-    read.
-    """
+    """A run's steps in order, each once; `notes`: oddities of its file, and how they were read."""
 
     label: str
     path: str
@@ -66,11 +64,7 @@ class LoggedRun:
 
 
 def read(path: Path, option: str = "--steps") -> LoggedRun:
-    """The run whose `--balance-log` folder or `steps.jsonl` this is.
-
-    Raises:
-        ConfigError: no such file, or a line that is none of a run's.
-    """
+    """The run whose `--balance-log` folder or `steps.jsonl` this is."""
     file = path / STEPS_FILE if path.is_dir() else path
     if file.exists() and not file.is_file():
         raise ConfigError(f"{option} {path}: not a file; give the folder of --balance-log, or the steps.jsonl in it")
@@ -87,8 +81,8 @@ def read(path: Path, option: str = "--steps") -> LoggedRun:
     steps, repeated = _each_once(records)
     if repeated:
         notes.append(
-            f"{words.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last time "
-            "counts."
+            f"{numbers.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last "
+            "time counts."
         )
     notes += _unsound(steps)
     missing = tuple(key for key in (*NUMBERS, *LOADS) if all(step.get(key) is None for step in steps))
@@ -97,11 +91,7 @@ def read(path: Path, option: str = "--steps") -> LoggedRun:
 
 
 def read_all(paths: Sequence[Path]) -> list[LoggedRun]:
-    """Several runs, whose labels differ.
-
-    Raises:
-        ConfigError: as `read`, or one run twice.
-    """
+    """Several runs, whose labels differ."""
     runs = [read(path) for path in paths]
     if len({Path(run.path).resolve() for run in runs}) < len(runs):
         raise ConfigError(f"--steps {paths[0]}: is given twice; a run is held against another one")
@@ -117,7 +107,7 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
     last = max((at for at, line in enumerate(lines) if line.strip()), default=-1)
     empty = sum(not line.strip() for line in lines[: last + 1])
     if empty:
-        notes.append(f"{words.count(empty, 'empty line')} left out.")
+        notes.append(f"{numbers.count(empty, 'empty line')} left out.")
     for at, line in enumerate(lines[: last + 1]):
         if not line.strip():
             continue
@@ -206,14 +196,86 @@ def _unsound(steps: Sequence[Figures]) -> list[str]:
     span = steps[-1]["step"] - steps[0]["step"] + 1
     if span > len(steps):
         notes.append(
-            f"{words.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in "
+            f"{numbers.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in "
             "the log."
         )
     lost = sum(step["loss"] is None for step in steps)
     if 0 < lost < len(steps):
         notes.append(
-            f"{words.count(lost, 'step')} has no loss, or one that is not a finite number."
+            f"{numbers.count(lost, 'step')} has no loss, or one that is not a finite number."
             if lost == 1
             else f"{lost} steps have no loss, or one that is not a finite number."
         )
     return notes
+
+
+MOST_STEPS = 8
+"""Steps of a run that are simulated, evenly spread over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealBatches:
+    """Steps of a run. `lengths`: of each microbatch, step by step; `microbatches`: of a step.
+
+    `label`, `path`: of the run; `planner`: of its last step; `step_ms`: of these steps, the mean.
+    """
+
+    label: str
+    path: Path
+    lengths: tuple[tuple[int, ...], ...]
+    microbatches: int
+    steps: tuple[int, ...]
+    num_steps: int
+    planner: str
+    step_ms: float
+
+    def beside(self, name: str) -> str | None:
+        """A file beside the run's log."""
+        file = self.path.parent / name
+        return str(file) if file.is_file() else None
+
+    def sentence(self, planner: str, step_s: float) -> str:
+        """A sentence on the steps that were simulated, and how far `planner` is from the clock."""
+        measured = (
+            f"; there they took {self.step_ms / 1e3:.3g} s in the mean (measured, {self.planner}), here {step_s:.3g} s "
+            "(simulated)"
+            if planner == self.planner
+            else ""
+        )
+        return f"The batches are those of {len(self.steps)} of the {self.num_steps} steps of {self.label}{measured}."
+
+
+def real_batches(path: Path) -> RealBatches:
+    """The batches of a run: of its usual steps, `MOST_STEPS` evenly spread."""
+    run = read(path, "--run")
+    known = [step for step in run.steps if _is_lengths(step.get("lengths"))]
+    if not known:
+        raise ConfigError(
+            f"--run {path}: its steps hold no lengths, as those of an earlier version; train some steps with this one, "
+            "or report what was measured with --steps"
+        )
+    usual = Counter(len(step["lengths"]) for step in known).most_common(1)[0][0]
+    known = [step for step in known if len(step["lengths"]) == usual]
+    every = max(1, len(known) // MOST_STEPS)
+    chosen = known[::every][:MOST_STEPS]
+    return RealBatches(
+        run.label,
+        Path(run.path),
+        tuple(tuple(each) for step in chosen for each in step["lengths"]),
+        usual,
+        tuple(step["step"] for step in chosen),
+        len(run.steps),
+        str(chosen[-1].get("planner") or ""),
+        sum(step["step_ms"] for step in chosen) / len(chosen),
+    )
+
+
+def _is_lengths(given: Any) -> bool:
+    """Whether this is a list of lists of tokens, with some in it."""
+    if not isinstance(given, list) or not given:
+        return False
+    microbatches = cast("list[Any]", given)
+    if not all(isinstance(each, list) for each in microbatches):
+        return False
+    every = [length for each in cast("list[list[Any]]", microbatches) for length in each]
+    return bool(every) and all(type(length) is int and length > 0 for length in every)

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from megatron_balance.analysis import trace_format
+from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.lab.report import advice, lanes, lengths, limits, load, placement, tries
-from megatron_balance.lab.report.cases import Asked, Case, CaseProgress, Figures, PlayedCase
-from megatron_balance.lab.report.standing import best_of, hold_against, runs, saving, standing
-from megatron_balance.simulator.timeline import MOST_RANKS
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.mask import Mask
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.lab import Progress
+from megatron_balance.lab.report import limits, numbers, variants
+from megatron_balance.lab.report.cases import Asked, Case, Figures, PlayedCase
+from megatron_balance.lab.report.ranking import (
+    best_of,
+    hold_against,
+    in_the_mean,
+    named,
+    runs,
+    saving,
+    standing,
+    why_not,
+)
+from megatron_balance.lab.report.variants import recommended
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.timeline import MOST_RANKS, layer_trace
 
 
-def study(asked: Asked, progress: CaseProgress) -> Figures:
+def study(asked: Asked, progress: Progress) -> Figures:
     """Compare all planners; of the baseline and the fastest other one (`shown`) also where everything
     goes, when, and what limits them. `best`: as in `compare`; None: no job can run any of them.
-
-    Raises:
-        ConfigError: the baseline cannot place the batch.
-        InfeasibleError: a planner that was asked for cannot.
     """
     played, left_out = _play(asked, progress)
     base = next((each for each in played if each.name == asked.baseline), None)
@@ -31,36 +53,33 @@ def study(asked: Asked, progress: CaseProgress) -> Figures:
     ranks_per_nic = case.machine.cluster.ranks_per_nic
     rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in progress(shown, "what limits the step")}
-    tried = tries.of(asked, case.first_steps(), progress)
+    tried = variants.of(asked, case.first_steps(), progress)
     memory_bytes = case.machine.cluster.memory_bytes
     return {
         "report": "simulated",
         "kind": "simulated",
         "answer": [
-            *advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
+            *answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
             *([saving(best.row, base.row, asked.price) + "."] if best is not base and runs(best.row) else []),
         ],
-        "asked": described(asked, case),
-        "lengths": lengths.of_batches(case.batches, case.machine.model.mask),
+        "asked": _described(asked, case),
+        "lengths": length_histogram(case.batches, case.machine.model.mask),
         "rows": rows,
         "baseline": base.name,
         "best": best_of(rows),
         "shown": best.name,
         "left_out": left_out,
-        "placement": {each.name: placement.of_plan(each.first_plan) for each in shown},
-        "load": {each.name: load.of_plan(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
+        "placement": {each.name: placement(each.first_plan) for each in shown},
+        "load": {each.name: _load(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
         "timeline": timelines,
         "timeline_left_out": no_timeline,
         "limits": limiting,
-        "try_next": {**tried, "suggestions": advice.suggestions(tried)},
+        "try_next": {**tried, "suggestions": suggestions(tried)},
     }
 
 
-def _play(asked: Asked, progress: CaseProgress) -> tuple[list[PlayedCase], dict[str, str]]:
-    """Steps of every planner, and the planners left out, with reasons.
-
-    A planner that the user did not name is left out if it cannot place the batch.
-    """
+def _play(asked: Asked, progress: Progress) -> tuple[list[PlayedCase], dict[str, str]]:
+    """Steps of every planner; one that nobody named is left out if it cannot place the batch."""
     played: list[PlayedCase] = []
     left_out: dict[str, str] = {}
     for case in progress(asked.cases, "planners"):
@@ -74,16 +93,15 @@ def _play(asked: Asked, progress: CaseProgress) -> tuple[list[PlayedCase], dict[
 
 
 def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
-    """The fastest one beside the baseline that a job can run (`runs`). Where there is none, the
-    baseline if a job can run it, else the fastest that fits if any does.
-    """
+    """The fastest beside the baseline that a job can run, or the nearest to that."""
+    # Where there is none: the baseline if a job can run it, else the fastest that fits if any does.
     others = [each for each in played if each is not base]
     if not any(runs(each.row) for each in others) and runs(base.row):
         return base
     return min(others, key=lambda each: standing(each.row), default=base)
 
 
-def _timelines(shown: Sequence[PlayedCase], progress: CaseProgress) -> tuple[Figures, str]:
+def _timelines(shown: Sequence[PlayedCase], progress: Progress) -> tuple[Figures, str]:
     case = shown[0].case
     if case.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
@@ -94,10 +112,10 @@ def _timelines(shown: Sequence[PlayedCase], progress: CaseProgress) -> tuple[Fig
             "fewer with --ranks.",
         )
     made = progress(shown, "timeline")
-    return {each.name: lanes.of_plan(each.first_plan, each.case.machine, each.case.setup.drawn) for each in made}, ""
+    return {each.name: timeline(each.first_plan, each.case.machine, each.case.setup.drawn) for each in made}, ""
 
 
-def described(asked: Asked, case: Case) -> Figures:
+def _described(asked: Asked, case: Case) -> Figures:
     """The question, for people who were not there."""
     machine, setup = case.machine, case.setup
     cluster, model = machine.cluster, machine.model
@@ -140,3 +158,290 @@ def described(asked: Asked, case: Case) -> Figures:
             "slow_ranks": {str(rank): factor for rank, factor in enumerate(machine.slowdown) if factor != 1},
         },
     }
+
+
+LOADS = (
+    *("tokens_per_rank", "attention_pairs_per_rank", "kv_tokens_received_per_rank"),
+    *("kv_tokens_received_inter_node_per_rank", "bytes_received_per_rank", "bytes_sent_per_nic", "imbalance"),
+)
+
+
+def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
+    """Exact loads by rank, one layer, forward."""
+    loads = plan_statistics(plan, model, ranks_per_nic)
+    return {
+        "kind": "exact",
+        "planner": plan.planner,
+        **{key: loads[key] for key in LOADS},
+    }
+
+
+SMALLEST = 256
+"""Shorter sequences share a bin."""
+
+
+def length_histogram(batches: Sequence[Batch], mask: Mask) -> Figures:
+    """Counts, tokens and (query, key) pairs that `mask` lets through, by length; exact."""
+    lengths = np.array([length for batch in batches for length in batch.lengths], dtype=np.int64)
+    each = [batch.num_tokens for batch in batches]
+    return {
+        "kind": "exact",
+        "num_batches": len(batches),
+        "num_sequences": len(lengths),
+        "num_tokens": int(lengths.sum()),
+        "tokens_per_batch": {"mean": float(np.mean(each)), "min": min(each), "max": max(each)},
+        "shortest": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "longest": int(lengths.max()),
+        "bins": _bins(lengths, mask),
+    }
+
+
+def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
+    doublings = max(0, int(np.ceil(np.log2((lengths.max() + 1) / SMALLEST))))
+    edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
+    # Bin `at` holds lengths of edges[at] and more, below edges[at + 1].
+    place = np.searchsorted(edges, lengths, side="right") - 1
+    pairs = mask.num_pairs(lengths)
+    bins: list[Figures] = []
+    for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        inside = place == at
+        bins.append(
+            {
+                "from": low,
+                "below": high,
+                "sequences": int(inside.sum()),
+                "tokens": int(lengths[inside].sum()),
+                "attention_pairs": int(pairs[inside].sum()),
+            }
+        )
+    first = next(at for at, each in enumerate(bins) if each["sequences"])
+    return bins[first:]
+
+
+KINDS = ("across nodes", "inside one node", "one rank")
+LISTED = 40
+"""The longest sequences are listed one by one."""
+
+
+def placement(plan: MicrobatchPlan) -> Figures:
+    """By kind of place: how many sequences and tokens; and the longest sequences with their ranks."""
+    rows = [
+        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone, ranks) for zone, seq, ranks in _places(plan)
+    ]
+    rows.sort(key=lambda row: (-row[1], row[0]))
+    kinds: list[Figures] = []
+    for kind in KINDS:
+        held = [row for row in rows if row[2] == kind]
+        kinds.append(
+            {
+                "where": kind,
+                "sequences": len(held),
+                "tokens": sum(row[1] for row in held),
+                "shortest": min((row[1] for row in held), default=0),
+                "longest": max((row[1] for row in held), default=0),
+                "fewest_ranks": min((len(row[4]) for row in held), default=0),
+                "most_ranks": max((len(row[4]) for row in held), default=0),
+            }
+        )
+    longest = [
+        {
+            "seq": seq,
+            "length": length,
+            "where": kind,
+            "zone": zone,
+            "num_ranks": len(ranks),
+            "rank_runs": numbers.runs(ranks),
+        }
+        for seq, length, kind, zone, ranks in rows[:LISTED]
+    ]
+    return {
+        "kind": "exact",
+        "planner": plan.planner,
+        "num_sequences": len(plan.lengths),
+        "num_ranks": plan.num_ranks,
+        "ranks_per_node": min(plan.ranks_per_node, plan.num_ranks),
+        "kinds": kinds,
+        "longest": longest,
+        "remapped_tokens": int(as_array(plan.moves)[:, Move.TOKENS].sum()),
+        "routed": plan.routing is not None,
+    }
+
+
+def _kind(ranks: list[int], ranks_per_node: int) -> str:
+    if len(ranks) == 1:
+        return KINDS[2]
+    return KINDS[1] if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node else KINDS[0]
+
+
+def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
+    """(zone, sequence, ranks that hold or attend some of it, in order)."""
+    context = Context.of(plan)
+    for zone in plan.zones:
+        for seq, ranks in pattern_of(zone).sequences(zone, context):
+            yield zone.name, seq, ranks
+
+
+SHOWN_RANKS = 8
+"""Ranks of a timeline."""
+
+ACTIVITIES = (
+    "outside attention",
+    "attention",
+    "packing and adding up",
+    "transfers inside the node",
+    "transfers between nodes",
+)
+
+_FINEST = 1 / 3000
+"""Spans of one activity closer than this share of the whole are drawn as one."""
+
+Span = tuple[float, float]
+
+
+def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
+    """Spans in milliseconds of the busiest and least busy ranks and some between, both phases."""
+    spans: dict[tuple[int, str], list[Span]] = {}
+    busy = [0.0] * machine.num_ranks
+    forward_ms = total_ms = 0.0
+    for span in layer_trace(plan, machine, policy).spans:
+        begin, end = 1e3 * span.start_s, 1e3 * span.stop_s
+        total_ms = max(total_ms, end)
+        if span.phase == "forward":
+            forward_ms = max(forward_ms, end)
+        if span.what == WAIT:
+            continue
+        activity = _activity(span)
+        spans.setdefault((span.rank, activity), []).append((begin, end))
+        if activity in ACTIVITIES[:3]:
+            busy[span.rank] += end - begin
+    ranks = _chosen(busy)
+    lanes = [
+        {"rank": rank, "activity": activity, "spans_ms": _merged(spans[rank, activity], total_ms * _FINEST)}
+        for rank in ranks
+        for activity in ACTIVITIES
+        if (rank, activity) in spans
+    ]
+    return {
+        "kind": "simulated",
+        "planner": plan.planner,
+        "forward_ms": forward_ms,
+        "total_ms": total_ms,
+        "ranks": ranks,
+        "computing_share": {
+            "mean": sum(busy) / len(busy) / total_ms,
+            "most": max(busy) / total_ms,
+            "least": min(busy) / total_ms,
+            "most_rank": busy.index(max(busy)),
+            "least_rank": busy.index(min(busy)),
+        },
+        "lanes": lanes,
+    }
+
+
+def _activity(span: trace_format.TrackSpan) -> str:
+    """Transfers by the link they take; a routed one's legs in the node are inside it."""
+    if span.track == COMPUTE:
+        kinds = {LINEAR: ACTIVITIES[0], ATTENTION: ACTIVITIES[1]}
+        return kinds.get(span.what, ACTIVITIES[2])
+    return ACTIVITIES[4] if span.track.startswith("inter_node") else ACTIVITIES[3]
+
+
+def _chosen(busy: list[float]) -> list[int]:
+    """Some ranks, the busiest and the least busy among them."""
+    order = sorted(range(len(busy)), key=lambda rank: (-busy[rank], rank))
+    if len(order) <= SHOWN_RANKS:
+        return sorted(order)
+    return sorted({order[round(at * (len(order) - 1) / (SHOWN_RANKS - 1))] for at in range(SHOWN_RANKS)})
+
+
+def _merged(spans: list[Span], gap: float) -> list[list[float]]:
+    """Spans in order, those that overlap or nearly touch as one."""
+    merged: list[list[float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1] + gap:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return [[round(begin, 6), round(end, 6)] for begin, end in merged]
+
+
+FIRST = 3
+BOUGHT = 2
+"""Number of suggestions that become sentences: changes that cost nothing, and machines to buy."""
+
+
+def answer(
+    rows: list[Figures], names: tuple[str, str], limits: Figures, tried: Figures, memory_bytes: float
+) -> list[str]:
+    """Sentences for readers of nothing else; `names`: of the baseline and of the best planner."""
+    base, best = (next(row for row in rows if row["planner"] == name) for name in names)
+    return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *suggestions(tried)[:1]]
+
+
+def _fastest(base: Figures, best: Figures) -> str:
+    today = named(base)
+    if base is best:
+        return (
+            f"{today} takes {numbers.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
+            "against that fits in memory and plans within a step."
+        )
+    if not runs(best):
+        return (
+            f"No planner that was compared fits in memory and plans within a step; the nearest, {best['planner']}, "
+            f"takes {numbers.seconds(best['step_s'])} a step (simulated)."
+        )
+    versus = f"{numbers.seconds(best['step_s'])} instead of {numbers.seconds(base['step_s'])} a step (simulated)"
+    if best["speedup"] >= 1:
+        cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
+        return (
+            f"{best['planner']} is {numbers.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
+        )
+    return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
+
+
+def _mean(row: Figures) -> str:
+    return f" These are median steps; {in_the_mean(row)}." if in_the_mean(row) else ""
+
+
+def _room(row: Figures, memory_bytes: float) -> list[str]:
+    if row["fits"] and not row["hides"]:
+        return [
+            f"Its planning takes {numbers.seconds(row['plan_ms'] / 1e3)} a batch (measured), longer than the step: "
+            "training would wait for it."
+        ]
+    if row["fits"]:
+        return []
+    return [
+        f"It does not fit: a rank would need {numbers.size(row['peak_bytes'])} and has {numbers.size(memory_bytes)} "
+        "(simulated). Its time is what a step would take if it did."
+    ]
+
+
+def suggestions(tried: Figures) -> list[str]:
+    """Suggestions, best first, each with its gain: changes that cost nothing, then another machine."""
+    own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
+    sentences = [_suggestion(row, tried) for row in own[:FIRST]]
+    if not own and tried["fits"]:
+        rows = [row for row in tried["tries"] if row["where"] != "machine" and row["fits"]]
+        sentences.append(
+            f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of "
+            f"{tried['planner']} more than 1 % faster."
+        )
+    if not own and not tried["fits"]:
+        sentences.append(
+            "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
+        )
+    return [*sentences, *(_suggestion(row, tried) for row in bought[:BOUGHT])]
+
+
+def _suggestion(row: Figures, tried: Figures) -> str:
+    before, after = numbers.seconds(tried["step_s"]), numbers.seconds(row["step_s"])
+    gain = f"{before} would become {after} a step, {numbers.times(row['times_as_fast'])} as fast (simulated)"
+    if row["where"] == "machine":
+        return f"With {row['name']}, {gain}."
+    how = f" (`{row['options']}`)" if row["options"] else ""
+    if not tried["fits"]:
+        return f"To make it fit in memory: {row['name']}{how}; {gain}."
+    return f"Try {row['name']}{how}: {gain}."

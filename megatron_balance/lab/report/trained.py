@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_balance.lab.report import curves, verdict, words
+from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
 from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
@@ -28,7 +28,7 @@ def page(document: Figures, library: str) -> str:
         _traffic(document),
     )
     more = (_planning(document), _predicted(document), _limits(document), _next(document), _made())
-    return html.render(f"Training run: {words.listed(names)}", lead, [*sections, *more], library)
+    return html.render(f"Training run: {numbers.listed(names)}", lead, [*sections, *more], library)
 
 
 def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
@@ -41,7 +41,7 @@ def _section(document: Figures, section: tuple[str, str], key: str, plot: Callab
     lacking = [run["label"] for run in document["runs"] if key in run["missing"]]
     items: list[Item] = [plot()] if runs else []
     if lacking:
-        items.append(Text(f"The log of {words.listed(lacking)} has no `{key}`, so it is not shown here."))
+        items.append(Text(f"The log of {numbers.listed(lacking)} has no `{key}`, so it is not shown here."))
     return Section(*section, tuple(items))
 
 
@@ -53,10 +53,13 @@ def _short(document: Figures) -> Section:
     cards: list[Card] = []
     for run in document["runs"]:
         step = run["step_ms"]
-        note = f"5 % took less than {words.seconds(step['p5'] / 1e3)}, 5 % more than {words.seconds(step['p95'] / 1e3)}"
-        cards.append(Card(f"a step of {run['label']}, median", words.seconds(step["median"] / 1e3), note, "measured"))
+        low, high = (numbers.seconds(step[name] / 1e3) for name in ("p5", "p95"))
+        note = f"5 % took less than {low}, 5 % more than {high}"
+        cards.append(Card(f"a step of {run['label']}, median", numbers.seconds(step["median"] / 1e3), note, "measured"))
         if run["tokens_per_s"] is not None:
-            cards.append(Card(f"tokens a second of {run['label']}", words.tokens(run["tokens_per_s"]), "", "measured"))
+            cards.append(
+                Card(f"tokens a second of {run['label']}", numbers.tokens(run["tokens_per_s"]), "", "measured")
+            )
     for run in document["runs"]:
         if run["loss"] is not None:
             cards.append(
@@ -105,7 +108,7 @@ def _ran(document: Figures) -> Section:
     ]
     steady = _each(
         document,
-        lambda run: f"Means of {run['label']} are over {words.count(run['steady_steps'], 'step')}{_warm(run)}.",
+        lambda run: f"Means of {run['label']} are over {numbers.count(run['steady_steps'], 'step')}{_warm(run)}.",
     )
     notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
     items.append(Text(steady))
@@ -146,7 +149,7 @@ def _loss(document: Figures) -> Section:
         ("loss", "Loss"),
         "loss",
         lambda: _plot(
-            "loss", "Loss of every step", _each(document, sentence) + same, "measured", curves.loss(document["runs"])
+            "loss", "Loss of every step", _each(document, sentence) + same, "measured", plots.loss(document["runs"])
         ),
     )
 
@@ -155,13 +158,13 @@ def _time(document: Figures) -> Section:
     def sentence(run: Figures) -> str:
         step = run["step_ms"]
         return (
-            f"Half the steps of {run['label']} took less than {words.seconds(step['median'] / 1e3)}, nine in ten "
-            f"{words.seconds(step['p5'] / 1e3)} to {words.seconds(step['p95'] / 1e3)}."
+            f"Half the steps of {run['label']} took less than {numbers.seconds(step['median'] / 1e3)}, nine in ten "
+            f"{numbers.seconds(step['p5'] / 1e3)} to {numbers.seconds(step['p95'] / 1e3)}."
         )
 
     points = max(run["curves"]["steps_per_point"] for run in document["runs"])
     thinned = f" A point is the mean of {points} steps." if points > 1 else ""
-    figure = curves.curve(document["runs"], "step_ms", "ms of a step")
+    figure = plots.curve(document["runs"], "step_ms", "ms of a step")
     return Section(
         "time",
         "Time of a step",
@@ -196,7 +199,7 @@ def _balance(document: Figures) -> Section:
             "The most loaded rank's load over the mean rank's",
             words_on,
             "exact",
-            curves.imbalance(document["runs"]),
+            plots.imbalance(document["runs"]),
         ),
     )
 
@@ -207,12 +210,12 @@ def _traffic(document: Figures) -> Section:
         if received is None:
             return ""
         share = (
-            f", {words.percent(crossing / received)} of them from other nodes"
+            f", {numbers.percent(crossing / received)} of them from other nodes"
             if crossing is not None and received
             else ""
         )
         return (
-            f"A rank of {run['label']} receives the keys and values of {words.tokens(received)} tokens a step "
+            f"A rank of {run['label']} receives the keys and values of {numbers.tokens(received)} tokens a step "
             f"in the mean{share}."
         )
 
@@ -225,7 +228,7 @@ def _traffic(document: Figures) -> Section:
             "Tokens whose keys and values a rank receives, one layer",
             _each(document, sentence),
             "exact",
-            curves.keys_and_values(document["runs"]),
+            plots.keys_and_values(document["runs"]),
         ),
     )
 
@@ -236,10 +239,10 @@ def _planning(document: Figures) -> Section:
         if waited is None:
             return ""
         share = (
-            f"{words.seconds(waited / 1e3)} for its plan in the mean, "
-            f"{words.percent(waited / run['means']['step_ms'])} of its time"
+            f"{numbers.seconds(waited / 1e3)} for its plan in the mean, "
+            f"{numbers.percent(waited / run['means']['step_ms'])} of its time"
         )
-        planned = "" if took is None else f" Planning it took {words.seconds(took / 1e3)}."
+        planned = "" if took is None else f" Planning it took {numbers.seconds(took / 1e3)}."
         return f"A step of {run['label']} waited {share}.{planned}"
 
     return _section(
@@ -251,7 +254,7 @@ def _planning(document: Figures) -> Section:
             "Planning, and waiting for it",
             _each(document, sentence),
             "measured",
-            curves.planning(document["runs"]),
+            plots.planning(document["runs"]),
         ),
     )
 
@@ -264,9 +267,8 @@ def _predicted(document: Figures) -> Section:
         how = run["follows"].get("predicted_ms")
         order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
         return (
-            f"{run['label']}: {words.seconds(predicted / 1e3)} predicted (simulated) and "
-            f"{words.seconds(step_ms / 1e3)} measured in the "
-            f"mean, a ratio of {step_ms / predicted:,.3g}{order}."
+            f"{run['label']}: {numbers.seconds(predicted / 1e3)} predicted (simulated) and "
+            f"{numbers.seconds(step_ms / 1e3)} measured in the mean, a ratio of {step_ms / predicted:,.3g}{order}."
         )
 
     caption = (
@@ -283,7 +285,7 @@ def _predicted(document: Figures) -> Section:
             "Measured steps over predicted computing",
             caption,
             ("measured", "simulated"),
-            curves.predicted(document["runs"]),
+            plots.predicted(document["runs"]),
         ),
     )
 
@@ -294,12 +296,12 @@ def _limits(document: Figures) -> Section:
         (
             name,
             *(
-                f"{words.seconds(each['parts_ms'][part] / 1e3)} "
-                f"({words.percent(each['parts_ms'][part] / each['step_ms'])})"
+                f"{numbers.seconds(each['parts_ms'][part] / 1e3)} "
+                f"({numbers.percent(each['parts_ms'][part] / each['step_ms'])})"
                 for each in of_runs.values()
             ),
         )
-        for part, (name, _) in curves.PARTS.items()
+        for part, (name, _) in plots.RUN_PARTS.items()
     )
     closest = [
         Fold(f"What the time of a step of {run['label']} goes with", (_correlations(run),))
@@ -315,7 +317,7 @@ def _limits(document: Figures) -> Section:
         "What limits the step, as far as the log tells",
         (
             Bullets(tuple(each["sentence"] for each in of_runs.values())),
-            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), curves.parts(of_runs)),
+            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), plots.parts(of_runs)),
             HtmlTable("the same as a table", ("part", *of_runs), rows, ("measured", "simulated")),
             *closest,
         ),
@@ -328,7 +330,7 @@ def _correlations(run: Figures) -> HtmlTable:
         "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a "
         "cause",
         ("figure of a step", "correlation"),
-        tuple((verdict.NAMES[key], f"{value:.2f}") for key, value in ordered),
+        tuple((run.NAMES[key], f"{value:.2f}") for key, value in ordered),
         "measured",
     )
 

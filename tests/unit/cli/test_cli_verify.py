@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import planfile
+from megatron_balance.cli import verify
 from megatron_balance.ir.plan import from_json
 
 
@@ -122,7 +122,7 @@ def test_several_batches_are_proved_one_by_one(tmp_path, run):
 
 
 def test_long_program_is_left_out_and_the_plan_still_proved(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(planfile, "MAX_PROGRAM_LINES", 5)
+    monkeypatch.setattr(verify, "MAX_PROGRAM_LINES", 5)
     path = tmp_path / "plan.json"
     run.printed(f"plan --planner te_ring --ranks 2 --lengths 64 --out {path}")
     assert body_of(path)["program"] is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance import __version__
-from megatron_balance.cli import main, planfile
+from megatron_balance.cli import main, verify
 from megatron_balance.cli.inputs import tokens
 from tests.support.cli import CommandLine
 
@@ -109,7 +109,7 @@ def test_a_traceback_has_an_exit_code_of_its_own(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(planfile, "read", fails)
+    monkeypatch.setattr(verify, "read", fails)
     answer = run("verify plan.json")
     assert (answer.code, answer.out) == (code, "")
     assert answer.err.endswith(said)

@@ -68,7 +68,7 @@ def test_rows_are_golden(paper: str, name: str) -> None:
 @pytest.mark.parametrize(("paper", "name"), ENTRIES)
 def test_no_number_is_compared_with_itself(paper: str, name: str, change_published) -> None:
     before = once(paper, name)
-    modules = [each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.lab.papers.{paper}.")]
+    modules = [each for key, each in sys.modules.items() if key.startswith(f"megatron_balance.lab.papers.{paper}")]
     change_published(modules, paper)
     assert not list(compared_with_themselves(before, rows_of(paper, name)))
 

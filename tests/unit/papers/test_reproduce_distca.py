@@ -10,12 +10,16 @@ from math import inf
 import numpy as np
 import pytest
 
+from megatron_balance.lab.papers import distca
 from megatron_balance.lab.papers.base import Effort
-from megatron_balance.lab.papers.distca import appendix_a, motivation, overheads, speedups
-from megatron_balance.lab.papers.distca.baselines import (
+from megatron_balance.lab.papers.distca_systems import (
+    DistcaCase,
     GroupQueries,
+    HeldTokens,
     ReplicaConfig,
+    chunks,
     deal,
+    distca_s,
     layer_s,
     megatron_by_config,
     per_document,
@@ -23,8 +27,6 @@ from megatron_balance.lab.papers.distca.baselines import (
     replica_s,
     wlb_by_config,
 )
-from megatron_balance.lab.papers.distca.cases import DistcaCase, HeldTokens, chunks
-from megatron_balance.lab.papers.distca.distca import distca_s
 from megatron_balance.workloads.distributions import K
 
 DOCUMENTS = [700, 31, 1, 256, 1000]
@@ -102,22 +104,22 @@ def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ()
 
 
 def test_the_bound_on_shards_is_what_its_own_formula_says() -> None:
-    rows = {row.name: row for row in appendix_a.TABLE.rows(Effort(1))}
+    rows = {row.name: row for row in distca.PAPER.tables["appendixa"].rows(Effort(1))}
     formula, both = rows["shards, by the printed formula"], rows["shards, keys and values both counted"]
     assert (formula.published, formula.ours) == (31, pytest.approx(59.3, abs=0.1))
     assert both.ours == pytest.approx(30, abs=0.5)
 
 
 def test_the_grids_are_those_of_tables_4_and_5() -> None:
-    fig9 = speedups.grid(speedups.TABLE_4, speedups.NODES)
-    fig10 = speedups.grid(speedups.TABLE_5, speedups.NODES_5, speedups.STAGES)
+    fig9 = distca.grid(distca.TABLE_4, distca.NODES)
+    fig10 = distca.grid(distca.TABLE_5, distca.NODES_5, distca.STAGES)
     assert (len(fig9), len(fig10)) == (18, 18)
     assert {case.num_tokens for case in fig9 if case.num_nodes == 8} == {1024 * K, 512 * K}
 
 
 def test_the_bandwidth_that_hides_is_over_the_modules_outside_attention() -> None:
     """Table 7: the text names the time outside attention; beside attention, too, is our schedule."""
-    rows = overheads.TABLE7.rows(Effort(1))
+    rows = distca.PAPER.tables["table7"].rows(Effort(1))
     over, beside = rows[::2], rows[1::2]
     assert all(0.4 < (row.ratio or 0) < 1.1 for row in over)
     assert [row.published for row in beside] == [None] * 6
@@ -125,8 +127,8 @@ def test_the_bandwidth_that_hides_is_over_the_modules_outside_attention() -> Non
 
 
 def test_splitting_whole_tensors_is_their_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overheads, "TABLE_6", (("8B", 8),))
-    rows = {row.name.removeprefix("8B, 8 nodes: "): row for row in overheads.TABLE6.rows(Effort(1))}
+    monkeypatch.setattr(distca, "TABLE_6", (("8B", 8),))
+    rows = {row.name.removeprefix("8B, 8 nodes: "): row for row in distca.PAPER.tables["table6"].rows(Effort(1))}
     case = DistcaCase("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
     size = case.model.num_heads * case.model.head_dim * 2
@@ -139,6 +141,6 @@ def test_splitting_whole_tensors_is_their_bytes_read_and_written(monkeypatch: py
 
 
 def test_shards_below_a_tile_run_at_a_share_of_the_rate() -> None:
-    rates = {row.name: row.ours for row in motivation.FIG5.rows(Effort(1))}
+    rates = {row.name: row.ours for row in distca.PAPER.tables["fig5"].rows(Effort(1))}
     assert rates["shards of 64"] == pytest.approx(0.5, abs=0.02)
     assert rates["shards of 128"] > 0.95

@@ -6,9 +6,10 @@ import pytest
 
 from megatron_balance.analysis.change import base_sync_s
 from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.lab.papers import hydraulis, hydraulis_systems
 from megatron_balance.lab.papers.base import Effort
-from megatron_balance.lab.papers.hydraulis import PAPER, appendix_a, cases, fig13, strategies, table1
-from megatron_balance.lab.papers.hydraulis.cases import (
+from megatron_balance.lab.papers.hydraulis import PAPER
+from megatron_balance.lab.papers.hydraulis_systems import (
     AUTHORS,
     B32,
     HOMOGENEOUS,
@@ -17,12 +18,12 @@ from megatron_balance.lab.papers.hydraulis.cases import (
     chosen,
     cluster_and_model,
     costs,
+    deepspeed,
     full,
     gap,
     megatron,
     seconds,
 )
-from megatron_balance.lab.papers.hydraulis.deepspeed import deepspeed
 from megatron_balance.planning.strategies import costs_of
 
 
@@ -30,10 +31,10 @@ from megatron_balance.planning.strategies import costs_of
 def few_batches():
     """Strategies are ranked on few batches here, on more where the figures are made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "RANK_BATCHES", 2)
-        patch.setattr(cases, "SAMPLE_BATCHES", 10)
+        patch.setattr(hydraulis_systems, "RANK_BATCHES", 2)
+        patch.setattr(hydraulis_systems, "SAMPLE_BATCHES", 10)
         yield
-    cases.candidates.cache_clear()
+    hydraulis_systems.candidates.cache_clear()
 
 
 def test_the_paper_has_what_it_prints() -> None:
@@ -43,13 +44,13 @@ def test_the_paper_has_what_it_prints() -> None:
 
 def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
     """P within 20 %: docs/reproduce-hydraulis.md has ours, which lack the overheads that c holds."""
-    monkeypatch.setattr(table1, "SOURCES", (AUTHORS,))
-    rows = {row.name.removesuffix(f", {AUTHORS}"): row for row in table1.TABLE.rows(Effort(3))}
+    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
+    rows = {row.name.removesuffix(f", {AUTHORS}"): row for row in PAPER.tables["table1"].rows(Effort(3))}
     homo, hetero = (row for row in rows.values() if row.published in (6.78, 4.29))
     assert homo.ratio == pytest.approx(1, abs=0.2)
     assert hetero.ratio == pytest.approx(1, abs=0.22)
     assert hetero.ours < homo.ours / 1.3
-    one, without, overlapped = (rows[f"O-P, {column}"] for column in table1.COLUMNS)
+    one, without, overlapped = (rows[f"O-P, {column}"] for column in hydraulis.COLUMNS)
     beyond = [row.published - row.ours for row in (one, without) if row.published is not None]
     assert all(0.5 < each < 0.8 for each in beyond), "beyond its bytes, alike in both columns"
     assert overlapped.ours < without.ours / 2
@@ -58,7 +59,7 @@ def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
         over = rows[column.name.removesuffix(f", {AUTHORS}").replace("O-P, ", "O-P, homogeneous over ")]
         assert over.ours == pytest.approx(one.ours / column.ours)
         assert over.published in (0.69, 0.94)
-    steps = [rows[f"E2E, {column}"].ours for column in table1.COLUMNS]
+    steps = [rows[f"E2E, {column}"].ours for column in hydraulis.COLUMNS]
     assert steps == sorted(steps, reverse=True)
     assert rows["E2E, with overlap, chosen by both"].ours <= min(steps)
     assert rows["E2E, homogeneous over heterogeneous with overlap"].ours == pytest.approx(steps[0] / steps[2])
@@ -67,8 +68,8 @@ def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
 
 
 def test_figure_15b_by_the_authors_coefficients(monkeypatch) -> None:
-    monkeypatch.setattr(strategies, "SOURCES", (AUTHORS,))
-    for row in strategies.BALANCE.rows(Effort(5)):
+    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
+    for row in PAPER.tables["fig15b"].rows(Effort(5)):
         if row.published is not None and row.name.startswith("Megatron"):
             assert row.ours >= row.published if row.sign == ">=" else row.ours <= row.published
 
@@ -98,20 +99,20 @@ def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy() -> None:
     cost, narrow = (costs(AUTHORS, "13b").pipeline(Scheme(tensor), 16) for tensor in (4, 2))
     one_s = (cost.a * 9000 + cost.b) * 9000 + cost.c
     short_s = (narrow.a * 4000 + narrow.b) * 4000 + narrow.c
-    found = fig13.hotspa(AUTHORS, job, fig13.HOTSPA["13b", 16, fig13.LONG], [9000, 4000])
+    found = hydraulis.hotspa(AUTHORS, job, hydraulis.HOTSPA["13b", 16, hydraulis.LONG], [9000, 4000])
     assert found == pytest.approx(one_s + short_s)
 
 
 def test_whole_steps_count_exchanges_of_all_systems_and_propagation_those_of_none() -> None:
     """Figure 13 charged HotSPa alone, and by the paper's own seconds."""
     job, (batch,) = TrainedCase("32b", 64, 100_000), TrainedCase("32b", 64, 100_000).batches(1)
-    switches_s = fig13.exchanged_s(job, fig13.HOTSPA["32b", 64, fig13.LONG])
+    switches_s = hydraulis.exchanged_s(job, hydraulis.HOTSPA["32b", 64, hydraulis.LONG])
     assert 1 < switches_s < 2.21  # published, which bytes over links alone do not reach
     own = Strategy.parse("4*tp8-pp2-cp1")
     cluster, model = cluster_and_model("32b")
-    assert fig13.exchanged_s(job, [str(own)]) == sum(base_sync_s(own, model, cluster))
+    assert hydraulis.exchanged_s(job, [str(own)]) == sum(base_sync_s(own, model, cluster))
     alone, whole = (
-        fig13.step_s(AUTHORS, job, "4*tp8-pp1-cp2", [batch], whole=each) for each in (False, True)
+        hydraulis.step_s(AUTHORS, job, "4*tp8-pp1-cp2", [batch], whole=each) for each in (False, True)
     )  # HotSPa alone: the authors have no coefficients for CP
     assert whole[0] - alone[0] == pytest.approx(switches_s)
     assert whole[1] > alone[1]
@@ -132,14 +133,14 @@ def test_deepspeed_computes_a_part_of_the_heads_and_waits_for_weights() -> None:
 
 
 def test_algorithm_1_is_never_ahead_of_the_ideal(monkeypatch) -> None:
-    monkeypatch.setattr(strategies, "SOURCES", (AUTHORS,))
-    monkeypatch.setattr(strategies, "NODES", 1)
-    monkeypatch.setattr(strategies, "B32", TrainedCase("32b", 64, 40_000))
-    least, most, ours = strategies.FIG20.rows(Effort(1))
+    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
+    monkeypatch.setattr(hydraulis, "NODES", 1)
+    monkeypatch.setattr(hydraulis, "B32", TrainedCase("32b", 64, 40_000))
+    least, most, ours = PAPER.tables["fig20"].rows(Effort(1))
     assert 1 <= least.ours <= most.ours < 1.1
     assert 1 <= ours.ours <= most.ours
 
 
 def test_steps_of_four_microbatches_differ_by_attention(monkeypatch) -> None:
-    monkeypatch.setattr(appendix_a, "SOURCES", (AUTHORS,))
-    assert all(0.02 < row.ours < 0.4 for row in appendix_a.FLUCTUATION.rows(Effort(5)))
+    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
+    assert all(0.02 < row.ours < 0.4 for row in PAPER.tables["a2"].rows(Effort(5)))

@@ -10,25 +10,28 @@ from itertools import chain
 
 import pytest
 
+from megatron_balance.lab.papers import wlb_llm
 from megatron_balance.lab.papers.base import ITSELF, Effort
-from megatron_balance.lab.papers.wlb_llm import PAPER, fig15, table2
-from megatron_balance.lab.papers.wlb_llm import speedups as figures
-from megatron_balance.lab.papers.wlb_llm.cases import SKEW, TABLE_1, WlbCase, samples
-from megatron_balance.lab.papers.wlb_llm.systems import (
+from megatron_balance.lab.papers.wlb_llm import PAPER
+from megatron_balance.lab.papers.wlb_llm_systems import (
     ADAPTIVE,
     FIXED_DOCUMENT,
     FIXED_SEQUENCE,
     MIXED,
     PACKED,
     PLAIN,
+    SKEW,
+    TABLE_1,
+    THRESHOLDS,
     WLB,
+    WlbCase,
     WlbSystem,
     error_of,
     fixed_blocks,
+    samples,
     speedups,
     tokens_per_s,
 )
-from megatron_balance.lab.papers.wlb_llm.table2 import THRESHOLDS
 from megatron_balance.workloads.distributions import K
 
 SMALL = WlbCase("llama-550m", 16 * K, 2, 2, 2)
@@ -92,12 +95,12 @@ def test_a_standard_error_is_that_of_the_blocks() -> None:
 def test_every_row_of_table_2_is_on_the_same_global_batches(monkeypatch) -> None:
     """The solver's stood on a thirtieth of them."""
     seen = []
-    method = table2.Method(1.2, 0.01, 8, 1.0, 0.1, 0.1)
-    monkeypatch.setattr(table2, "measure", lambda batches, _: seen.append(batches) or method)
-    rows = table2.TABLE.rows(Effort(8))
+    method = wlb_llm.Method(1.2, 0.01, 8, 1.0, 0.1, 0.1)
+    monkeypatch.setattr(wlb_llm, "measure", lambda batches, _: seen.append(batches) or method)
+    rows = PAPER.tables["table2"].rows(Effort(8))
     assert len(seen) == 2 * 11
     assert all(
-        batches == table2.global_batches(dataset, 8)
+        batches == wlb_llm.global_batches(dataset, 8)
         for at, dataset in enumerate(("wlb-skew", "wlb"))
         for batches in seen[11 * at : 11 * at + 11]
     )
@@ -117,14 +120,14 @@ def test_replicas_of_a_step_run_side_by_side() -> None:
 class TestTables:
     @pytest.fixture(autouse=True)
     def small_cases(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(figures, "TABLE_1", (SMALL,))
-        monkeypatch.setattr(figures, "BY_WINDOW", (SMALL.window,))
-        monkeypatch.setattr(figures, "B7_128K", SMALL)
-        monkeypatch.setattr(figures, "WINDOWS", (8 * K, 16 * K))
-        monkeypatch.setattr(fig15, "CASES", (replace(SMALL, context=4),))
+        monkeypatch.setattr(wlb_llm, "TABLE_1", (SMALL,))
+        monkeypatch.setattr(wlb_llm, "BY_WINDOW", (SMALL.window,))
+        monkeypatch.setattr(wlb_llm, "B7_128K", SMALL)
+        monkeypatch.setattr(wlb_llm, "WINDOWS", (8 * K, 16 * K))
+        monkeypatch.setattr(wlb_llm, "FIG15_CASES", (replace(SMALL, context=4),))
 
     def test_figure_12_has_the_means_of_the_text_for_both_data_sets_and_every_configuration(self) -> None:
-        rows = {row.name: row for row in figures.FIG12.rows(ONE)}
+        rows = {row.name: row for row in PAPER.tables["fig12"].rows(ONE)}
         ours = rows["WLB-LLM over Plain-4D, mean"]
         assert ours.published == 1.23
         assert ours.ours == speedups(WLB.blocks(SMALL, SKEW, 1), PLAIN.blocks(SMALL, SKEW, 1))[0]
@@ -134,16 +137,16 @@ class TestTables:
         assert {"wlb: WLB-LLM over Plain-4D, mean", "550M-16K: WLB-LLM over Plain-4D"} <= set(rows)
 
     def test_figure_13_has_the_published_parts(self) -> None:
-        rows = figures.FIG13.rows(ONE)
+        rows = PAPER.tables["fig13"].rows(ONE)
         assert [row.published for row in rows] == [1.02, 1.05, 1.28, 1.33, None]
         by_name = {row.name: row.ours for row in rows}
         assert by_name[ADAPTIVE.name] >= 0.99 * max(1.0, by_name["per-document sharding"])
         assert by_name[MIXED.name] >= 0.99 * by_name[WLB.name]
 
     def test_figure_14_has_a_row_for_each_window(self) -> None:
-        assert [row.name for row in figures.FIG14.rows(ONE)] == ["8K", "16K"]
+        assert [row.name for row in PAPER.tables["fig14"].rows(ONE)] == ["8K", "16K"]
 
     def test_figure_15_is_never_better_than_the_optimum_of_both_shardings(self) -> None:
-        rows = {row.name: row.ours for row in fig15.TABLE.rows(ONE)}
+        rows = {row.name: row.ours for row in PAPER.tables["fig15"].rows(ONE)}
         assert 0.95 < rows["16K: adaptive over optimal"] <= 1.0
         assert rows["16K: a choice for each document over adaptive"] > 0.99

@@ -10,9 +10,10 @@ from math import inf
 import pytest
 
 from megatron_balance.cost.base import Link
+from megatron_balance.lab.papers import zeppelin
 from megatron_balance.lab.papers.base import Effort, Row
-from megatron_balance.lab.papers.zeppelin import PAPER, fig3, fig5, fig8, fig12, table2, table3, throughput
-from megatron_balance.lab.papers.zeppelin.systems import (
+from megatron_balance.lab.papers.zeppelin import PAPER
+from megatron_balance.lab.papers.zeppelin_systems import (
     DATASETS,
     DEFAULT,
     ENGINE,
@@ -51,7 +52,7 @@ def test_the_paper_has_every_table_that_prints_something():
 
 
 def test_shares_are_divided_by_the_sum_of_their_row_and_githubs_is_0_945():
-    rows = table2.rows(ONE)
+    rows = PAPER.tables["table2"].rows(ONE)
     sums = {row.name: row.published for row in rows if row.name.endswith("sum of the row")}
     assert sums == {"ArXiv: sum of the row": 1.0, "GitHub: sum of the row": 0.945, "ProLong64k: sum of the row": 1.0}
     for name in DATASETS.values():
@@ -68,20 +69,22 @@ def test_a_boundary_is_where_flops_over_the_rate_are_bytes_over_the_rate():
     model, cluster = case.model, case.cluster
     pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_share)
     plain = 2 * model.kv_bytes_per_token / cluster.nic_bytes_per_s / pair_s
-    found = fig5.boundary(case, Link(0.0, cluster.nic_bytes_per_s))
+    found = zeppelin.boundary(case, Link(0.0, cluster.nic_bytes_per_s))
     # Tiles and thread blocks cost some percent more than the FLOPs, so attention overtakes the link
     # a little earlier.
     assert 0.93 * plain < found <= plain + 128
-    assert fig5.boundary(case, Link(0.0, 2 * cluster.nic_bytes_per_s)) == pytest.approx(found / 2, rel=0.05)
-    assert fig5.boundary(case, Link(0.0, inf)) == 128
+    assert zeppelin.boundary(case, Link(0.0, 2 * cluster.nic_bytes_per_s)) == pytest.approx(found / 2, rel=0.05)
+    assert zeppelin.boundary(case, Link(0.0, inf)) == 128
 
 
 def test_tokens_of_a_zone_are_those_of_its_lengths():
     # Lengths 1 to 100, all as likely: a quarter of the tokens lies in sequences up to half of the
     # longest.
-    assert fig5.token_shares(Bins((0, 100), (1.0,)), [50]) == pytest.approx([0.25, 0.75])
-    assert fig5.token_shares(Bins((0, 10, 30), (0.5, 0.5)), [10, 20]) == pytest.approx([5 / 25, 7.5 / 25, 12.5 / 25])
-    shares = [row.ours for row in fig5.TABLE.rows(ONE) if row.unit == "of tokens"]
+    assert zeppelin.token_shares(Bins((0, 100), (1.0,)), [50]) == pytest.approx([0.25, 0.75])
+    assert zeppelin.token_shares(Bins((0, 10, 30), (0.5, 0.5)), [10, 20]) == pytest.approx(
+        [5 / 25, 7.5 / 25, 12.5 / 25]
+    )
+    shares = [row.ours for row in PAPER.tables["fig5"].rows(ONE) if row.unit == "of tokens"]
     assert [sum(shares[at : at + 3]) for at in (0, 3, 6)] == pytest.approx([1.0] * 3)
 
 
@@ -89,31 +92,31 @@ def test_tokens_of_a_zone_are_those_of_its_lengths():
 
 
 def test_a_pack_of_one_sequence_computes_nothing_in_vain(small):
-    (alone,) = fig3.packing_shares(small, (64 * K,))
+    (alone,) = zeppelin.packing_shares(small, (64 * K,))
     assert alone.redundant == 0
     assert alone.needed > 0
     assert alone.waiting > 0
 
 
 def test_of_two_equal_sequences_half_of_the_pairs_are_in_vain(small):
-    first, second = fig3.packing_shares(small, (32 * K, 32 * K))
+    first, second = zeppelin.packing_shares(small, (32 * K, 32 * K))
     assert first.redundant == 0
     assert second.redundant == pytest.approx(2 * second.needed, rel=1e-3)  # l * l against l (l + 1) / 2
     assert first.waiting == second.waiting
-    whole = fig3.packing_shares(small, (64 * K,))[0]
+    whole = zeppelin.packing_shares(small, (64 * K,))[0]
     assert sum(s.needed + s.redundant + s.waiting for s in (first, second)) == pytest.approx(
         whole.needed + whole.waiting
     )
 
 
 def test_even_splitting_waits_by_tokens_and_computes_by_pairs(small):
-    long, short = fig3.even_shares(small, (60 * K, 4 * K))
+    long, short = zeppelin.even_shares(small, (60 * K, 4 * K))
     assert long.waiting / short.waiting == pytest.approx(15)
     assert long.needed / short.needed > 15
 
 
 def test_shares_of_all_ranges_add_up_to_everything():
-    rows = fig3.TABLE.rows(ONE)
+    rows = PAPER.tables["fig3"].rows(ONE)
     packed = [row for row in rows if row.name.startswith("a) packing, CommonCrawl")]
     assert 0.8 < sum(row.ours for row in packed) < 1  # the rest is what is needed
     assert named(rows, "a) packing, < 1k").ours == pytest.approx(
@@ -126,7 +129,7 @@ def test_shares_of_all_ranges_add_up_to_everything():
 
 @pytest.fixture(scope="module")
 def timeline() -> list[Row]:
-    return fig12.TABLE.rows(ONE)
+    return PAPER.tables["fig12"].rows(ONE)
 
 
 def test_a_round_between_nodes_takes_its_bytes_over_the_nic(small, timeline):
@@ -160,9 +163,9 @@ def test_a_round_in_series_is_equation_1_and_three_thread_blocks(small):
     cost = small.cost
     num_bytes = cost.kv_bytes(4 * K)
     legs = 2 * (3.4e-6 + num_bytes * 3 / 4 / 200e9) + 9.6e-6 + num_bytes / 4 / 25e9 + 3 * cost.call_s
-    assert fig12.serial_round_s(small, 4 * K, 0) == pytest.approx(legs + 3 * cost.block_s(0.7))
-    assert fig12.serial_round_s(small, 4 * K, 128) == pytest.approx(legs + 3 * cost.block_s(1.7))
-    assert fig12.serial_round_s(small, 4 * K, 0, backward=True) > fig12.serial_round_s(small, 4 * K, 0)
+    assert zeppelin.serial_round_s(small, 4 * K, 0) == pytest.approx(legs + 3 * cost.block_s(0.7))
+    assert zeppelin.serial_round_s(small, 4 * K, 128) == pytest.approx(legs + 3 * cost.block_s(1.7))
+    assert zeppelin.serial_round_s(small, 4 * K, 0, backward=True) > zeppelin.serial_round_s(small, 4 * K, 0)
 
 
 def test_several_short_sequences_take_a_fifth_of_one_long_one(timeline):
@@ -190,7 +193,7 @@ def test_the_systems_come_in_the_papers_order_on_many_short_sequences(small):
 
 def test_rounds_in_series_are_slower_than_overlapped_ones_and_faster_than_one_nic(small):
     lengths = small.batches("github", 1)[0]
-    assert TE_ROUTED.step_s(small, lengths) < fig12.serial_routing_s(small, lengths) < TE.step_s(small, lengths)
+    assert TE_ROUTED.step_s(small, lengths) < zeppelin.serial_routing_s(small, lengths) < TE.step_s(small, lengths)
 
 
 def test_gathering_is_ahead_of_a_ring_over_one_nic(small):
@@ -210,7 +213,7 @@ def test_more_nics_leave_less_to_gain(small):
 
 
 def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
-    case = fig8.B13.case(64 * K)
+    case = zeppelin.B13.case(64 * K)
     assert (case.cluster.num_ranks, case.cluster.node_size, case.num_tokens) == (8, 4, 64 * K)
     assert case.cluster.ranks_per_nic == 1
     plan = TE.plans(case, (64 * K,))[0]
@@ -225,10 +228,10 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
 
 
 def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
-    monkeypatch.setattr(fig8, "MODELS", (fig8.B7, fig8.B13, fig8.MOE))
-    monkeypatch.setattr(fig8, "CONTEXTS", (64 * K,))
-    monkeypatch.setattr(fig8, "speedups", _fixed_speedups)
-    rows = fig8.TABLE.rows(ONE)
+    monkeypatch.setattr(zeppelin, "MODELS", (zeppelin.B7, zeppelin.B13, zeppelin.MOE))
+    monkeypatch.setattr(zeppelin, "CONTEXTS", (64 * K,))
+    monkeypatch.setattr(zeppelin, "speedups", _fixed_speedups)
+    rows = PAPER.tables["fig8"].rows(ONE)
     cells = [
         row
         for row in rows
@@ -262,8 +265,8 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
     def rate(system, case, batches):
         return {TE.name: 10.0, LLAMA.name: 5.0, HYBRID.name: 12.0}.get(system.name, 2.0 * case.num_gpus)
 
-    monkeypatch.setattr(throughput, "tokens_per_s", rate)
-    rows = throughput.FIG9.rows(ONE)
+    monkeypatch.setattr(zeppelin, "tokens_per_s", rate)
+    rows = PAPER.tables["fig9"].rows(ONE)
     assert (named(rows, "GitHub: growth of TE CP").ours, named(rows, "GitHub: growth of TE CP").published) == (1.0, 1.0)
     assert named(rows, "ArXiv: growth of Zeppelin").ours == pytest.approx(128 / 16)
     assert named(rows, "LLaMA CP over TE CP, smallest").ours == pytest.approx(0.5)
@@ -273,9 +276,9 @@ def test_scaling_is_the_largest_scale_over_the_smallest(monkeypatch):
 
 
 def test_the_ablations_printed_numbers_stand_at_their_rows(monkeypatch):
-    monkeypatch.setattr(throughput, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
-    monkeypatch.setattr(throughput, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
-    rows = throughput.FIG11.rows(ONE)
+    monkeypatch.setattr(zeppelin, "tokens_per_s", lambda system, *_: {TE.name: 1.0}.get(system.name, 2.0))
+    monkeypatch.setattr(zeppelin, "serial_routing_s", lambda _, lengths: sum(lengths) / 1.5)
+    rows = PAPER.tables["fig11"].rows(ONE)
     printed = {row.name: row.published for row in rows if row.published is not None}
     assert printed["ArXiv: attention engine alone"] == 3.2
     assert printed["ArXiv: engine and routing"] == 3.51
@@ -292,8 +295,8 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
             (case.cluster_name, system.name), 6.0
         )
 
-    monkeypatch.setattr(throughput, "tokens_per_s", rate)
-    rows = throughput.FIG10.rows(ONE)
+    monkeypatch.setattr(zeppelin, "tokens_per_s", rate)
+    rows = PAPER.tables["fig10"].rows(ONE)
     assert named(rows, "ArXiv: speedup on A over that on B").ours == pytest.approx(4.0 / 2.0)
     assert named(rows, "ArXiv: throughput on B over that on A").ours == pytest.approx(6.0 / 4.0)
 
@@ -303,8 +306,8 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
 
 def test_a_remap_takes_the_longer_of_link_and_nic():
     case = ZeppelinCase("llama-7b", "h200", 16)
-    plan = replace(ZEPPELIN.plans(case, (4 * K,) * 16)[0], moves=table3.Rows.of(3, [(0, 1, 1000), (2, 9, 1000)]))
-    seconds = table3.remap_s(case, plan)
+    plan = replace(ZEPPELIN.plans(case, (4 * K,) * 16)[0], moves=zeppelin.Rows.of(3, [(0, 1, 1000), (2, 9, 1000)]))
+    seconds = zeppelin.remap_s(case, plan)
     each = case.cost.kv_bytes(1000) + 2 * case.cost.query_bytes(1000)
     assert seconds[0] == seconds[1] == pytest.approx(2 * (case.cost.call_s + 3.4e-6) + each / 450e9)
     assert seconds[2] == seconds[9] == pytest.approx(2 * (case.cost.call_s + 9.6e-6) + each / 50e9)
@@ -312,7 +315,7 @@ def test_a_remap_takes_the_longer_of_link_and_nic():
 
 
 def test_table_3_gives_both_ends_of_every_range():
-    rows = table3.TABLE.rows(ONE)
+    rows = PAPER.tables["table3"].rows(ONE)
     ranges = [row for row in rows if row.kind != "exact"]
     assert len(ranges) == 24
     for low, high in zip(ranges[::2], ranges[1::2], strict=True):
@@ -327,4 +330,4 @@ def test_table_3_gives_both_ends_of_every_range():
 
 
 def test_both_distributions_of_table_3_fill_the_context():
-    assert sum(table3.BALANCED) == sum(table3.SKEWED) == 128 * K
+    assert sum(zeppelin.BALANCED) == sum(zeppelin.SKEWED) == 128 * K

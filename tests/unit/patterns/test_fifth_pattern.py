@@ -23,7 +23,7 @@ from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.program import Kind
-from megatron_balance.lab.report import placement
+from megatron_balance.lab.report.study import placement
 from megatron_balance.patterns.base import CommPattern, Context, ZoneWork, prefix_pairs
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
 from megatron_balance.planning.layers import Layers, with_layers
@@ -129,6 +129,6 @@ def test_the_rest_is_answered_too(plan: MicrobatchPlan) -> None:
     assert largest_exchange(plan).tolist() == [74, 0, 12, 74]  # of two heads
     # the ring alone says what starts at once
     assert issue_orders(plan, "replay") == (IssueOrder(), IssueOrder(first=frozenset({0})))
-    longest = placement.of_plan(plan)["longest"]
+    longest = placement(plan)["longest"]
     assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
     assert plan_statistics(plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]

@@ -29,7 +29,7 @@ from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.workloads import datacodes
+from megatron_balance.workloads import distributions
 
 MODEL = Model(8, 8, 16, attention="full")
 FLUX = load_model("flux-12b")
@@ -178,11 +178,13 @@ def seconds(topology: str, lengths: list[int]) -> float:
 
 
 def drawn(codes: str, seed: int) -> list[int]:
-    (batch,) = datacodes.draw_by_gpu(codes, 1, seed)
+    (batch,) = distributions.draw_by_gpu(codes, 1, seed)
     return [length for samples in batch for length in samples]
 
 
-@pytest.mark.parametrize("codes", [datacodes.LOW_RESOLUTION, datacodes.MIXED_RESOLUTION, datacodes.IMAGES_AND_VIDEOS])
+@pytest.mark.parametrize(
+    "codes", [distributions.LOW_RESOLUTION, distributions.MIXED_RESOLUTION, distributions.IMAGES_AND_VIDEOS]
+)
 def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
     for seed in range(2):
         lengths = drawn(codes, seed)
@@ -192,7 +194,7 @@ def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
 
 def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
     for seed in range(2):
-        lengths = drawn(datacodes.IMAGES_AND_A_LONG_CLIP, seed)
+        lengths = drawn(distributions.IMAGES_AND_A_LONG_CLIP, seed)
         best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
         assert seconds("auto", lengths) <= 0.95 * best
 
@@ -213,7 +215,7 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
 @pytest.mark.parametrize(
     ("model", "lengths"),
     [
-        (FLUX, drawn(datacodes.IMAGES_AND_VIDEOS, 0)),
+        (FLUX, drawn(distributions.IMAGES_AND_VIDEOS, 0)),
         (load_model("llama3-8b"), CAUSAL),
         (EXPERTS, CAUSAL),
     ],

@@ -15,7 +15,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
-from megatron_balance.lab.papers.wlb_llm import table2
+from megatron_balance.lab.papers import wlb_llm
 from megatron_balance.planners.base import StepContext, Tuning
 from megatron_balance.planners.wlb_llm import WlbLlmOptions, tuning
 from megatron_balance.planners.wlb_llm.delay import release
@@ -211,11 +211,11 @@ def test_tune_weighs_imbalance_against_delay() -> None:
 
 def test_table_2_counts_and_ours_reaches_it() -> None:
     """Fewer batches than the figures in docs have; the bounds that hold there hold here, too."""
-    batches = table2.global_batches("wlb-skew", 96)
-    assert all(sum(sample) <= table2.WINDOW for batch in batches for sample in batch)
-    original = table2.measure(batches, table2.context(packing="original"))
+    batches = wlb_llm.global_batches("wlb-skew", 96)
+    assert all(sum(sample) <= wlb_llm.WINDOW for batch in batches for sample in batch)
+    original = wlb_llm.measure(batches, wlb_llm.context(packing="original"))
     assert original.imbalance == pytest.approx(1.44, abs=0.1)
-    ours = table2.measure(batches, table2.context(thresholds=table2.THRESHOLDS["wlb-skew"][2]))
+    ours = wlb_llm.measure(batches, wlb_llm.context(thresholds=wlb_llm.THRESHOLDS["wlb-skew"][2]))
     assert ours.imbalance <= 1.05
     assert ours.delay <= 0.5
     assert ours.delayed >= 0.05

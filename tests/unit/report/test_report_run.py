@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
-from megatron_balance.lab.report import run, steps, verdict
+from megatron_balance.lab.report import run, steps
 from scripts.demo import write_page
 
 
@@ -286,7 +286,7 @@ def test_real_keys_are_those_that_are_read():
         if f'"{key}"' not in written
     ]
     assert missing == []
-    assert set(verdict.NAMES) == set(run.FOLLOWED)
+    assert set(run.NAMES) == set(run.FOLLOWED)
 
 
 def test_the_demo_ends_with_a_page_of_its_first_and_last_planner(tmp_path):

@@ -11,7 +11,8 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import CAUSAL, FULL
-from megatron_balance.lab.report import lanes, lengths, limits, placement, words
+from megatron_balance.lab.report import limits, numbers
+from megatron_balance.lab.report.study import SHOWN_RANKS, length_histogram, placement, timeline
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.machine import Machine
@@ -29,7 +30,7 @@ def study(run, tmp_path):
 @pytest.fixture
 def limits_of(study, monkeypatch):
     """By planner what limits it, without simulating what else could be tried."""
-    monkeypatch.setattr("megatron_balance.lab.report.tries.candidates", lambda _: iter(()))
+    monkeypatch.setattr("megatron_balance.lab.report.variants.candidates", lambda _: iter(()))
     return lambda command: study(command)["limits"]
 
 
@@ -219,7 +220,7 @@ def test_mistakes_are_one_sentence(run, tmp_path, command, message):
 
 def test_lengths_are_counted_once_each_by_powers_of_two():
     batches = (Batch((100, 255, 256, 511, 512, 9000)), Batch((300,)))
-    found = lengths.of_batches(batches, CAUSAL)
+    found = length_histogram(batches, CAUSAL)
     assert [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]] == [
         (0, 256, 2),
         (256, 512, 3),
@@ -229,7 +230,7 @@ def test_lengths_are_counted_once_each_by_powers_of_two():
     assert sum(each["tokens"] for each in found["bins"]) == found["num_tokens"] == 10934
     assert (found["shortest"], found["longest"], found["median"], found["num_batches"]) == (100, 9000, 300.0, 2)
     assert found["bins"][1]["attention_pairs"] == sum(n * (n + 1) // 2 for n in (256, 511, 300))
-    full = lengths.of_batches(batches, FULL)
+    full = length_histogram(batches, FULL)
     assert full["bins"][1]["attention_pairs"] == sum(n * n for n in (256, 511, 300))
 
 
@@ -241,7 +242,7 @@ def test_a_plan_says_which_ranks_share_each_sequence():
         by_hand.task_table([(5, 4, 0, 50), (6, 4, 50, 90)], [(5, 4, 0, 90, 0, 90)]),
     )
     plan = by_hand.plan((9000, 3, 400, 200, 90), 8, *zones, ranks_per_node=4, heads=(8, 8))
-    found = placement.of_plan(plan)
+    found = placement(plan)
     where = {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]}
     assert where[0] == ("across nodes", [(0, 7)])
     assert where[1] == ("one rank", [(0, 0)])  # three tokens are not cut
@@ -259,9 +260,9 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
     cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     plan = choose_planner("te_ring", {}).plan(Batch((9000, 2000)), cluster, model, machine.cost)
-    found, spans = lanes.of_plan(plan, machine, "keep"), layer_trace(plan, machine, "keep").spans
+    found, spans = timeline(plan, machine, "keep"), layer_trace(plan, machine, "keep").spans
     assert found["total_ms"] == pytest.approx(1e3 * max(span.stop_s for span in spans))
-    assert len(found["ranks"]) == lanes.SHOWN
+    assert len(found["ranks"]) == SHOWN_RANKS
     assert {found["computing_share"][which] for which in ("most_rank", "least_rank")} <= set(found["ranks"])
     attention = dict.fromkeys((span.rank for span in spans), 0.0)
     for span in spans:
@@ -278,21 +279,20 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        (words.seconds(1.3249), "1.32 s"),
-        (words.seconds(0.0215), "21.5 ms"),
-        (words.seconds(999.7e-6), "1,000 us"),
-        (words.seconds(0), "0 s"),
-        (words.size(4.234e9), "4.23 GB"),
-        (words.size(12), "12 bytes"),
-        (words.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
-        (words.percent(0.4123), "41 %"),
-        (words.percent(0.0412), "4.1 %"),
-        (words.percent(0.0001), "under 0.1 %"),
-        (words.percent(0), "0 %"),
-        (words.ranges([3, 0, 1, 2, 7]), "0-3, 7"),
-        (words.listed(["a", "b", "c"]), "a, b and c"),
-        (words.count(1, "batch", "batches"), "1 batch"),
-        (words.count(1200, "batch", "batches"), "1,200 batches"),
+        (numbers.seconds(1.3249), "1.32 s"),
+        (numbers.seconds(0.0215), "21.5 ms"),
+        (numbers.seconds(999.7e-6), "1,000 us"),
+        (numbers.seconds(0), "0 s"),
+        (numbers.size(4.234e9), "4.23 GB"),
+        (numbers.size(12), "12 bytes"),
+        (numbers.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
+        (numbers.percent(0.4123), "41 %"),
+        (numbers.percent(0.0412), "4.1 %"),
+        (numbers.percent(0.0001), "under 0.1 %"),
+        (numbers.percent(0), "0 %"),
+        (numbers.listed(["a", "b", "c"]), "a, b and c"),
+        (numbers.count(1, "batch", "batches"), "1 batch"),
+        (numbers.count(1200, "batch", "batches"), "1,200 batches"),
     ],
 )
 def test_numbers_read_well(said, meant):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_balance.analysis.backward import GRADIENT_COPIES, GRADIENT_ROUNDS
-from megatron_balance.lab.papers.knapformer.cases import RATE
+from megatron_balance.lab.papers.knapformer import RATE
 from megatron_balance.patterns import PATTERNS
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, LogNormal, Pareto
 

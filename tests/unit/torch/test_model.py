@@ -12,7 +12,7 @@ from megatron_balance import Model
 from megatron_balance.errors import ConfigError
 from megatron_balance.model_config import unproved
 from megatron_balance.torch import model_of
-from megatron_balance.torch.model import check_layer
+from megatron_balance.torch.settings import check_layer
 
 
 def test_a_configuration_of_transformers_is_read() -> None:

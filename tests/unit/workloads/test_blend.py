@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.workloads.blend import Blend, shares
+from megatron_balance.workloads.documents import Blend, shares
 
 
 @pytest.mark.parametrize(

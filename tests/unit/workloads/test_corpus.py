@@ -39,9 +39,8 @@ def folder(tmp_path: Path) -> Path:
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    verb.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["corpus", *words])
-    return args.run(args)
+    verb.add_options(parser)
+    return verb.run(parser.parse_args(words))
 
 
 def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:

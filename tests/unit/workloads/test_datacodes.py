@@ -8,14 +8,14 @@ import pytest
 
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_work
 from megatron_balance.errors import ConfigError
-from megatron_balance.workloads.datacodes import (
+from megatron_balance.workloads.distributions import (
     IMAGES_AND_VIDEOS,
     LOW_RESOLUTION,
     MIXED_RESOLUTION,
     DataCode,
     draw_by_gpu,
     is_data_code,
-    parse,
+    parse_codes,
 )
 
 
@@ -32,7 +32,7 @@ from megatron_balance.workloads.datacodes import (
     ],
 )
 def test_tokens_of_a_gpu_are_those_of_figure_3(code: str, visual: int, total: int) -> None:
-    (parsed,) = parse(code)
+    (parsed,) = parse_codes(code)
     assert parsed.visual_tokens == visual
     drawn = [sum(gpu) for batch in draw_by_gpu(code, 400, seed=2) for gpu in batch]
     assert fmean(drawn) == pytest.approx(total, rel=0.01)
@@ -49,7 +49,7 @@ def test_samples_of_a_gpu_share_their_aspect_and_have_text_of_their_own() -> Non
 
 
 def test_streams_take_their_gpus_in_order() -> None:
-    assert parse("g2b3i256f1s0,g1b1i512f85s1") == (DataCode(2, 3, 256, 1, False), DataCode(1, 1, 512, 85, True))
+    assert parse_codes("g2b3i256f1s0,g1b1i512f85s1") == (DataCode(2, 3, 256, 1, False), DataCode(1, 1, 512, 85, True))
     (batch,) = draw_by_gpu("g2b3i256f1s0,g1b1i512f85s1", 1, seed=0)
     assert [len(gpu) for gpu in batch] == [3, 3, 1]
 
@@ -83,7 +83,7 @@ def test_imbalance_without_a_balancer_is_table_1s(codes: str, published: float) 
 )
 def test_codes_that_cannot_be_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_codes(text)
     assert sentence in str(caught.value)
 
 

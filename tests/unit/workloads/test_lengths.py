@@ -10,9 +10,7 @@ import pytest
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, TABLE_2_EDGES, Bins, LogNormal
-from megatron_balance.workloads.documents import open_stream
-from megatron_balance.workloads.idx import CorpusWriter
-from megatron_balance.workloads.lengths import DATASETS, Bar, corpus_lengths, draw, histogram, quantiles, read_lengths
+from megatron_balance.workloads.lengths import DATASETS, draw, histogram, quantiles, read_lengths
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -282,24 +280,12 @@ def test_a_missing_file_of_lengths_is_named(tmp_path: Path) -> None:
         read_lengths(tmp_path / "none.json")
 
 
-def test_lengths_of_a_corpus_are_those_that_training_meets(tmp_path: Path) -> None:
-    with CorpusWriter(tmp_path / "c") as writer:
-        for length in (5, 1, 12, 3, 8):
-            writer.add_document(np.ones(length, dtype=np.int64))
-    stream = open_stream(str(tmp_path / "c"), 8, 3)
-    assert corpus_lengths(str(tmp_path / "c"), 8, 2, 3, seed=3) == [
-        stream.lengths_between(0, 2),
-        stream.lengths_between(2, 4),
-        stream.lengths_between(4, 6),
-    ]
-
-
 def test_bars_double_in_width_and_keep_empty_ones() -> None:
     assert histogram(np.array([1, 2, 3, 0, 9, 15])) == [
-        Bar(1, 1, 1, 1),
-        Bar(2, 3, 2, 5),
-        Bar(4, 7, 0, 0),
-        Bar(8, 15, 2, 24),
+        {"low": 1, "high": 1, "documents": 1, "tokens": 1},
+        {"low": 2, "high": 3, "documents": 2, "tokens": 5},
+        {"low": 4, "high": 7, "documents": 0, "tokens": 0},
+        {"low": 8, "high": 15, "documents": 2, "tokens": 24},
     ]
     assert histogram(np.array([0])) == []
 

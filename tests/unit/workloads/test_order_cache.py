@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance.workloads.order_cache import OrderCache
+from megatron_balance.workloads.documents import OrderCache
 
 
 def slow(folder: Path) -> np.ndarray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 
 import numpy as np
 
@@ -25,12 +26,20 @@ from megatron_balance.cost.fits import GAMMA_H100_FLUX, sequence_work
 from megatron_balance.cost.kernel import backward_factor
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.lab.papers.base import Effort, Ours, paper
 from megatron_balance.planners.knapformer import KnapFormerOptions
 from megatron_balance.planners.knapformer import plan as balance
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.workloads.datacodes import IMAGES_AND_VIDEOS, LOW_RESOLUTION, MIXED_RESOLUTION, draw_by_gpu
+from megatron_balance.workloads.distributions import (
+    IMAGES_AND_VIDEOS,
+    LOW_RESOLUTION,
+    MIXED_RESOLUTION,
+    TEXT_TOKENS,
+    draw_by_gpu,
+    parse_codes,
+)
 
 NUM_GPUS, NODE = 32, 8
 PEAK_FLOPS_PER_S = 989.4e12
@@ -51,13 +60,12 @@ WORKLOADS = {
 }
 
 MODEL = load_model("flux-12b")
-
 ByGpu = tuple[tuple[int, ...], ...]
 """Lengths of the samples that each GPU loads."""
 
 
 @dataclass(frozen=True, slots=True)
-class SystemResult:
+class _SystemResult:
     """One system on one batch: imbalance of work, seconds, tokens per second, share of the peak."""
 
     wir: float
@@ -77,7 +85,6 @@ def machine() -> Machine:
 
 
 def batches(codes: str, count: int) -> list[ByGpu]:
-    """Batches of a workload."""
     return draw_by_gpu(codes, count, SEED)
 
 
@@ -111,14 +118,36 @@ def flops(lengths: Sequence[int]) -> float:
 
 
 @lru_cache(maxsize=256)
-def run(system: str, loaded: ByGpu) -> SystemResult:
-    """Plan and simulate one batch."""
+def run(system: str, loaded: ByGpu) -> _SystemResult:
     planned = plan(system, loaded)
     step = simulate_step([planned], machine(), Setup(recompute="full"))
     fbl_s = step.step_s - step.phases_s["optimizer"]
-    return SystemResult(
+    return _SystemResult(
         imbalance(planned),
         fbl_s,
         planned.num_tokens / fbl_s,
         flops(planned.lengths) / (fbl_s * NUM_GPUS * PEAK_FLOPS_PER_S),
     )
+
+
+AUTO = "auto"
+COLUMNS = ("WIR", "FBL", "TPS", "HFU")
+
+
+def fig3(_: Effort) -> Ours:
+    """A row a data code."""
+    for text, code in zip(IMAGES_AND_VIDEOS.split(","), parse_codes(IMAGES_AND_VIDEOS), strict=True):
+        yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + TEXT_TOKENS / 2)
+
+
+def table1(effort: Effort) -> Ours:
+    """Four rows a workload and system; means over the batches."""
+    for workload, codes in effort.progress(list(WORKLOADS.items()), "table1"):
+        drawn = batches(codes, effort.batches)
+        for system in (WITHOUT, *TOPOLOGIES, AUTO):
+            each = [run(system, loaded) for loaded in drawn]
+            for what, field in zip(COLUMNS, _SystemResult.__slots__, strict=True):
+                yield f"{workload}, {system}: {what}", fmean(getattr(one, field) for one in each)
+
+
+PAPER = paper("knapformer", "KnapFormer", {"fig3": fig3, "table1": table1})

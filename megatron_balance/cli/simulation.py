@@ -5,22 +5,23 @@ and simulating with progress.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import experts, inputs
+from megatron_balance.cli import inputs, output
 from megatron_balance.cli.inputs import Inputs
 from megatron_balance.errors import ConfigError, InfeasibleError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from megatron_balance.cost.experts import ExpertLoad
+    from megatron_balance.ir.model import Model
 
+if TYPE_CHECKING:
     from megatron_balance.analysis.change import Layouts
     from megatron_balance.analysis.step_memory import StepMemory
     from megatron_balance.cost.base import MachineCost
@@ -32,11 +33,7 @@ if TYPE_CHECKING:
     from megatron_balance.simulator.setup import Setup
     from megatron_balance.simulator.step import Step
 
-T = TypeVar("T")
-
 PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
-
-
 MOST_MICROBATCHES = 1 << 16
 """Of a step."""
 
@@ -51,9 +48,7 @@ quarter of what they work, at most."""
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One planner's steps, and how they run. `plan_ms`: milliseconds that planning a batch took on
-    average.
-    """
+    """One planner's steps, and how they run; `plan_ms`: of a batch, on average."""
 
     name: str
     mode: StepMode
@@ -67,9 +62,7 @@ class Planned:
     """Where nobody said `context_parallel`: every size that was simulated, ascending."""
 
     def described(self) -> dict[str, Any]:
-        """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one
-        stage.
-        """
+        """The mode for JSON, by the keys of a configuration."""
         mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
         return {**mode, "context_parallel": self.context_parallel, "sizes": list(self.sizes)}
 
@@ -89,11 +82,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The machine and the kind of step that plans are simulated on. `group`: batches of a step.
+    """The machine and the kind of step that plans are simulated on."""
 
-    `pool`: the machine of all pipeline stages' ranks; `machine` where there is one stage.
-    `ping_pong`, `stages`: as the keys `ping_pong` and `pipeline` of a configuration.
-    """
+    # `group`: batches of a step. `pool`: the machine of all pipeline stages' ranks; `machine` where
+    # there is one stage. `ping_pong`, `stages`: as the keys `ping_pong` and `pipeline` of a
+    # configuration.
 
     given: Inputs
     machine: Machine
@@ -108,13 +101,10 @@ class Bench:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all pipeline stages."""
         return self.pool.cluster.num_ranks * self.given.tensor_parallel
 
     def mfu(self, found: dict[str, Any]) -> float:
-        """Model FLOPs utilisation of simulated statistics: a step's FLOPs (`cost.modules.model_flops`)
-        over what its GPUs could compute by their data sheet meanwhile.
-        """
+        """A step's FLOPs over what its GPUs could compute by their data sheet meanwhile."""
         from megatron_balance.cost.modules import model_flops
 
         flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
@@ -123,11 +113,7 @@ class Bench:
         return flops / (seconds * pool.num_ranks * pool.flops_per_s)
 
     def mode(self, choice: PlannerChoice) -> StepMode:
-        """The mode in which a planner's steps run.
-
-        Raises:
-            ConfigError: as it was asked for, they cannot be.
-        """
+        """The mode in which a planner's steps run."""
         from megatron_balance.planning.choice import step_mode
 
         found = step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
@@ -146,9 +132,7 @@ class Bench:
         return replace(found, asked="replay") if mode.joint else found
 
     def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps, as `_plan`. A planner that keeps replicas has them of one size in all steps:
-        where nobody says which, the size with the fastest step of those that fit in memory.
-        """
+        """Plan all steps; replicas have one size: where nobody says which, the fastest that fits."""
         from megatron_balance.solvers.replicas import context_sizes, least_context
 
         given, options = self.given, choice.options
@@ -173,14 +157,6 @@ class Bench:
         return replace(fastest, sizes=tuple(size for size, _ in found))
 
     def _plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps, for the cluster as its configuration has it; a system that makes
-        microbatches of its own makes them.
-
-        Raises:
-            ConfigError: a way of running that the planner or the model does not allow.
-            InfeasibleError: a batch that does not fit.
-            InvalidProgramError: a plan that does not hold together (`compile.proof.structure`).
-        """
         from megatron_balance.compile.proof.structure import verify_plans
         from megatron_balance.ir.step import EMPTY
         from megatron_balance.planners.base import JointStages, StepContext
@@ -208,7 +184,7 @@ class Bench:
         begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for group in progress(lengths, f"{choice.name}: plan"):
+        for group in output.progress(lengths, f"{choice.name}: plan"):
             step, carry = choice.plan_step(group, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
@@ -221,11 +197,9 @@ class Bench:
         return Planned(choice.name, mode, tuple(steps), plan_ms, context_parallel, layouts)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
-        """The statistics of all steps (`simulator.report.summary`).
-
-        `step_with_host_s`: seconds of the steps where devices wait for their hosts, too; None where
-        the costs have no prices of a host.
-        """
+        """The statistics of all steps (`simulator.report.summary`)."""
+        # `step_with_host_s`: where devices wait for their hosts, too; None where the costs have no
+        # prices of a host.
         from megatron_balance.simulator.report import summary
 
         found = summary(self._steps(planned, self.machine, self.pool))
@@ -242,14 +216,12 @@ class Bench:
         setup = replace(self.setup, layouts=planned.layouts)
         return [
             simulate_planned(step, *each, setup)
-            for step in progress(planned.steps, f"{planned.name}: simulate")
+            for step in output.progress(planned.steps, f"{planned.name}: simulate")
             for each in machines
         ]
 
     def imbalance(self, planned: Planned) -> dict[str, float]:
-        """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over
-        all that attends.
-        """
+        """Largest over mean load of the ranks, mean over microbatches."""
         from megatron_balance.analysis.statistics import plan_statistics
 
         plans = {
@@ -266,7 +238,6 @@ class Bench:
         return fmean(self.bound_s_per_step())
 
     def bound_s_per_step(self) -> list[float]:
-        """Seconds of even computation of each step."""
         from megatron_balance.simulator.step import bound_s
 
         batches = self.given.batches
@@ -274,7 +245,6 @@ class Bench:
         return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
 
     def described(self) -> dict[str, Any]:
-        """Description of the bench, for JSON."""
         given = self.given
         return {
             "bound_s": self.bound_s(),
@@ -290,7 +260,6 @@ class Bench:
         }
 
     def headline(self) -> str:
-        """Description of the bench, in words."""
         given = self.given
         cluster = given.cluster
         assumed = f" ({given.assumed})" if given.assumed else ""
@@ -363,7 +332,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "(default 1)"
         ),
     )
-    experts.add_options(parser)
+    _add_expert_options(parser)
     parser.add_argument(
         "--pipeline",
         type=int,
@@ -390,9 +359,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    """Options of how training would run the plans; without them a step runs as training would run
-    it.
-    """
+    """Options of how training would run the plans."""
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
@@ -403,19 +370,13 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
         "--stages",
         choices=("joint", "stages"),
         help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key "
-        "pipeline of a "
-        "configuration (default: joint where the planner can)",
+        "pipeline of a configuration (default: joint where the planner can)",
     )
 
 
 def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = None) -> Inputs:
-    """The inputs of a verb of the laboratory; `lengths`: of the batches, where they are known already.
-
-    Raises:
-        BalanceError: an option that cannot be, or a batch that does not fit.
-    """
-    if args.tensor_parallel < 1:
-        raise ConfigError(f"--tensor-parallel {args.tensor_parallel}: must be at least 1")
+    """The inputs of a simulating verb; `lengths`: of the batches, where they are known already."""
+    inputs.check_positive(args, "tensor_parallel")
     if args.price_per_gpu_hour is not None and not 0 < args.price_per_gpu_hour < float("inf"):
         raise ConfigError(f"--price-per-gpu-hour {args.price_per_gpu_hour:g}: must be more than 0")
     shape = inputs.StepShape(
@@ -441,8 +402,8 @@ def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = Non
                 f"{option} {table} goes with --tensor-parallel 1: it was measured on one GPU, and a rank is "
                 f"{args.tensor_parallel} of them"
             )
-    experts.check(args.expert_parallel, given)
-    experts.load(args, given.model)  # raises
+    _check_experts(args.expert_parallel, given)
+    _expert_load(args, given.model)  # raises
     for choice in given.planners:
         _check_replicas(choice, given)
     return given
@@ -459,15 +420,10 @@ def _with_places(given: Inputs, shape: inputs.StepShape) -> str:
 
 
 def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
-    """Say by --tokens, --microbatches and --batches what --global-tokens says: the fewest microbatches
-    that leave ranks `ROOM`, and `PER_STAGE` of them where there are pipeline stages.
-
-    Raises:
-        ConfigError: options that say the same otherwise, or no data set to draw from.
-    """
+    """Say by --tokens, --microbatches and --batches what --global-tokens says."""
+    # The fewest microbatches that leave ranks `ROOM`, and `PER_STAGE` of them a pipeline stage.
     total: int = args.global_tokens
-    if total < 1:
-        raise ConfigError(f"--global-tokens {total}: must be at least 1")
+    inputs.check_positive(args, "global_tokens")
     if args.tokens is not None:
         raise ConfigError(f"--tokens {args.tokens} and --global-tokens {total} are both given; use one")
     if args.dataset is None:
@@ -502,11 +458,7 @@ def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
 
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
-    """The machine and the step that the options say.
-
-    Raises:
-        ConfigError: an option that cannot be.
-    """
+    """The machine and the step that the options say."""
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
@@ -524,7 +476,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         pipeline=args.pipeline,
         interleave=args.interleave,
         experts=args.expert_parallel,
-        expert_load=experts.load(args, given.model),
+        expert_load=_expert_load(args, given.model),
         overlap_sync=not args.no_overlap_sync,
         engine=args.engine,
         transport=args.transport,
@@ -557,9 +509,7 @@ def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> M
 
 
 def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
-    """How training would run the plans: the command line's word, else the configuration's. A verb
-    without the options: whole, apart.
-    """
+    """How training would run the plans, by the command line, else the configuration."""
     if not hasattr(args, "stages"):
         return False, "stages"
     if args.stages is not None and args.pipeline == 1:
@@ -596,20 +546,57 @@ def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:
     return tuple(factors) if given else ()
 
 
-def progress(items: Sequence[T], what: str) -> Iterable[T]:
-    """`items`, with a progress bar on stderr where there are several and someone looks."""
-    if len(items) < 2:
-        return items
-    from tqdm import tqdm
+def _add_expert_options(parser: argparse.ArgumentParser) -> None:
+    """Add them."""
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)"
+    )
+    parser.add_argument(
+        "--expert-counts",
+        metavar="N,N,...",
+        help="tokens counted of each expert of a layer: the busiest rank of those that share them decides "
+        "(default: as many of each)",
+    )
+    parser.add_argument(
+        "--expert-spread",
+        type=float,
+        metavar="S",
+        help="how unlike documents are to experts: deviation of an expert's share between documents, over its mean "
+        "(default 0)",
+    )
 
-    return cast("Iterable[T]", tqdm(items, desc=what, file=sys.stderr, disable=None, leave=False))
+
+def _check_experts(ranks: int, given: Inputs) -> None:
+    """Reject ranks that cannot share a layer's experts."""
+    if ranks == 1:
+        return
+    model, cluster = given.model, given.cluster
+    if not model.num_experts:
+        raise ConfigError(f"--expert-parallel {ranks}: {model.name} has no experts; leave it out")
+    here = min(ranks, cluster.node_size)
+    if ranks < 1 or model.num_experts % ranks or cluster.num_ranks % ranks or ranks % here:
+        raise ConfigError(
+            f"--expert-parallel {ranks}: must divide the {model.num_experts} experts of {model.name} and the "
+            f"{cluster.num_ranks} ranks, and fill nodes of {cluster.node_size} ranks if it is more than one"
+        )
 
 
-def console() -> Console:
-    """Standard output; a pipe or a file has no width of its own."""
-    from rich.console import Console
+def _expert_load(args: argparse.Namespace, model: Model) -> ExpertLoad | None:
+    """The routing to experts that the options say; None: they say nothing."""
+    from megatron_balance.cost.experts import ExpertLoad
 
-    found = Console(highlight=False, markup=False)
-    if not found.is_terminal:
-        found.width = 158
+    counts, spread = args.expert_counts, args.expert_spread
+    if counts is None and spread is None:
+        return None
+    given = f"--expert-counts {counts}" if counts is not None else f"--expert-spread {spread:g}"
+    if args.expert_parallel == 1:
+        raise ConfigError(f"{given} goes with --expert-parallel E: without, every rank has all experts")
+    try:
+        numbers = [float(word) for word in (counts or "").split(",") if counts]
+    except ValueError as error:
+        raise ConfigError(
+            f"--expert-counts {counts}: expected numbers with commas between, such as 120,80,96"
+        ) from error
+    found = ExpertLoad.counted(numbers, spread or 0.0) if numbers else ExpertLoad(spread=spread or 0.0)
+    found.of_documents(1, model)  # raises where they do not fit the model
     return found

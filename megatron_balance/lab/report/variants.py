@@ -15,8 +15,9 @@ from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.lab.report.cases import Asked, Case, CaseProgress, Figures, mean_step_s, simulate
-from megatron_balance.lab.report.standing import runs
+from megatron_balance.lab import Progress
+from megatron_balance.lab.report.cases import Asked, Case, Figures, mean_step_s, simulate
+from megatron_balance.lab.report.ranking import runs
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
 
@@ -38,10 +39,8 @@ Where = Literal["planner", "step", "machine"]
 
 
 @dataclass(frozen=True, slots=True)
-class TriedOptions:
-    """A variant: in words, and as the options of the command line that make it; empty: no option
-    does.
-    """
+class _TriedOptions:
+    """A variant in words, and as options of the command line; empty: no option makes it."""
 
     where: Where
     name: str
@@ -58,10 +57,8 @@ class _ComparedCase:
     step_s: float
 
 
-def of(asked: Asked, case: Case, progress: CaseProgress) -> Figures:
-    """Steps of all variants, fastest first, with their gain; and the variants that are impossible
-    or change nothing.
-    """
+def of(asked: Asked, case: Case, progress: Progress) -> Figures:
+    """Steps of all variants, fastest first, and those that are impossible or change nothing."""
     steps = asked.plan(case)
     figures = simulate(steps, case.machine, case.setup)
     base = _ComparedCase(case, steps, mean_step_s(figures))
@@ -91,7 +88,7 @@ def of(asked: Asked, case: Case, progress: CaseProgress) -> Figures:
     }
 
 
-def _row(each: TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | None:
+def _row(each: _TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | None:
     """The figures of a variant; None: it is the same plan on the same machine."""
     case, begin = each.case, time.perf_counter()
     steps = asked.plan(case)
@@ -118,9 +115,7 @@ def _row(each: TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | Non
 
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
-    """Variants that a job can run and that are worth while, fastest first; if the case does not fit,
-    all that it can run.
-    """
+    """Variants worth while that a job can run, fastest first; if the case does not fit, all."""
     rows = [row for row in tried["tries"] if row["where"] in where and runs(row)]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
@@ -128,8 +123,7 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
 # Variants
 
 
-def candidates(case: Case) -> Iterator[TriedOptions]:
-    """All variants of a case."""
+def candidates(case: Case) -> Iterator[_TriedOptions]:
     yield from _other_planners(case)
     yield from _other_layers(case)
     yield from _other_options(case)
@@ -138,11 +132,11 @@ def candidates(case: Case) -> Iterator[TriedOptions]:
     yield from _other_machines(case)
 
 
-def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> TriedOptions:
-    return TriedOptions("planner", name, options, replace(case, choice=choice))
+def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> _TriedOptions:
+    return _TriedOptions("planner", name, options, replace(case, choice=choice))
 
 
-def _other_planners(case: Case) -> Iterator[TriedOptions]:
+def _other_planners(case: Case) -> Iterator[_TriedOptions]:
     """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {
@@ -158,15 +152,13 @@ def _other_planners(case: Case) -> Iterator[TriedOptions]:
 
 
 def _whole(case: Case, name: str) -> str:
-    """The options without which `simulate` would run the planner's microbatches, or its stages, as
-    training does: a report does not.
-    """
+    """Options for `simulate` to run the planner's microbatches and stages whole, as a report does."""
     nano_batches = " --ping-pong false" if PLANNERS[name].ping_pong else ""
     stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].joint else ""
     return nano_batches + stages
 
 
-def _other_layers(case: Case) -> Iterator[TriedOptions]:
+def _other_layers(case: Case) -> Iterator[_TriedOptions]:
     choice = case.choice
     for when in ("always", "pays", "never"):
         if when != choice.layers.routing and case.cluster.num_nodes > 1:
@@ -187,7 +179,7 @@ def _other_layers(case: Case) -> Iterator[TriedOptions]:
         )
 
 
-def _other_options(case: Case) -> Iterator[TriedOptions]:
+def _other_options(case: Case) -> Iterator[_TriedOptions]:
     """Each option of the planner that has alternatives, one at a time."""
     choice = case.choice
     hints = get_type_hints(PLANNERS[choice.name].options)
@@ -233,7 +225,7 @@ def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
     return []
 
 
-def _other_capacities(case: Case) -> Iterator[TriedOptions]:
+def _other_capacities(case: Case) -> Iterator[_TriedOptions]:
     """A rank that may hold less gives the planner less choice; one that may hold more, more."""
     now: int = case.choice.options.tokens_per_rank
     ranks = case.choice.num_holders(case.cluster)
@@ -246,15 +238,15 @@ def _other_capacities(case: Case) -> Iterator[TriedOptions]:
         yield _planner(case, name, f"--tokens-per-rank {capacity}", replace(case.choice, options=options))
 
 
-def _other_steps(case: Case) -> Iterator[TriedOptions]:
+def _other_steps(case: Case) -> Iterator[_TriedOptions]:
     setup = case.setup
 
-    def of(name: str, options: str, **changes: Any) -> TriedOptions:
-        return TriedOptions("step", name, options, replace(case, setup=replace(setup, **changes)))
+    def of(name: str, options: str, **changes: Any) -> _TriedOptions:
+        return _TriedOptions("step", name, options, replace(case, setup=replace(setup, **changes)))
 
     if case.group > 1 and case.group % 2 == 0:
         merged = _merged(case)
-        yield TriedOptions(
+        yield _TriedOptions(
             "step",
             f"{merged.group} microbatches a step of twice the tokens, not {case.group}",
             f"--microbatches {merged.group}",
@@ -286,13 +278,13 @@ def _merged(case: Case) -> Case:
     return replace(case, batches=tuple(Batch(a.lengths + b.lengths) for a, b in pairs), group=case.group // 2)
 
 
-def _other_machines(case: Case) -> Iterator[TriedOptions]:
+def _other_machines(case: Case) -> Iterator[_TriedOptions]:
     machine, cluster = case.machine, case.cluster
 
-    def faster(name: str, factors: Factors, **changes: float) -> TriedOptions:
+    def faster(name: str, factors: Factors, **changes: float) -> _TriedOptions:
         cost = PerturbedCost(machine.cost, factors)
         other = replace(machine, cost=cost)
-        return TriedOptions("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
+        return _TriedOptions("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
     half = 1 / FASTER
     if cluster.num_nodes > 1:
@@ -318,4 +310,4 @@ def _other_machines(case: Case) -> Iterator[TriedOptions]:
     )
     if any(factor > 1 for factor in machine.slowdown):
         even = replace(machine, slowdown=())
-        yield TriedOptions("machine", "no slow rank", "", replace(case, machine=even))
+        yield _TriedOptions("machine", "no slow rank", "", replace(case, machine=even))

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.experts import ExpertLoad
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import When
-from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.lab.papers.base import SimulatedCase
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_layers, choose_planner
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths, draw
@@ -31,13 +30,9 @@ DATASETS = {"arxiv": "ArXiv", "github": "GitHub", "prolong64k": "ProLong64k"}
 SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ZeppelinCase:
-    """A model on GPUs of a cluster, 4k tokens each.
-
-    `tensor`: GPUs of a tensor-parallel group; `experts`: ranks that share a layer's experts, and
-    `expert_load` the routing to them, if it is not even.
-    """
+@dataclass(frozen=True)
+class ZeppelinCase(SimulatedCase):
+    """A model on GPUs, 4k tokens each; `tensor`: GPUs of a group, `experts`: ranks that share them."""
 
     model_name: str
     cluster_name: str
@@ -45,23 +40,13 @@ class ZeppelinCase:
     tensor: int = 1
     experts: int = 1
     expert_load: ExpertLoad | None = None
-    model: Model = field(init=False, repr=False, compare=False)
-    cluster: Cluster = field(init=False, repr=False, compare=False)
-    cost: AnalyticCost = field(init=False, repr=False, compare=False)
-    machine: Machine = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def cost(self) -> AnalyticCost:
         model = load_model(self.model_name)
         machine = load_cluster(self.cluster_name).build(num_ranks=self.num_gpus)
         cluster = wide_ranks(machine.with_kernel("flash_attn"), self.tensor)  # 2.4.3, section 5
-        cost = AnalyticCost(cluster, model, self.tensor, pads=False)
-        for name, value in (
-            ("model", model),
-            ("cluster", cluster),
-            ("cost", cost),
-            ("machine", Machine(cluster, model, cost)),
-        ):
-            object.__setattr__(self, name, value)
+        return AnalyticCost(cluster, model, self.tensor, pads=False)
 
     @property
     def num_tokens(self) -> int:
@@ -73,9 +58,7 @@ class ZeppelinCase:
         return Setup(policy="keep", experts=self.experts, expert_load=self.expert_load)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
-        """Batches "sampled proportionally to dataset distributions": documents until the context is
-        full, the last one cut.
-        """
+        """Documents until the context is full, the last one cut."""
         return draw(dataset, self.num_tokens, count, SEED)
 
 
@@ -97,7 +80,6 @@ class ZeppelinSystem:
         return choice.plan_step((tuple(lengths),), StepContext(case.cluster, case.model, case.cost))[0].plans
 
     def step_s(self, case: ZeppelinCase, lengths: Sequence[int]) -> float:
-        """Simulated seconds of a training step."""
         return simulate_step(self.plans(case, lengths), case.machine, case.setup).step_s
 
 
@@ -114,5 +96,4 @@ DEFAULT = ZeppelinSystem("zeppelin, default", "zeppelin")
 
 
 def tokens_per_s(system: ZeppelinSystem, case: ZeppelinCase, batches: Sequence[Lengths]) -> float:
-    """Tokens per second over all batches."""
     return sum(map(sum, batches)) / sum(system.step_s(case, lengths) for lengths in batches)

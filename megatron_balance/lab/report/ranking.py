@@ -52,9 +52,7 @@ def gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
 
 
 def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
-    """Add to each row its speedup over `base`, of median steps and of all of them (`mean_speedup`),
-    and the GPU-hours that it saves.
-    """
+    """Add to each row its speedup over `base`, of median steps and of all, and saved GPU-hours."""
     for row in rows:
         row["speedup"] = base["step_s"] / row["step_s"]
         row["mean_speedup"] = row["tokens_per_s"] / base["tokens_per_s"]

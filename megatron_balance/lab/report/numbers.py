@@ -52,11 +52,6 @@ def count(number: int, one: str, several: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
-def ranges(ranks: Iterable[int]) -> str:
-    """'0-7, 12'."""
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(ranks))
-
-
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run of neighbours."""
     bounds: list[tuple[int, int]] = []

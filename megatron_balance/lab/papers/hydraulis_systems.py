@@ -17,9 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from megatron_balance.analysis.change import base_sync_s, change
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.modules import num_parameters
+from megatron_balance.cost.parallel import WEIGHT_BYTES, all_gather_s, all_to_all_s, group_of, reduce_scatter_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
@@ -36,7 +40,6 @@ SEED, SAMPLE_SEED, RANK_SEED = 0, 1, 2
 SAMPLE_BATCHES, RANK_BATCHES = 50, 6
 K = 1024
 MODELS = {"7b": "llama-7b", "13b": "llama-13b", "32b": "llama2-32b"}
-
 Lengths = Sequence[int]
 
 
@@ -105,11 +108,9 @@ def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, flo
 def chosen_step(
     source: str, job: TrainedCase, batch: Lengths, base: Strategy | None = None
 ) -> tuple[Strategy, Microbatches, float]:
-    """The candidate that Hydraulis takes for a step, its microbatches, and its seconds.
-
-    `base`: the layout that owns weights; the choice then counts what pull and push leave uncovered, as
-    planner hydraulis does, and so do the seconds. None: propagation alone.
-    """
+    """The candidate that Hydraulis takes for a step, its microbatches, and its seconds."""
+    # `base`: the layout that owns weights; choice and seconds then count what pull and push leave
+    # uncovered, as planner hydraulis does. None: propagation alone.
     known = costs(source, job.size)
     pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
     held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
@@ -120,9 +121,7 @@ def chosen_step(
 
 
 def exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
-    """Seconds of pull and push under the chosen candidate, by links alone, from weights that
-    `HOMOGENEOUS` owns: without overlap, and what is left of them with it.
-    """
+    """Seconds of pull and push by links alone from `HOMOGENEOUS`: without overlap, and with it."""
     strategy, made, _ = chosen_step(source, job, batch)
     own = costs_of(strategy, costs(source, job.size), job.num_ranks)
     ways = (moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
@@ -163,3 +162,44 @@ def full(lengths: Lengths, most: int) -> list[list[int]]:
 def gap(pipelines: Sequence[float]) -> float:
     """(slowest - fastest) / slowest."""
     return (max(pipelines) - min(pipelines)) / max(pipelines)
+
+
+# Seconds of DeepSpeed's steps by data sheets: Ulysses in a replica, weights sharded over all GPUs.
+#
+# Full microbatches go to the replicas in turn. A GPU has a part of the tokens in linear modules,
+# and a part of the heads in attention; four all-to-alls a layer change from one to the other, and
+# four back. Each layer's weights are gathered from all GPUs before its forward and again before its
+# backward, and its gradients scattered (ZeRO 3, which the paper does not say: assumed). That hides
+# behind the layer, or the layer behind it.
+def deepspeed(job: TrainedCase, degree: int, batch: Lengths, *, recompute: bool) -> float:
+    """Seconds of the slowest replica; `degree`: its GPUs, over which Ulysses splits sequences."""
+    packed, replicas = full(batch, job.longest), job.num_ranks // degree
+    times = [_microbatch_s(job, degree, each, recompute=recompute) for each in packed]
+    return max(sum(times[at::replicas]) for at in range(replicas))
+
+
+def _microbatch_s(job: TrainedCase, degree: int, lengths: Lengths, *, recompute: bool) -> float:
+    cluster, model = cluster_and_model(job.size)
+    cost = AnalyticCost(cluster, model)
+    node = cluster.node_size
+    inside = group_of(cluster, degree, min(degree, node), busy_nics=True)
+    everyone = group_of(cluster, job.num_ranks, min(job.num_ranks, node), busy_nics=True)
+    tokens = sum(lengths) / degree
+    heads, kv_heads = max(1, model.num_heads // degree), max(1, model.num_kv_heads // degree)
+    pairs = np.array([[0, 0, n, 0, heads, 0, n, 0, kv_heads] for n in lengths], dtype=np.int64)
+    once = np.zeros(len(pairs), dtype=np.int64)
+    exchange_s = 2 * all_to_all_s(cost.query_bytes(tokens), inside)
+    exchange_s += all_to_all_s(cost.kv_bytes(tokens), inside)
+    shard = num_parameters(model) / model.num_layers / job.num_ranks
+    gather_s = all_gather_s(WEIGHT_BYTES * shard, everyone)
+    forward_s, backward_s = (
+        float(cost.attend_s(pairs, once, 1, backward=backward)[0])
+        + cost.layer_s(tokens, backward=backward)
+        + exchange_s
+        for backward in (False, True)
+    )
+    if recompute:
+        backward_s += forward_s
+    layer_s = max(forward_s, gather_s)
+    layer_s += max(backward_s, gather_s + reduce_scatter_s(WEIGHT_BYTES * shard, everyone))
+    return model.num_layers * layer_s + cost.head_s(tokens) + cost.head_s(tokens, backward=True)

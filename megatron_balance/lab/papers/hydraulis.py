@@ -1,0 +1,368 @@
+"""Hydraulis (arXiv 2412.07894): what its text and tables print beside ours.
+
+What is only drawn has no number. Ours are given with the coefficients that the authors publish, and
+with ours, from data sheets. Where they differ by more than 20 %, docs/reproduce-hydraulis.md says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count, islice
+from statistics import fmean
+from time import process_time
+from typing import TypeVar
+
+from megatron_balance.analysis.change import base_for, base_sync_s
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.modules import num_parameters
+from megatron_balance.errors import InfeasibleError
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.lab.papers.base import Effort, Ours, paper
+from megatron_balance.lab.papers.hydraulis_systems import (
+    AUTHORS,
+    B32,
+    HETEROGENEOUS,
+    HOMOGENEOUS,
+    OURS,
+    SAMPLE_BATCHES,
+    SAMPLE_SEED,
+    SEED,
+    SOURCES,
+    K,
+    Lengths,
+    TrainedCase,
+    candidates,
+    chosen,
+    chosen_step,
+    cluster_and_model,
+    costs,
+    deepspeed,
+    exchange_s,
+    full,
+    gap,
+    megatron,
+    moving,
+    packed_to_the_most,
+    seconds,
+)
+from megatron_balance.planning.strategies import costs_of, propose
+from megatron_balance.solvers.dispatch import dispatch, exact, greedy, slowest_s
+from megatron_balance.solvers.microbatches import pack
+
+# Figure 13: Hydraulis over the best of Megatron-LM, DeepSpeed and HotSPa as Table 3 configures
+# them; Table 4's switches of HotSPa.
+#
+# DeepSpeed by our costs alone: the authors publish no coefficients of Ulysses or sharded weights.
+# What moves weights and gradients is by links alone for all: Megatron-LM's all-gather and reduce-
+# scatter, DeepSpeed's of every layer, HotSPa's to each of its strategies from weights that the
+# first one owns, and what Hydraulis' pull and push leave uncovered. The optimizer is left out,
+# alike for all.
+SHORT, LONG = 16 * K, 32 * K
+CELLS = (
+    ("7b", 8, SHORT, "2*tp2-pp2-cp1"),
+    ("7b", 8, LONG, "tp4-pp2-cp1"),
+    ("7b", 16, SHORT, "4*tp2-pp2-cp1"),
+    ("7b", 16, LONG, "2*tp4-pp2-cp1"),
+    ("13b", 16, SHORT, "4*tp4-pp1-cp1"),
+    ("13b", 16, LONG, "2*tp8-pp1-cp1"),
+    ("13b", 32, SHORT, "8*tp4-pp1-cp1"),
+    ("13b", 32, LONG, "4*tp8-pp1-cp1"),
+    ("32b", 32, SHORT, "2*tp8-pp2-cp1"),
+    ("32b", 32, LONG, "2*tp8-pp1-cp2"),
+    ("32b", 64, SHORT, "4*tp8-pp2-cp1"),
+    ("32b", 64, LONG, "4*tp8-pp1-cp2"),
+)
+"""Table 3's Megatron-LM: model, GPUs, context length (F1; F2 and F3), strategy."""
+HOTSPA = {
+    ("7b", 8, SHORT): ("2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
+    ("7b", 8, LONG): ("tp4-pp2-cp1", "2*tp2-pp2-cp1", "8*tp1-pp1-cp1"),
+    ("7b", 16, SHORT): ("4*tp2-pp2-cp1", "16*tp1-pp1-cp1"),
+    ("7b", 16, LONG): ("2*tp4-pp2-cp1", "4*tp2-pp2-cp1", "16*tp1-pp1-cp1"),
+    ("13b", 16, SHORT): ("4*tp4-pp1-cp1", "8*tp2-pp1-cp1"),
+    ("13b", 16, LONG): ("2*tp8-pp1-cp1", "4*tp4-pp1-cp1", "8*tp2-pp1-cp1"),
+    ("13b", 32, SHORT): ("8*tp4-pp1-cp1", "16*tp2-pp1-cp1"),
+    ("13b", 32, LONG): ("4*tp8-pp1-cp1", "8*tp4-pp1-cp1", "16*tp2-pp1-cp1"),
+    ("32b", 32, SHORT): ("2*tp8-pp2-cp1", "4*tp4-pp2-cp1"),
+    ("32b", 32, LONG): ("2*tp16-pp1-cp1", "2*tp8-pp2-cp1", "4*tp4-pp2-cp1"),
+    ("32b", 64, SHORT): ("4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
+    ("32b", 64, LONG): ("4*tp16-pp1-cp1", "4*tp8-pp2-cp1", "8*tp4-pp2-cp1"),
+}
+"""Table 3's HotSPa, for the longest sequences first (Appendix G). For 7B on 8 GPUs with 32K it names
+strategies of 16 GPUs; those of 16K stand in."""
+ULYSSES = {SHORT: 4, LONG: 8}
+"""Table 3's DeepSpeed: GPUs of a replica, by context length; with recomputation for 32B."""
+RANGES = (4 * K, 16 * K, 32 * K)
+"""Longest sequences of its strategies, from the last one on."""
+TOKENS = 100_000
+SWITCHED = (32, 64)
+"""GPUs of Table 4, whose steps have the three strategies of Table 3 (assumed)."""
+
+
+def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Lengths) -> float:
+    """Seconds of propagation of a step in which each strategy trains its range of lengths in turn."""
+    total_s, below = 0.0, 0
+    for text, longest in zip(reversed(strategies), RANGES, strict=False):
+        own = [length for length in batch if below < length <= longest]
+        below = longest
+        total_s += max(megatron(source, replace(job, longest=longest), Strategy.parse(text), own))
+    return total_s
+
+
+def exchanged_s(job: TrainedCase, strategies: Sequence[str]) -> float:
+    """Seconds of weights to each strategy from what the first one owns, and of gradients back."""
+    base, *_ = each = [Strategy.parse(text) for text in strategies]
+    return sum(moving(job, base, strategy, overlap=False).least_s for strategy in each)
+
+
+def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths], *, whole: bool) -> tuple[float, float]:
+    """Mean seconds of the best of the others, and of Hydraulis. `whole`: exchanges count."""
+    # The authors have no coefficients for CP (Megatron-LM, 32B with 32K) and for 7B on one GPU
+    # (HotSPa).
+    others_s: list[float] = []
+    if source == OURS or job.size != "7b":
+        strategies = HOTSPA[job.size, job.num_ranks, job.longest]
+        propagation_s = fmean(hotspa(source, job, strategies, batch) for batch in batches)
+        others_s.append(propagation_s + (exchanged_s(job, strategies) if whole else 0.0))
+    if source == OURS or "cp2" not in text:
+        propagation_s = fmean(max(megatron(source, job, Strategy.parse(text), batch)) for batch in batches)
+        others_s.append(propagation_s + (exchanged_s(job, [text]) if whole else 0.0))
+    if source == OURS:
+        degree, recompute = ULYSSES[job.longest], job.size == "32b"
+        others_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
+    base = base_for(candidates(source, job), job.num_ranks) if whole else None
+    return min(others_s), fmean(chosen_step(source, job, batch, base)[2] for batch in batches)
+
+
+def fig13(effort: Effort) -> Ours:
+    """Speed-up of each cell, least and most, and of propagation alone; HotSPa's switches."""
+    for source in SOURCES:
+        gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
+        for size, ranks, longest, text in effort.progress(CELLS, f"fig13, {source}"):
+            for dataset in ("commoncrawl", "github-code"):
+                job = TrainedCase(size, ranks, TOKENS, longest, dataset)
+                batches = job.batches(effort.batches)
+                for whole, by_cell in gains.items():
+                    before_s, after_s = step_s(source, job, text, batches, whole=whole)
+                    by_cell[f"{size.upper()}, {ranks} GPUs, {longest // K}K, {dataset}"] = before_s / after_s
+        yield from ((f"{name}, {source}", gain) for name, gain in gains[True].items())
+        for whole, what in ((True, ""), (False, ", propagation alone")):
+            yield f"least of all{what}, {source}", min(gains[whole].values())
+            yield f"most of all{what}, {source}", max(gains[whole].values())
+    for ranks in SWITCHED:
+        switch_s = exchanged_s(TrainedCase("32b", ranks), HOTSPA["32b", ranks, LONG])
+        yield f"HotSPa's switches in a step, 32B, {ranks} GPUs", switch_s
+
+
+# Gains of strategies, Figures 14 to 16 and 20.
+#
+# Figure 14: seconds of propagation over GPUs, longest sequences and tokens a step, 7B. For 32B on
+# 64 GPUs Figure 15: strategies chosen over 100 steps (a), and how even pipelines end (b); Figure
+# 16: throughput as parts of Hydraulis are added one by one; Figure 20: greedy dispatching (Alg. 1)
+# over ideal dispatching (Eq. 3).
+BASE = TrainedCase("7b", 16)
+
+JOBS = {
+    "16 GPUs, 32K, 200K tokens": BASE,
+    "32 GPUs": replace(BASE, num_ranks=32),
+    "64 GPUs": replace(BASE, num_ranks=64),
+    "longest 64K": replace(BASE, longest=64 * K),
+    "longest 128K": replace(BASE, longest=128 * K),
+    "100K tokens": replace(BASE, tokens=100_000),
+    "400K tokens": replace(BASE, tokens=400_000),
+}
+
+NODES = 20
+"""Of a search for Eq. 3."""
+
+
+def fig14(effort: Effort) -> Ours:
+    """Seconds of Hydraulis; jobs whose context length no scheme holds are left out."""
+    for source in SOURCES:
+        for name, job in effort.progress(list(JOBS.items()), f"fig14, {source}"):
+            try:
+                mean_s = fmean(chosen(source, job, batch)[1] for batch in job.batches(effort.batches))
+            except InfeasibleError:
+                continue
+            yield f"{name}, {source}", mean_s
+
+
+def fig15a(effort: Effort) -> Ours:
+    """How often each strategy is chosen, and what that gains over <16,1,1> x 4 where it is chosen."""
+    batches = B32.batches(effort.batches)
+    for source in effort.progress(SOURCES, "fig15a"):
+        taken = [chosen(source, B32, batch) for batch in batches]
+        homo_s = [max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches]
+        for name, number in Counter(str(strategy) for strategy, _ in taken).most_common():
+            yield f"{name}, {source}", number / len(batches)
+        gains = sorted(slow / fast for slow, (_, fast) in zip(homo_s, taken, strict=True))
+        yield f"chosen strategy over <16,1,1> x 4, median, {source}", gains[len(gains) // 2]
+
+
+def fig15b(effort: Effort) -> Ours:
+    """(slowest - fastest) / slowest over pipelines."""
+    batches = B32.batches(effort.batches)
+    for source in effort.progress(SOURCES, "fig15b"):
+        own = [gap(seconds(source, B32, chosen(source, B32, batch)[0], batch)) for batch in batches]
+        theirs = [gap(megatron(source, B32, HOMOGENEOUS, batch)) for batch in batches]
+        for system, each in (("Megatron-LM", theirs), ("Hydraulis", own)):
+            yield f"{system}, mean, at least, {source}", fmean(each)
+            yield f"{system}, mean, at most, {source}", fmean(each)
+            yield f"{system}, largest, {source}", max(each)
+
+
+def fig16(effort: Effort) -> Ours:
+    """Throughput over Megatron-LM's way; (c) is the candidate that holds the longest sequence."""
+    batches = B32.batches(effort.batches)
+    for source in effort.progress(SOURCES, "fig16"):
+        widest = candidates(source, B32)[0]
+        base_s = fmean(max(megatron(source, B32, HOMOGENEOUS, batch)) for batch in batches)
+        steps = {
+            "(a) dispatch": [max(packed_to_the_most(source, B32, HOMOGENEOUS, batch, dispatch)) for batch in batches],
+            "(b) and packing": [max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches],
+            "(c) and a heterogeneous strategy": [max(seconds(source, B32, widest, batch)) for batch in batches],
+            "(d) and one chosen every step": [chosen(source, B32, batch)[1] for batch in batches],
+        }
+        yield from ((f"{name}, {source}", base_s / fmean(each)) for name, each in steps.items())
+
+
+def fig20(effort: Effort) -> Ours:
+    """Least and most of Alg. 1's estimated seconds over the ideal ones; the mean of ours."""
+    batches = B32.batches(effort.batches)
+    for source in effort.progress(SOURCES, "fig20"):
+        pipelines = costs_of(HETEROGENEOUS, costs(source, B32.size), B32.num_ranks)
+        ideal = [slowest_s(batch, pipelines, exact(batch, pipelines, NODES)) for batch in batches]
+        alg1, own = (
+            [
+                slowest_s(batch, pipelines, deal(batch, pipelines)) / best
+                for batch, best in zip(batches, ideal, strict=True)
+            ]
+            for deal in (greedy, dispatch)
+        )
+        yield f"Alg. 1 over ideal, least, {source}", min(alg1)
+        yield f"Alg. 1 over ideal, most, {source}", max(alg1)
+        yield f"ours over ideal, mean, {source}", fmean(own)
+
+
+# Table 1: seconds of propagation (P), of the optimizer (O) and of weights and gradients between the
+# two (O-P), under one strategy and under several; Appendix B.2, from how many tokens on O-P hides.
+COLUMNS = ("homogeneous", "heterogeneous without overlap", "heterogeneous with overlap")
+PRINTED_FLOPS, PRINTED_BYTES_PER_S, PRINTED_TENSOR = 19.5e12, 200e9, 16
+
+
+def table1(effort: Effort) -> Ours:
+    """Means over the batches, by the authors' coefficients and by ours."""
+    batches = B32.batches(effort.batches)
+    cluster, model = cluster_and_model(B32.size)
+    homo_exchange_s = sum(base_sync_s(HOMOGENEOUS, model, cluster))
+    optimizer_s = AnalyticCost(cluster, model).optimizer_s(num_parameters(model) / B32.num_ranks)
+    for source in effort.progress(SOURCES, "table1"):
+        homo_s = fmean(max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches)
+        mixed_s = fmean(max(seconds(source, B32, HETEROGENEOUS, batch)) for batch in batches)
+        hetero_s = fmean(chosen(source, B32, batch)[1] for batch in batches)
+        without_s, overlapped_s = map(fmean, zip(*(exchange_s(source, B32, batch) for batch in batches), strict=True))
+        counted_s = fmean(chosen_step(source, B32, batch, HOMOGENEOUS)[2] for batch in batches)
+        exchanges_s = (homo_exchange_s, without_s, overlapped_s)
+        steps_s = [
+            own_s + each + optimizer_s for own_s, each in zip((homo_s, hetero_s, hetero_s), exchanges_s, strict=True)
+        ]
+        yield f"P, homogeneous <16,1,1> x 4, {source}", homo_s
+        yield f"P, heterogeneous, chosen every step, {source}", hetero_s
+        yield f"P, <16,1,1> + <8,1,1> x 6, {source}", mixed_s
+        yield f"P, homogeneous over heterogeneous, {source}", homo_s / hetero_s
+        for at, column in enumerate(COLUMNS[1:], start=1):
+            yield f"O-P, {column}, {source}", exchanges_s[at]
+            yield f"O-P, homogeneous over {column}, {source}", homo_exchange_s / exchanges_s[at]
+            yield f"E2E, homogeneous over {column}, {source}", steps_s[0] / steps_s[at]
+        yield from ((f"E2E, {name}, {source}", step_s) for name, step_s in zip(COLUMNS, steps_s, strict=True))
+        yield f"E2E, with overlap, chosen by both, {source}", counted_s + optimizer_s
+    yield "O", optimizer_s
+    yield "O-P, homogeneous", homo_exchange_s
+    yield "B.2, tokens that hide a pull, as printed", PRINTED_TENSOR * PRINTED_FLOPS / PRINTED_BYTES_PER_S
+    yield "B.2, tokens that hide a pull, by B.1's own W / TP", cluster.flops_per_s / cluster.nic_bytes_per_s
+
+
+T = TypeVar("T")
+# Table 2: seconds that solving takes, for ten steps: the paper's greedy dispatching, and our own
+# ways of all three parts beside it.
+#
+# Ideal dispatching (40.21 s) and packing by integer programs are not here: HiGHS takes minutes.
+SOLVED_STEPS = 10
+SOLVED_JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": TrainedCase("32b", 1024, 3_200_000)}
+
+
+def _timed_s(run: Callable[[], T]) -> tuple[T, float]:
+    """Result of a call, and its processor time."""
+    begin = process_time()
+    made = run()
+    return made, process_time() - begin
+
+
+def table2(effort: Effort) -> Ours:
+    """Wall seconds on this machine."""
+    del effort
+    known = costs(AUTHORS, "32b")
+    for name, job in SOLVED_JOBS.items():
+        drawn = job.batches(SAMPLE_BATCHES * B32.tokens // job.tokens + 1, SAMPLE_SEED)
+        sample = [length for batch in drawn for length in batch]
+        proposed, proposal_s = _timed_s(
+            lambda job=job, sample=sample: propose(sample, job.tokens, known, job.num_ranks)
+        )
+        pipelines, batches = costs_of(proposed[max(proposed)][0], known, job.num_ranks), job.batches(SOLVED_STEPS)
+        _, greedy_s = _timed_s(lambda own=pipelines, each=batches: [greedy(batch, own) for batch in each])
+        dealt, dispatch_s = _timed_s(lambda own=pipelines, each=batches: [dispatch(batch, own) for batch in each])
+        parts = [
+            ([batch[seq] for seq in own], cost)
+            for batch, of_batch in zip(batches, dealt, strict=True)
+            for own, cost in zip(of_batch, pipelines, strict=True)
+        ]
+        _, pack_s = _timed_s(lambda parts=parts: [pack(own, cost) for own, cost in parts])
+        yield f"greedy dispatching (Alg. 1, 100 trials), {name}", greedy_s
+        yield f"our strategy proposal, {name}", proposal_s
+        yield f"our dispatching, {name}", dispatch_s
+        yield f"our packing, {name}", pack_s
+
+
+LARGE = TrainedCase("32b", 1024, 1_600_000)
+LARGE_STEPS = 30
+MICROBATCHES = 4
+SMALL = TrainedCase("7b", 8, 100_000)
+SETTINGS = {"PP without DP, <4,2,1>": "tp4-pp2-cp1", "DP without PP, <4,1,1> x 2": "2*tp4-pp1-cp1"}
+
+
+def _longest_of_steps(effort: Effort) -> Ours:
+    """The shortest and the longest of the steps' longest sequences."""
+    del effort
+    each = [max(batch) for batch in LARGE.batches(LARGE_STEPS)]
+    yield "longest sequence of a step, least of 30", min(each)
+    yield "longest sequence of a step, most of 30", max(each)
+
+
+def _fluctuation(effort: Effort) -> Ours:
+    """(slowest - fastest) / slowest step among those that make four microbatches."""
+    drawn = (SMALL.batches(1, SEED + at)[0] for at in count())
+    four = (batch for batch in drawn if len(full(batch, SMALL.longest)) == MICROBATCHES)
+    batches = list(islice(four, effort.batches))
+    for source in SOURCES:
+        for name, text in SETTINGS.items():
+            each = [max(megatron(source, SMALL, Strategy.parse(text), batch)) for batch in batches]
+            yield f"{name}, {source}", (max(each) - min(each)) / max(each)
+
+
+PAPER = paper(
+    "hydraulis",
+    "Hydraulis (arXiv 2412.07894)",
+    {
+        "fig13": fig13,
+        "fig14": fig14,
+        "fig15a": fig15a,
+        "fig15b": fig15b,
+        "fig16": fig16,
+        "fig20": fig20,
+        "table1": table1,
+        "a1": _longest_of_steps,
+        "a2": _fluctuation,
+        "table2": table2,
+    },
+)
