@@ -22,7 +22,7 @@ def main() -> None:
     patches applied.
     """
     if sys.argv[1:2] in (["-h"], ["--help"]):
-        from megatron_balance.megatron.arguments import add_balance_arguments
+        from megatron_balance.megatron.flags import add_balance_arguments
 
         add_balance_arguments(_parser()).print_help()
         return

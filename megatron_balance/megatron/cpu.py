@@ -1,12 +1,7 @@
 """A process in which "cuda" means "cpu": how Megatron's own loop runs on machines without a GPU.
 
 Loaded by `--balance-device cpu` and nothing else, before Megatron is imported. Every effect is
-process-wide and lasts: torch then says that CUDA is available, and tensors asked for on "cuda" are
-made on the CPU. For tests and demonstrations; training there is slow and its step times say nothing
-about balance.
-
-Factories and tensor methods are wrapped once; a global TorchFunctionMode does the same and was
-measured to cost 20 % a step.
+process-wide and lasts. Step times say nothing about balance.
 """
 
 from __future__ import annotations
@@ -55,10 +50,8 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Make "cuda" mean "cpu" in this process, with a warning that says so.
-
-    Raises:
-        ConfigError: Megatron was imported already; it looks at the device while it is imported.
+    """Make "cuda" mean "cpu" in this process, with a warning that says so. ConfigError: Megatron,
+    which looks at the device while it is imported, was imported already.
     """
     if installed():
         return

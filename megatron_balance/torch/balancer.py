@@ -42,15 +42,11 @@ from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, ro
 from megatron_balance.torch.settings import Settings
 from megatron_balance.torch.tracing import LoopTracer
 from megatron_balance.torch.waiting import Dealing, Waiting
-from megatron_balance.training.agree import check_agreement
 from megatron_balance.training.ledger import Ledger
-from megatron_balance.training.lengths import PoolLengths, share_lengths
-from megatron_balance.training.microbatch import assemble
-from megatron_balance.training.nano_batches import by_nano_batch
-from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
+from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import TensorParallel
-from megatron_balance.training.sequences import Sequences
-from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, share_lengths
+from megatron_balance.training.tokens import TokenExchange, assemble
 
 T = TypeVar("T")
 ALONE = TensorParallel()

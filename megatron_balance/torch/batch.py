@@ -27,8 +27,8 @@ from megatron_balance.ir.whole import at_least
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.torch.exchange import back
 from megatron_balance.training.figures import imbalance_after, imbalance_before
-from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import PoolLengths
 from megatron_balance.training.tokens import TokenExchange
 
 Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]

@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_balance.training.ledger import HeldDocument
-from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.nano_batches import NOTHING, Recalled
-from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.sequences import NOTHING, PoolLengths, Recalled, Sequences
 
 Place = tuple[int, int]
 """Where a document was dealt: number of the microbatch in the run, and number in it."""

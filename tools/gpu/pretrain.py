@@ -165,7 +165,7 @@ def _balanced(batches: Batches) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_balance.megatron import entry
-    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.flags import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
 
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
@@ -181,7 +181,7 @@ def _plain(batches: Batches, *, flash: bool) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_balance.megatron.arguments import CPU_DEFAULTS
+    from megatron_balance.megatron.flags import CPU_DEFAULTS
     from megatron_balance.patches import applied, dataset_helpers
 
     def defaults(parser: Any) -> Any:

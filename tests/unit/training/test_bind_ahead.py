@@ -126,10 +126,7 @@ def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch)
     counted(binding, "ship")
     bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
     assert counts == {"attention": 1, "lower_forward": 1, "backward": 2, "ship": 1}
-    layers = bounds.by_mask[CAUSAL.name]
-    kept, replayed = layers.kept, layers.replayed
-    assert kept is not None
-    assert replayed is not None
+    kept, replayed = bounds.of_layer(1, CAUSAL), bounds.of_layer(2, CAUSAL)
     assert kept.forward.steps is replayed.forward.steps
     assert not any(kept.forward.last_uses)
     alone = binder(None).bind(PLAN, "replay")

@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.host_times import SEVERAL
-from megatron_balance.training.link_rates import rounds
 from megatron_balance.training.stragglers import (
     AGAIN,
     Link,
@@ -21,6 +20,7 @@ from megatron_balance.training.stragglers import (
     links_to_measure,
     median_of_others,
     own_times,
+    rounds,
     slow_ranks,
     times_of,
 )

@@ -119,7 +119,7 @@ def _pretrain(batches: Batches) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.flags import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
 
     def provider(*_: Any, **__: Any) -> tuple[Batches, None, None]:
