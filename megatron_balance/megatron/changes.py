@@ -88,7 +88,7 @@ class Changes:
         self._checks = ddp.check_for_nan_in_grad, ddp.check_for_large_grads
         registered = getattr(ddp, "nccl_ub", False)
         stay = bool(getattr(job.args, "async_save", False) or registered)
-        self.own_weights = OwnWeights(model, optimizers_of(optimizer), stay=stay)
+        self.own_weights = _OwnWeights(model, optimizers_of(optimizer), stay=stay)
         self._weights_are_old = False
         """Whether Megatron's own model has older weights than the optimizer."""
         traffic = self.roles.traffic(job.gpus_per_node)
@@ -258,7 +258,7 @@ def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers
     return PlannedTransfers(role.groups.pp, config, shapes, crossings)
 
 
-class OwnWeights:
+class _OwnWeights:
     """The flat buffers of the weights of Megatron's own model, which give their memory back while
     roles compute.
 

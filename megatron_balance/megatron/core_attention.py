@@ -59,7 +59,7 @@ class BalancedCoreAttention(MegatronModule):
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
         self.layer_number = layer_number
-        self.latent: Latent | None = None
+        self.latent: _Latent | None = None
         """Handed over by the attention for the call that comes (`hand_latents_on`)."""
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
         self.softmax_offset = softmax_offset
@@ -138,7 +138,7 @@ def attend(
 
 
 def _attend_latent(
-    query: torch.Tensor, key: torch.Tensor, given: Latent, params: BalancedSeqParams, core_attention: Any
+    query: torch.Tensor, key: torch.Tensor, given: _Latent, params: BalancedSeqParams, core_attention: Any
 ) -> torch.Tensor:
     """`attend` over latents, query [T, (1,) H, D]; of the key only the rotary part counts."""
     scale, mask = softmax_scale_of(core_attention), mask_of(core_attention)
@@ -227,7 +227,7 @@ def sink_of(core_attention: Any) -> torch.Tensor | None:
     return None if offset is None else offset.view(-1)
 
 
-class Latent(NamedTuple):
+class _Latent(NamedTuple):
     """Of one layer and microbatch: the normalised latent [T, C] or [T, 1, C], and the weight of its
     up projection.
     """
@@ -279,11 +279,11 @@ class _HandsOn:
             rows = gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=group)
         else:
             rows = copy_to_tensor_model_parallel_region(latent, group=group)
-        self.attention.core_attention.latent = Latent(rows, self.up.weight)
+        self.attention.core_attention.latent = _Latent(rows, self.up.weight)
         return latent.new_zeros(()).expand(*rows.shape[:-1], self.up.weight.shape[0]), None
 
 
-def _latent_taken(core_attention: Any) -> Latent | None:
+def _latent_taken(core_attention: Any) -> _Latent | None:
     """The latent that was handed to a core attention for this call; None: keys and values."""
     found = getattr(core_attention, "latent", None)
     if found is not None:

@@ -277,7 +277,7 @@ def build_datasets(
         weights: list[float] = []
         for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
             if prefix not in opened:
-                opened[prefix] = open_corpus(prefix, args)
+                opened[prefix] = _open_corpus(prefix, args)
             index = opened[prefix].index
             documents = split_documents(index.num_documents, source.split)[source.part]
             if index.tokens_of(documents):
@@ -286,7 +286,7 @@ def build_datasets(
         if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
-            raise ConfigError(no_documents(source, split.name))
+            raise ConfigError(_no_documents(source, split.name))
         alone = parts[0] if len(parts) == 1 else None
         datasets.append(alone or (DocumentBlend(parts, weights or None, wanted) if parts else None))
     train, valid, test = datasets
@@ -304,7 +304,7 @@ CORPUS_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SplitSource:
+class _SplitSource:
     """Where the documents of one split are: corpora with weights, and which part of each. `flag`:
     what decides that part; `weights`: None: by the samples of an epoch.
     """
@@ -319,7 +319,7 @@ class SplitSource:
 WHOLE = (1.0, 0.0, 0.0)
 
 
-def sources(args: Any) -> tuple[SplitSource, SplitSource, SplitSource]:
+def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
     """The corpora of training, validation and test, as Megatron reads them from the command line."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -335,12 +335,12 @@ def sources(args: Any) -> tuple[SplitSource, SplitSource, SplitSource]:
     if per_split is not None:
         flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
         train, valid, test = (
-            SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
+            _SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
         )
     else:
         prefixes, weights = _prefixes(blend)
         train, valid, test = (
-            SplitSource(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
+            _SplitSource(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
         )
     return train, valid, test
 
@@ -356,7 +356,7 @@ CACHED_FROM = 100_000
 """Pieces from which on their order is kept on disk. Fewer are sorted in a tenth of a second."""
 
 
-def open_corpus(prefix: str, args: Any) -> Corpus:
+def _open_corpus(prefix: str, args: Any) -> Corpus:
     """A corpus, and the cache of its orders where it is large. DataError: the corpus is damaged or
     empty.
     """
@@ -417,11 +417,11 @@ def corpus_reasons(args: Any) -> list[str]:
     for source, asked, name in zip(named, wanted, ("train", "valid", "test"), strict=True):
         parts = [split_documents(num_documents[prefix], source.split)[source.part] for prefix in source.prefixes]
         if asked and not any(parts):
-            reasons.append(no_documents(source, name))
+            reasons.append(_no_documents(source, name))
     return reasons
 
 
-def no_documents(source: SplitSource, name: str) -> str:
+def _no_documents(source: _SplitSource, name: str) -> str:
     less = " or set --eval-iters 0" if name == "valid" else ""
     return (
         f"{source.flag}: leaves no documents of {' '.join(source.prefixes) or 'any corpus'} for the {name} set; give "

@@ -31,7 +31,7 @@ def run(main: Callable[[], None]) -> int:
             cpu.install()
         main()
     except BalanceError as error:
-        rank = launched_rank()
+        rank = _launched_rank()
         sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error (rank {rank}): {error}\n")
         sys.stderr.flush()
         return USAGE_ERROR
@@ -40,7 +40,7 @@ def run(main: Callable[[], None]) -> int:
 
 def set_up_logging() -> None:
     """Our log to stderr with the rank in every line; Megatron's is left to Megatron."""
-    rank = launched_rank()
+    rank = _launched_rank()
     logger = logging.getLogger("megatron_balance")
     if any(getattr(handler, "megatron_balance", False) for handler in logger.handlers):
         return
@@ -139,6 +139,6 @@ def te_available() -> bool:
     return bool(HAVE_TE)
 
 
-def launched_rank() -> int:
+def _launched_rank() -> int:
     """This process's global rank, as the launcher says; 0 without one."""
     return int(os.environ.get("RANK", "0"))  # noqa: TID251  torchrun's own variable, not a switch

@@ -59,7 +59,7 @@ class FlagRule(BaseModel):
         return self.sentence.format_map(_Options(args))
 
 
-class FlagRecord(BaseModel):
+class _FlagRecord(BaseModel):
     """The YAML: rules by verdict, then flags without one, by why they need none."""
 
     model_config = STRICT
@@ -85,8 +85,8 @@ class FlagRecord(BaseModel):
 
 
 @cache
-def record() -> FlagRecord:
-    return cast(FlagRecord, validated(FlagRecord, read_yaml(PATH), str(PATH), "", FlagRecord.model_fields))
+def record() -> _FlagRecord:
+    return cast(_FlagRecord, validated(_FlagRecord, read_yaml(PATH), str(PATH), "", _FlagRecord.model_fields))
 
 
 class _Options(Mapping[str, Any]):

@@ -269,7 +269,7 @@ HALF_TOLERANCE = 1e-2
 """Relative difference of losses that is rounding; the second with weights of another type."""
 
 
-def tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
     """Samples of all replicas [num_replicas * batch, S] with documents of several lengths."""
     lengths = [each for each in (29, 12, 2, 1) if each <= length // 2] or [1]
     size = sum(lengths)
@@ -291,16 +291,16 @@ def check_self(
     args, pool = job.args, job.pool
     batch, number = args.micro_batch_size, pool.num_stages
     length = min(args.seq_length, args.max_position_embeddings)
-    samples = tiny_samples(pool.num_replicas, batch, length, args.padded_vocab_size or args.vocab_size or 2)
+    samples = _tiny_samples(pool.num_replicas, batch, length, args.padded_vocab_size or args.vocab_size or 2)
     own = {name: values[pool.replica * batch :][:batch] for name, values in samples.items()}
     with _nothing_counted(chunks):
         with_plan = _loss(planned(iter([own] * number), number), summed=True)
         whole = [_whole(job, samples) for _ in range(number)]
         without = _loss(alone(whole), summed=False)
-    compare_losses(with_plan, without, getattr(args, "curr_iteration", 0) + 1, job)
+    _compare_losses(with_plan, without, getattr(args, "curr_iteration", 0) + 1, job)
 
 
-def compare_losses(with_plan: float, without: float, step: int, job: Any) -> None:
+def _compare_losses(with_plan: float, without: float, step: int, job: Any) -> None:
     """Compare two losses, of which a stage that computes none has NaN for both."""
     difference = abs(with_plan - without) / max(abs(without), 1e-30)
     tolerance = TOLERANCE.get(job.dtype, HALF_TOLERANCE)

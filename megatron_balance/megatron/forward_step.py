@@ -150,7 +150,7 @@ def forward_step(
         extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
     if job.evaluates_replicas and not model.training:
-        return losses, partial(loss_of_replicas, batch, args.micro_batch_size)
+        return losses, partial(_loss_of_replicas, batch, args.micro_batch_size)
     return losses, partial(checked_loss, batch.loss_mask)
 
 
@@ -177,7 +177,7 @@ def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     return found
 
 
-def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
+def _loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
     """`checked_loss`, whose report has sum and tokens [replicas, 2] by the replica that read them."""
     loss, num_tokens, _ = checked_loss(batch.loss_mask, losses)
     assert batch.samples is not None, "rows say their samples where evaluation asks for them"
@@ -189,7 +189,7 @@ def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: to
 
 def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
-    Collective over the pool of the last stage, where reports of `loss_of_replicas` are; others stay
+    Collective over the pool of the last stage, where reports of `_loss_of_replicas` are; others stay
     as they are.
     """
     if not stored or stored[0][LOSS].dim() < 2:

@@ -27,7 +27,7 @@ from megatron_balance.megatron.router import check_router, give_router
 PROVIDER = "model_provider"
 
 
-def takes_provider(pretrain: Callable[..., Any]) -> bool:
+def _takes_provider(pretrain: Callable[..., Any]) -> bool:
     """Whether this Megatron's `pretrain` must be handed a function that builds the model."""
     given = inspect.signature(pretrain).parameters.get(PROVIDER)
     return given is not None and given.default is inspect.Parameter.empty
@@ -37,7 +37,7 @@ def start(pretrain: Callable[..., Any], args: argparse.Namespace) -> tuple[Any, 
     """The configuration of a GPT for `pretrain`, and its model provider where it takes one."""
     from megatron.training import argument_utils
 
-    if takes_provider(pretrain):
+    if _takes_provider(pretrain):
         return argument_utils.pretrain_cfg_container_from_args(args), (functools.partial(_build, args),)
     model = argument_utils.gpt_config_from_args(args)
     return argument_utils.pretrain_cfg_container_from_args(args, model), ()
@@ -93,7 +93,7 @@ def give_layer_spec(cfg_container: Any) -> None:
         return
     if gpt is None or not isinstance(config, gpt):
         raise ConfigError(f"the model is a {type(config).__name__}; plans are made for GPT models (GPTModelConfig)")
-    config.transformer_layer_spec = layer_spec_of(config)
+    config.transformer_layer_spec = _layer_spec_of(config)
 
 
 def with_planned_model(pretrain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -163,7 +163,7 @@ def _core_of(attention: Any) -> Any:
     return getattr(getattr(attention, "submodules", None), "core_attention", None)
 
 
-def layer_spec_of(model_config: Any) -> Callable[..., Any]:
+def _layer_spec_of(model_config: Any) -> Callable[..., Any]:
     from megatron.training.models.gpt import default_layer_spec
 
     given = model_config.transformer_layer_spec
@@ -218,7 +218,7 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
         )
 
 
-class PositionRotary(torch.nn.Module):
+class _PositionRotary(torch.nn.Module):
     """Megatron's rotary embedding at the positions that a `BalancedSeqParams` carries: a rank holds
     fragments of many sequences, in any order. Has no parameters and no buffers.
     """
@@ -280,7 +280,7 @@ def rotate_by_position(model: torch.nn.Module, max_positions: int) -> None:
     """
     for module in list(model.modules()):
         rotary = vars(module)["_modules"].get("rotary_pos_emb")
-        if rotary is None or isinstance(rotary, PositionRotary):
+        if rotary is None or isinstance(rotary, _PositionRotary):
             continue
         if type(rotary) not in (RotaryEmbedding, YarnRotaryEmbedding):
             raise ConfigError(
@@ -288,4 +288,4 @@ def rotate_by_position(model: torch.nn.Module, max_positions: int) -> None:
                 "use --position-embedding-type rope, yarn, learned_absolute or none"
             )
         of_rows = isinstance(module, MultiLatentAttention)
-        module.rotary_pos_emb = PositionRotary(rotary, max_positions, of_rows=of_rows)
+        module.rotary_pos_emb = _PositionRotary(rotary, max_positions, of_rows=of_rows)

@@ -90,7 +90,7 @@ class Reading:
     failure: str = ""
 
 
-def read_machine() -> Reading:
+def _read_machine() -> Reading:
     try:
         today = datetime.datetime.now(datetime.UTC).date()
         return Reading(hardware.cluster_yaml(hardware.read_node(), "machine", today))
@@ -99,7 +99,7 @@ def read_machine() -> Reading:
 
 
 def cluster_of_machine(
-    given: ClusterChoice | None, reads: Callable[[], Reading] = read_machine
+    given: ClusterChoice | None, reads: Callable[[], Reading] = _read_machine
 ) -> ClusterChoice | None:
     """The cluster that the machine says it is, with the sizes that are given; None: it cannot be
     read. Collective over the world, once; all ranks get the same.
@@ -122,15 +122,15 @@ def cluster_of(given: ClusterChoice | None, readings: Sequence[Reading]) -> Clus
             *failed,
         )
         return given
-    read_machine = [
+    machines = [
         dict(parse_cluster(text, "machine.yaml").given) for text in dict.fromkeys(each.text for each in readings)
     ]
-    keys = read_machine[0]
-    differ = sorted(key for key in keys if any(other.get(key) != keys[key] for other in read_machine))
+    keys = machines[0]
+    differ = sorted(key for key in keys if any(other.get(key) != keys[key] for other in machines))
     if differ:
         log.warning("nodes are not alike in %s; plans are made for the least of each", ", ".join(differ))
     for key in differ:
-        numbers = [each[key] for each in read_machine if isinstance(each.get(key), (int, float))]
+        numbers = [each[key] for each in machines if isinstance(each.get(key), (int, float))]
         # More ranks on a NIC is less for each.
         keys[key] = keys[key] if not numbers else max(numbers) if key == "ranks_per_nic" else min(numbers)
     sizes = {} if given is None else dict(given.given)

@@ -211,7 +211,7 @@ def balance(
             "given, for example 'planner: {name: zeppelin}'"
         )
     model_config = get_model_config(chunks[0])
-    args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
+    args = _arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
     args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = check_for_nan_in_loss, check_for_spiky_loss
     args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
     args.balance_log = None if log_folder is None else str(log_folder)
@@ -228,7 +228,7 @@ def balance(
         f"planner {run.planner.name} from {run.source}: the forward step and the loss, per token, are "
         "megatron_balance's; those that the loop hands over are not called"
     )
-    told = [*unread_keys(run), *flags.leave_out(args, [model_config]), of_plans, *flags.sentences(args)]
+    told = [*_unread_keys(run), *flags.leave_out(args, [model_config]), of_plans, *flags.sentences(args)]
     for sentence in told:
         log.log(logging.WARNING if args.rank == 0 else logging.DEBUG, "%s", sentence)
     for chunk in chunks:
@@ -237,7 +237,7 @@ def balance(
     return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
 
 
-def unread_keys(run: Run) -> list[str]:
+def _unread_keys(run: Run) -> list[str]:
     unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
     return [f"{run.source}: {', '.join(unread)}: not looked at, since the loop reads its own samples"] if unread else []
 
@@ -291,7 +291,7 @@ def check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> Non
         raise DataError("seq_aux_loss takes the packed samples of a microbatch for one in Megatron; use one sample")
 
 
-def arguments_of(
+def _arguments_of(
     model_config: Any, chunks: Sequence[Any], seq_length: int, micro_batch_size: int, vocab_size: int
 ) -> argparse.Namespace:
     """Megatron's arguments, at their defaults but for what a built model says."""

@@ -74,7 +74,7 @@ def _experts(args: argparse.Namespace, tensor: int) -> dict[str, int]:
 def _with_other_mask(args: argparse.Namespace, first: Mask) -> int:
     further = args.mtp_num_layers or 0
     numbers = [*range(1, args.num_layers + 1), *range(1, further + 1)]
-    return sum(mask_of_layer(args, number) != first for number in numbers)
+    return sum(_mask_of_layer(args, number) != first for number in numbers)
 
 
 def _latents(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _latents(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
     }
 
 
-def mask_of_layer(config: Any, layer_number: int) -> Mask:
+def _mask_of_layer(config: Any, layer_number: int) -> Mask:
     """The mask of the layer of this number, counted from 1 as Megatron does; `config`: its
     arguments or model config.
     """
@@ -101,13 +101,13 @@ def masks_of(args: Any) -> tuple[Mask, ...]:
     """Masks of the model's layers: the one that plans are made for, then any other."""
     # Layers that predict further tokens are numbered from 1 again.
     numbers = range(1, max(args.num_layers, getattr(args, "mtp_num_layers", None) or 0) + 1)
-    found = {mask_of_layer(args, number) for number in numbers}
+    found = {_mask_of_layer(args, number) for number in numbers}
     return tuple(sorted(found, key=lambda mask: (mask != CAUSAL, mask.name)))
 
 
 def mask_of(core_attention: Any) -> Mask:
     """The mask of a core attention, ours or patched Transformer Engine's."""
-    return mask_of_layer(core_attention.config, core_attention.layer_number)
+    return _mask_of_layer(core_attention.config, core_attention.layer_number)
 
 
 def recompute_of(config: Any) -> Recompute:

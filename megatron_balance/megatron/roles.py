@@ -104,7 +104,7 @@ class Roles:
     def __init__(
         self,
         model_config: Any,
-        layout: BaseLayout,
+        layout: _BaseLayout,
         strategies: Sequence[Strategy],
         timeout: timedelta,
         attention: AttentionGroups | None = None,
@@ -281,7 +281,7 @@ class Roles:
         return int(parameters.shape[parameters.names.index(EMBEDDING), 0])
 
 
-def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> None:
+def check_strategy(strategy: Strategy, layout: _BaseLayout, transformer: Any) -> None:
     """Refuse a strategy whose degrees do not cut the model (`transformer`: its config) evenly."""
     parameters = layout.parameters
     strategy.check(layout.base.num_ranks, layout.base.num_ranks)
@@ -382,7 +382,7 @@ def _groups_of(ranks: range, scheme: Scheme, make_group: _GroupMaker) -> Any:
     return ProcessGroupCollection(**mine)
 
 
-def _room(layout: BaseLayout, strategy: Strategy) -> Ints:
+def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
     """Elements that each parameter takes in the shared memory under a strategy [n], this rank's."""
     mine = held(strategy, layout.parameters, rank=dist.get_rank())
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
@@ -402,7 +402,7 @@ LAYERS = "decoder.layers."
 
 
 @dataclass(frozen=True, slots=True)
-class BaseLayout:
+class _BaseLayout:
     """Megatron's layout, the same on every rank, and this rank's part of it: `weights`, fp32 values
     of what it owns, and `gradients`, where theirs are summed, by number of a parameter. `owned`:
     shards of all ranks.
@@ -415,7 +415,7 @@ class BaseLayout:
     gradients: Flat
 
 
-def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLayout:
+def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLayout:
     """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer. Collective
     over the world: each stage's first rank describes the stage to all.
 
@@ -426,9 +426,9 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLay
     chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
     named = dict(named_parameters(unwrap_model(chunk)))
-    shared = shares_embedding(unwrap_model(chunk))
+    shared = _shares_embedding(unwrap_model(chunk))
     described = [
-        asdict(described_parameter(name, parameter, unwrap_model(chunk), scheme.tensor))
+        asdict(_described_parameter(name, parameter, unwrap_model(chunk), scheme.tensor))
         for name, parameter in named.items()
     ]
     ranges = {name: buffer.param_index_map[parameter] for name, parameter in named.items()}
@@ -467,7 +467,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLay
         weights[numbers[name]] = parameter.data.view(-1)[where.start : where.end] if main is None else main
         gradients[numbers[name]] = cast("Any", parameter).main_grad.view(-1)[where.start : where.end]
     check_shards(owned[owned[:, Shard.RANK] == world], weights, parameters)
-    return BaseLayout(base, parameters, owned, weights, gradients)
+    return _BaseLayout(base, parameters, owned, weights, gradients)
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -482,14 +482,14 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         head = ".".join(name.split(".")[:3]) + "."
         whole = layers[head] + name[len(head) :] if head in layers else name
-        yield (EMBEDDING if whole == OUTPUT and shares_embedding(model) else whole), parameter
+        yield (EMBEDDING if whole == OUTPUT and _shares_embedding(model) else whole), parameter
 
 
-def shares_embedding(model: Any) -> bool:
+def _shares_embedding(model: Any) -> bool:
     return bool(model.share_embeddings_and_output_weights)
 
 
-def described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> Parameter:
+def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> Parameter:
     """A parameter of TP 1, from the shard that a rank of TP `tensor` has."""
     config = get_model_config(model)
     shape = [*parameter.shape, 1][:2] if parameter.dim() == 1 else list(parameter.shape)

@@ -98,7 +98,7 @@ class Session:
         self.latents = config.latent_kv is True
         """Whether latents travel in place of keys and values; with `latent_kv: pays` decided when the
         model is there."""
-        self.steps = StepLog(log_target(args, config, writers))
+        self.steps = StepLog(_log_target(args, config, writers))
         self.bind_ahead = BindAhead()
         self.sequences: tuple[Ints, ...] = ()
         """Lengths of what this rank's replica read in the last training step, by microbatch."""
@@ -456,7 +456,7 @@ def _agreed(mine: bool) -> bool:
     return bool(said)
 
 
-def log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
+def _log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
     """The target of this rank's records, from Megatron's arguments and ours. `writers`: of scalars;
     None: Megatron's own.
     """

@@ -147,7 +147,7 @@ class Reader:
         if not self.leave_out_tails:
             return columns
         positions = columns["position_ids"]
-        kept = counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
+        kept = _counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
         return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
 
 
@@ -204,7 +204,7 @@ def _behind(argmin: Tensor, ends: Tensor) -> Tensor:
     return torch.arange(ends.shape[1]) >= counts
 
 
-def counts_or_precedes(opens: Tensor, counts: Tensor) -> Tensor:
+def _counts_or_precedes(opens: Tensor, counts: Tensor) -> Tensor:
     """Tokens [B, S] that count, precede one that does in their sub-sequence, or open it."""
     size = opens.shape[1]
     at = torch.arange(size).expand_as(opens)

@@ -208,11 +208,11 @@ class RollCall:
             return False
         self.found = in_words([], reason, self._size)
         log.error("%s", self.found)
-        break_off_all()
+        _break_off_all()
         return True
 
 
-def break_off_all() -> None:
+def _break_off_all() -> None:
     """End all that this process waits for: each gloo group's transfers raise an error."""
     groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
     if not all([break_off(group) for group in list(groups)]):  # noqa: C419  each of them

@@ -158,7 +158,7 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
             raise failure
         if failure is not None:
             own = pool.joint.ranks[pool.joint.rank]
-            raise DataError(f"rank {own} could not read its microbatches: {chain_of(failure)}") from failure
+            raise DataError(f"rank {own} could not read its microbatches: {_chain_of(failure)}") from failure
         raise DataError(f"ranks {failed} could not read their microbatches; the error of each of them says why")
     _check_numbers(rows[:, :2], pool)
     first, last = rows[: pool.size, _HEADER:], rows[-pool.size :, _HEADER:]
@@ -170,7 +170,7 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
         )
 
 
-def chain_of(error: BaseException) -> str:
+def _chain_of(error: BaseException) -> str:
     """An error and its causes, the first cause last, each with the line that raised it."""
     told: list[str] = []
     seen: BaseException | None = error

@@ -125,7 +125,7 @@ def median_of_others(values: Floats) -> Floats:
     return (low + high) / 2
 
 
-def waiting_share(ranks: Sequence[RankTimes]) -> float:
+def _waiting_share(ranks: Sequence[RankTimes]) -> float:
     """Share of the step that ranks wait for transfers, on average."""
     longest = max(each.step_s for each in ranks)
     return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
@@ -176,7 +176,7 @@ class Stragglers:
         """Judge a step by the times of all ranks, the same on all; collective where links are to be
         measured. Logs what changed.
         """
-        self._recent.append((slow_ranks(times), waiting_share(times)))
+        self._recent.append((slow_ranks(times), _waiting_share(times)))
         if len(self._recent) < STEPS:
             return
         self._judge_ranks(step, times)

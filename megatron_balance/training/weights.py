@@ -43,7 +43,7 @@ Flat = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LinkWay:
+class _LinkWay:
     """One direction of a link on one rank: what it packs, in the order of the receiving ranks, what
     it unpacks, in that of the sending ones (both [n, Place.WIDTH]), and elements by peer.
     """
@@ -64,8 +64,8 @@ class Slot:
     a node, behind `across` in a pull and before it in a push.
     """
 
-    across: LinkWay
-    inside: LinkWay | None
+    across: _LinkWay
+    inside: _LinkWay | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class WeightExchange:
         return found
 
     def _exchanged(
-        self, way: LinkWay, source: Flat, target: Flat, dtype: torch.dtype
+        self, way: _LinkWay, source: Flat, target: Flat, dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where each arrived rectangle belongs, and its values."""
         out = torch.empty(sum(way.sent), dtype=dtype, device=self.device)
@@ -195,9 +195,9 @@ class _RankShards:
     sending: Ints
     receiving: Ints
 
-    def way(self, pieces: Ints, slots: Ints) -> LinkWay:
+    def way(self, pieces: Ints, slots: Ints) -> _LinkWay:
         out, into = (pieces[pieces[:, end] == self.rank] for end in (WeightPiece.SRC, WeightPiece.DST))
-        return LinkWay(
+        return _LinkWay(
             packed=places(out, self.sending),
             unpacked=places(into, self.receiving),
             turns=np.argsort(-slots[pieces[:, WeightPiece.DST] == self.rank], kind="stable"),
