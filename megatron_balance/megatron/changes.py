@@ -33,7 +33,7 @@ from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfer
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
 from megatron_balance.training.sequences import PoolLengths, Sequences
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble, interleave
+from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange
 from megatron_balance.training.weights import Apart
 
 log = logging.getLogger(__name__)
@@ -139,9 +139,7 @@ class Changes:
         else:
 
             def local(index: int) -> LocalMicrobatch:
-                """This rank's rows of a microbatch, put together when the schedule asks for it."""
-                parts = [assemble(rows[at], exchange.layouts[at], place.row_multiple) for at in own[index]]
-                return interleave(parts, place.row_multiple)
+                return exchange.local(rows, own[index], place.row_multiple)
 
             config: Any = get_model_config(role.model)
             counts = [[exchange.counts[at] for at in of] for of in own]

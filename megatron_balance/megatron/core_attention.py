@@ -87,6 +87,7 @@ class BalancedCoreAttention(MegatronModule):
         if self.config.softmax_type != "learnable":
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         learned = self.state_dict(prefix="", keep_vars=True)
+        # As Megatron's own core attention: split over tensor-parallel ranks by head.
         return make_sharded_tensors_for_checkpoint(learned, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
@@ -147,6 +148,7 @@ def _attend_latent(
     bound = params.bound_now(held_number(core_attention), mask)
     assert bound.shape.latent is not None, "the plan was bound for latents"
     rank, rope = bound.shape.latent
+    # Latent and the rotary part of the key, which all heads share: [T, C + R].
     rows = torch.cat([given.rows.flatten(0, -2), key.flatten(0, -3)[:, 0, -rope:]], dim=-1)
     own = query.flatten(0, -3)[: bound.num_tokens].contiguous()
     assert rows.shape[1] == rank + rope, "a latent of another width than the plan's"
@@ -173,11 +175,14 @@ def _attend_alone(
             x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
         )
         queries, keys = torch.arange(length)[:, None], torch.arange(length)
+        # queries [T, 1] see keys [first, stop) of their own sequence.
         first, stop = mask.keys(0, queries)
+        # [1, T, T] bool, over all heads.
         seen = ((keys >= first) & (keys < stop)).to(q.device)[None]
         if sink is not None:  # a key of zeros, whose score is the sink, and its value
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             own = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+            # [H, T, 1 + T]: each head's sink as the score of one more key; masked keys score -inf.
             seen = torch.cat([own.expand(len(sink), -1, -1), sink.to(q.dtype)[:, None, None].expand(-1, length, 1)], 2)
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
         start += length
@@ -189,6 +194,7 @@ def rows_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows [T, heads, D] that sequences own, of Megatron's [rows, (1,) heads, D]."""
     own = (x[: bound.num_tokens] for x in (query, key, value))
+    # Multi-latent attention squeezes the second dimension away.
     q, k, v = ((x[:, 0] if x.dim() == 4 else x).contiguous() for x in own)
     return q, k, v
 
@@ -280,12 +286,16 @@ class _HandsOn:
         else:
             rows = copy_to_tensor_model_parallel_region(latent, group=group)
         self.attention.core_attention.latent = _Latent(rows, self.up.weight)
+        # Zeros in place of keys and values [T, ..., H * (D - R + V)], of stride 0: they take no
+        # memory, and the keys and values that the latent would give are made where queries meet
+        # them, on whatever rank.
         return latent.new_zeros(()).expand(*rows.shape[:-1], self.up.weight.shape[0]), None
 
 
 def _latent_taken(core_attention: Any) -> _Latent | None:
     """The latent that was handed to a core attention for this call; None: keys and values."""
     found = getattr(core_attention, "latent", None)
+    # Taken once: the next call may come without a latent.
     if found is not None:
         core_attention.latent = None
     return found

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,10 +128,14 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         for piece in self.stream.sample(index):
             length = piece.stop - piece.start
             read = self._read(piece)
+            # A token's label is the document's next token, also behind a cut: one more is read for
+            # it.
             num_labels = min(length, len(read) - 1)
             tokens[at : at + length] = read[:length]
             labels[at : at + num_labels] = read[1 : 1 + num_labels]
             loss_mask[at : at + num_labels] = 1
+            # Attention does not join the pieces of a cut document, so every one begins at position
+            # 0.
             position_ids[at : at + length] = np.arange(length)
             at += length
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
@@ -200,6 +204,7 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
+    # held [B, S]; positions [T], sample by sample.
     positions = position_ids[held]
     opens = positions == 0
     if (held[:, 0] & (position_ids[:, 0] != 0)).any():
@@ -207,10 +212,12 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     starts = torch.nonzero(opens).flatten().tolist()
     ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
+    # rows [T, C]: token, label, the bits of the loss mask, then what lies ahead.
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
     rows = torch.stack(columns, dim=1)
     wide = [rows, *_ahead(rows, positions, depths)]
     if first_sample is not None:
+        # The sample's number in the microbatch of the pool, of each token [T, 1].
         wide.append(torch.nonzero(held)[:, :1] + first_sample)
     return Sequences(torch.cat(wide, dim=1), lengths)
 
@@ -225,28 +232,20 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
         yield ahead
 
 
-def document_datasets_provider(
-    train_val_test_num_samples: Sequence[int],
-    vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
-    *,
-    policy: CutPolicy = "split",
-    filling: Filling = DEFAULT_FILLING,
-) -> DatasetTriple:
-    """Megatron's data set provider: train, validation and test sets of whole documents."""
-    from megatron.training import get_args
-
-    return build_datasets(get_args(), train_val_test_num_samples, policy, filling)
-
-
-# Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
-document_datasets_provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
-    """`document_datasets_provider` with cut policy and filling of the balance configuration."""
-    provider = partial(document_datasets_provider, policy=policy, filling=filling)
-    provider.is_distributed = True  # pyright: ignore[reportAttributeAccessIssue]
-    return provider
+    """Megatron's data set provider: train, validation and test sets of whole documents."""
+
+    def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
+        from megatron.training import get_args
+
+        return build_datasets(get_args(), train_val_test_num_samples, policy, filling)
+
+    # Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
+    provide.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return provide
+
+
+document_datasets_provider = make_provider("split")
 
 
 def build_datasets(
@@ -371,6 +370,7 @@ def _open_corpus(prefix: str, args: Any) -> Corpus:
 
     check_bin(index)
     cache = of_corpus(index, getattr(args, "data_cache_path", None))
+    # The index is checked whole once; where its cache says so, not again.
     cache.under("checked").get("checked", check)
     return Corpus(index, cache)
 
@@ -392,6 +392,8 @@ def corpus_reasons(args: Any) -> list[str]:
     """
     reasons: list[str] = []
     try:
+        # Opening the files costs the same whatever their size: an index that is damaged inside is
+        # found when its documents are numbered.
         named = sources(args)
     except BalanceError as error:
         return [str(error)]

@@ -93,7 +93,8 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     reasons += [] if said is None else [said]
     of_way = way_reasons(args, config)
     patches: tuple[Patch, ...] = ()
-    if not of_way:  # else it cannot be told how the job runs
+    # It is not known how a job runs that cannot.
+    if not of_way:
         patches = for_job(
             args,
             joint=attends_jointly(args, config),
@@ -102,6 +103,8 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
         )
     fault = fault_of(patches, config.accepted_sources, config.source)
     check_arguments(args, [*reasons, *of_way, *([] if fault is None else [fault])])
+    # In this order: what no flag can want otherwise is set behind all refusals, and the model's
+    # spec before Megatron builds it.
     _say_what_was_set(args, cfg_container, others)
     give_layer_spec(cfg_container)
     log.info(
@@ -129,6 +132,7 @@ def _say_what_was_set(args: Any, cfg_container: Any, unknown: Sequence[str]) -> 
 
 
 def _absolute(cluster: str) -> str:
+    # A relative path would be taken relative to the configuration.
     return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
@@ -89,27 +89,20 @@ def record() -> _FlagRecord:
     return cast(_FlagRecord, validated(_FlagRecord, read_yaml(PATH), str(PATH), "", _FlagRecord.model_fields))
 
 
-class _Options(Mapping[str, Any]):
+class _Options(dict[str, Any]):
     """Megatron's arguments by name, and what is made of several (`MADE`); None for those that this
     version does not have, the name of an enum's member.
     """
 
     def __init__(self, args: object) -> None:
+        super().__init__(len=len, set=set)
         self._args = args
 
-    def __getitem__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Any:
         if name in MADE:
             return MADE[name](self._args)
-        if name in ("len", "set"):
-            return {"len": len, "set": set}[name]
         value = getattr(self._args, name, None)
         return value.name if isinstance(value, Enum) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self._args))
-
-    def __len__(self) -> int:
-        return len(vars(self._args))
 
 
 def _router_losses(args: Any) -> tuple[str, ...]:
@@ -196,6 +189,8 @@ def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str
     for flag in names:
         name = own[flag].dest if flag in own else flag[2:].replace("-", "_")
         default = own[flag].default if flag in own else fields.get(name)
+        # Flags of Megatron's own parser, since the record was made of all there were, and those of
+        # a script by which Megatron builds its layers; at their defaults they change nothing.
         if (flag not in own and name not in fields) or getattr(args, name, None) == default:
             continue
         whose = "a flag of this Megatron" if flag in own else "a field of the config that layers are built of"
@@ -241,6 +236,8 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 DEVICE_OPTION = "--balance-device"
 
 
+# Megatron's own defaults need a GPU or Transformer Engine. How keys travel is the plan's, so
+# `cp_comm_type` changes nothing; Megatron's branch dev builds local layers under no other one.
 CPU_DEFAULTS: dict[str, Any] = {
     "transformer_impl": "local",
     "distributed_backend": "gloo",
@@ -256,6 +253,7 @@ def device_of(argv: Sequence[str]) -> Device:
     """The device that the command line asks for, read before Megatron is imported. ConfigError:
     neither.
     """
+    # Megatron's parser is not at hand: it looks at the device while it is imported.
     device = "cuda"
     for at, word in enumerate(argv):
         if word == DEVICE_OPTION:
@@ -269,6 +267,8 @@ def device_of(argv: Sequence[str]) -> Device:
 
 def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's parser with our group, and with defaults that work on a CPU if that is the device."""
+    # Some of Megatron's own texts have a bare percent sign, at which `--help` would end in an
+    # error.
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\(\w+\)[dfrs])", "%%", action.help)
@@ -305,6 +305,8 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     return parser
 
 
+# The products take 16 rows at a time; MXFP8 has a scale for every 32 rows and block scaling for
+# every 128, and Transformer Engine quantises whole blocks only (`is_quantizable`).
 FP8_ROWS: dict[str, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 """By `--fp8-recipe`, the number of which the rows of a linear layer's input must be a multiple."""
 

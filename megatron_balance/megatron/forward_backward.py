@@ -39,7 +39,7 @@ from megatron_balance.megatron.tokens import numbered, read, recall
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, share_lengths
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble, interleave
+from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,11 +60,15 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 "non-loss data is collected on the last rank alone, but a plan needs all ranks; pass no "
                 "process_non_loss_data_func"
             )
+        # Inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the
+        # same plan.
         job.prepare(model)
         if job.unchecked and not forward_only:
             _check_self(job, schedule, inner, model, kwargs)
         if not forward_only:
             job.steps.begin(job.args.curr_iteration + 1)
+        # Weights that the last step changed are with their owners; evaluation runs Megatron's own
+        # model.
         if forward_only and job.changes is not None:
             job.changes.gather_weights()
         pool = job.pool
@@ -82,8 +86,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
         def local(index: int) -> LocalMicrobatch:
-            parts = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in own[index]]
-            return interleave(parts, job.row_multiple)
+            return exchange.local(rows, own[index], job.row_multiple)
 
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
@@ -96,6 +99,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
         microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
+        # One iterator a model chunk, which all draw on the same microbatches.
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
@@ -126,9 +130,11 @@ def _planned_step(
     if draw.first is not None:
         assert job.train_data is not None, "samples are read by number only where they are ours"
         iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
+    # The middle stages need lengths alone.
     reads = parallel.is_source and pool.has_tokens
     mine, failure = read(iterator, draw.num_microbatches * reads, job.reader, job.depths, job.first_sample)
-    mine = mine if pool.reads else []  # another rank of this replica read the same samples
+    # Another rank of this replica read the same samples.
+    mine = mine if pool.reads else []
     shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
     planned = planner.plan(shared.lengths, announced=shared.announced)
     recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
@@ -171,6 +177,7 @@ def _check_self(
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
     """By microbatch that this rank runs, its plans; ConfigError as `check_number`."""
     own = planned.own_plans_of(pool.pipeline)
+    # Pipelines side by side have as many microbatches as each needs.
     if planned.step.strategy is None:
         check_number(len(own), num_microbatches)
     return own
@@ -248,6 +255,7 @@ def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
 
 def _count_flops(sequences: Sequence[Ints]) -> None:
     """Tell Megatron's throughput line the sequences of this rank's replica."""
+    # Megatron's line expects them on each of the replica's ranks, and none of evaluation.
     for own in sequences:
         # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
         # sums these with.
@@ -275,6 +283,7 @@ def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -
     size = sum(lengths)
     positions = torch.cat([torch.arange(each) for each in lengths]).repeat(num_replicas * batch, 1)
     tokens = torch.arange(num_replicas * batch * size).view(-1, size) * 7919 % max(1, vocabulary - 1)
+    # Positions [replicas * B, S]; the last token of each document has no label.
     last = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0
     labels = torch.roll(tokens, -1, dims=1).masked_fill(last, 0)
     assert PADDING not in positions, "a tiny sample has no padding"
@@ -306,6 +315,7 @@ def _compare_losses(with_plan: float, without: float, step: int, job: Any) -> No
     tolerance = TOLERANCE.get(job.dtype, HALF_TOLERANCE)
     device = job_device()
     known = torch.tensor([with_plan, without, difference], dtype=torch.float64, device=device)
+    # A stage that computes no loss must not win the maximum, nor hide that there is none.
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         known.fill_(-math.inf)
     known = torch.nan_to_num(known, nan=math.inf, neginf=-math.inf)
@@ -313,6 +323,7 @@ def _compare_losses(with_plan: float, without: float, step: int, job: Any) -> No
     with_plan, without, difference = known.tolist()
     told = f"self-check before step {step}: a tiny batch has loss {with_plan:.7g} with the plan of "
     told += f"{job.config.planner.name} and {without:.7g} without, a relative difference of {difference:.1e}"
+    # NaN does not compare: a difference that is none must fail.
     if not difference <= tolerance:
         raise SelfCheckError(
             f"{told}; expected at most {tolerance:.0e}. Nothing was trained. See whether this Megatron is one that was "
@@ -340,6 +351,7 @@ def _whole(job: Any, samples: Mapping[str, torch.Tensor]) -> PlannedMicrobatch:
     local = assemble(sequences.rows.to(device), layout, job.row_multiple)
     counts = mask_counts([local.rows], job.depths)[0] if job.depths else None
     microbatch = planned_microbatch(local, [None], counts, job.num_samples)
+    # Without a plan every rank holds the whole batch, and attends document by document.
     microbatch.params.alone = sequences.lengths
     return microbatch
 

@@ -73,6 +73,7 @@ def planned_microbatch(
     are predicted, the sums of its masks by depth (`mask_counts`). `num_samples`: of the pool, where
     rows say theirs in their last column; else 0.
     """
+    # With "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
     params = [
         BalancedSeqParams(
             qkv_format="sbhd",
@@ -110,6 +111,8 @@ def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
     """Values ahead of rows [1, T, C]; `own`: their tokens, positions, labels and loss mask."""
     depths = range(1, len(counts))
     tokens, positions, labels, loss_mask = own
+    # Megatron weights a rank's share of the loss by the counts of that rank, so every mask says
+    # that it has the mean one, and is scaled to make up for it.
     mean = counts[0] / mpu.get_data_parallel_world_size(with_context_parallel=True)
     weighted = [from_bits(rows[..., column(at, LOSS_MASK)]) * (counts[0] / counts[at].clamp(min=1)) for at in depths]
     return Ahead(
@@ -126,6 +129,7 @@ def mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
     Collective over the data- and context-parallel ranks of a stage; nothing is read on the host.
     """
     masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
+    # [microbatches, 1 + depths].
     counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return counts
@@ -155,6 +159,8 @@ def forward_step(
 
 
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
+    # With sequence parallelism the chunk that embeds tokens splits the padding over the
+    # tensor-parallel ranks; the others (0.19.2) take it for that of their own rows.
     if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
         return batch.padding_mask
     return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[
@@ -164,6 +170,8 @@ def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """Sum of the token losses, number of tokens that count, and both for the report."""
+    # With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole
+    # step, so the sum over ranks and microbatches is exact however the tokens are placed.
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -182,6 +190,7 @@ def _loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: t
     loss, num_tokens, _ = checked_loss(batch.loss_mask, losses)
     assert batch.samples is not None, "rows say their samples where evaluation asks for them"
     mask = batch.loss_mask.view(-1).float()
+    # [T, (loss, 1)] summed by sample, then by the replica that read it.
     each = torch.stack([losses.detach().view(-1).float() * mask, mask], dim=1)
     by_sample = each.new_zeros(batch.num_samples, 2).index_add_(0, batch.samples, each)
     return loss, num_tokens, {LOSS: by_sample.view(-1, micro_batch_size, 2).sum(1)}
@@ -194,8 +203,11 @@ def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, 
     """
     if not stored or stored[0][LOSS].dim() < 2:
         return stored
+    # With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own
+    # tokens, and a plan spreads those over all ranks.
     sums = torch.stack([each[LOSS] for each in stored])
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    # [microbatches, replicas, (sum, tokens)] to [microbatches].
     means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
     return [
         {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
@@ -204,6 +216,8 @@ def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, 
 
 def _validate(loss: torch.Tensor) -> None:
     """Run the checks of Megatron's own forward step on the loss of a token."""
+    # They replay the step when a value is not a number or leaps: sums would leap with the number of
+    # tokens that a plan places on a rank.
     args = session.current().args
     if not args.check_for_nan_in_loss_and_grad and not args.check_for_spiky_loss:
         return
@@ -268,6 +282,8 @@ class Microbatches:
         """Log the training step that ran; then look up the first microbatch of the next one."""
         self._job.steps.ran(self._planned, shared, self.counters, self.decision)
         plans = self._job.planner(False)
+        # The host waits for the device now and then until the next step begins: time to look up its
+        # first microbatch.
         self._job.bind_ahead.submit(lambda: self._expect_next(plans.coming()))
 
     def _expect_next(self, coming: StepPlan | None) -> None:

@@ -151,6 +151,7 @@ def planned_mtp_block(spec: Any) -> Any:
     if spec is None:
         return None
     result = copy.deepcopy(spec)
+    # Layers that predict further tokens have specs of their own inside.
     for layer in result.layer_specs:
         if not _replace(layer.submodules.mtp_model_layer):
             raise ConfigError(
@@ -245,6 +246,8 @@ class _PositionRotary(torch.nn.Module):
         packed_seq_params: Any = None,
     ) -> torch.Tensor | int:
         """Positions [T] of the microbatch; Megatron's own answer for anything that we did not plan."""
+        # The answer goes straight to `forward`, so nothing is kept between the two calls and
+        # several microbatches may be in flight.
         if isinstance(packed_seq_params, BalancedSeqParams):
             assert packed_seq_params.position_ids is not None, "a planned microbatch knows its positions"
             return packed_seq_params.position_ids
@@ -269,6 +272,7 @@ class _PositionRotary(torch.nn.Module):
             made = self.inner.get_emb(self._max_positions)
             table, self._concentration = made if isinstance(made, tuple) else (made, None)
             self._table = table = table.to(positions.device)
+        # [T, 1, 1, D] of a table [positions, 1, 1, D].
         found = table[positions]
         found = found[:, 0] if self._of_rows else found
         return found if self._concentration is None else (found, self._concentration)

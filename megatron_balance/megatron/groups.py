@@ -45,6 +45,8 @@ def make_pool(
         stages=tuple(dist.get_process_group_ranks(stages)),
     )
     found = pool.make_pool(mine, ranks_per_node, sms, attends=attends, safe=safe, timeout=timeout)
+    # Megatron lists the groups with its own, so that --distributed-timeout-seconds-after-init
+    # counts for them too.
     state: Any = parallel_state
     known: list[dist.ProcessGroup | None] = state._global_process_group_list
     own = [group for groups in (found.groups, found.joint, found.attention) for group in groups.process_groups()]
@@ -76,6 +78,7 @@ def tensor_parallel() -> TensorParallel:
 
 def job_device() -> torch.device:
     """The device of this rank's tensors."""
+    # Asked of a tensor: with `--balance-device cpu` those made on "cuda" are on the CPU.
     return torch.empty(0, device="cuda").device
 
 

@@ -98,6 +98,7 @@ class BalancedLoop:
         if groups is not self._groups:
             check_groups(groups)
             self._groups = groups
+        # A step that Megatron's rerun state machine runs again in place is the same step.
         if not forward_only and get_rerun_state_machine().state != RerunState.RERUNNING_IN_PLACE:
             self._job.args.curr_iteration = self._next_step - 1
             self._next_step += 1
@@ -307,6 +308,7 @@ def _arguments_of(
             setattr(args, name, getattr(model_config, found))
     gpt = unwrap_model(chunks[0])
     ddp = getattr(chunks[0], "ddp_config", None)
+    # Said last, over what the configs say: these are facts of the built groups and model.
     known = {
         "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),

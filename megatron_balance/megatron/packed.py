@@ -29,6 +29,7 @@ class CountedMask(torch.Tensor):
         return counted
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Megatron weights a rank's share of a loss by the sum of its mask.
         return super().sum(*args, **kwargs) if args or kwargs else self.count
 
 
@@ -54,10 +55,13 @@ class Ahead:
         """
         if tensor.dtype == torch.bool:
             return tensor, self.count
+        # Megatron hands back the very tensors that it was given, so identity says which one this
+        # is.
         for by_depth in (self.tokens, self.positions, self.labels, self.masks):
             for depth, each in enumerate(by_depth):
                 if each is tensor:
                     return by_depth[depth + 1], self.count
+        # Only the labels of depth 0 come as a copy.
         assert not tensor.is_floating_point(), "only the mask of the microbatch is rolled"
         return self.labels[1], self.count
 
@@ -93,6 +97,7 @@ class BalancedSeqParams(PackedSeqParams):
         """
         if self.layers is not None:
             return self.layers.of_layer(number, mask)
+        # The other stages of the backward tick are in its plan alone, whose layers all have one mask.
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
         return bound

@@ -121,9 +121,11 @@ def run_block(
     h], whose rows lie as `training.tokens.interleave` lays them out; `padding_mask` [1, T], where
     there are experts.
     """
+    # Pipeline stages behind the first are handed their input.
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
     hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+    # Rows of a rank's share: sequence parallelism has split every nano-batch already.
     shares = block.config.tensor_model_parallel_size if block.config.sequence_parallel else 1
     rows = [_rows(nano_batch) for nano_batch in params.nano_batches]
     rotary: Sequence[Tensor | None] = [None] * len(rows) if rotary_pos_emb is None else rotary_pos_emb.split(rows)
@@ -134,6 +136,7 @@ def run_block(
         _NanoBatch(at, len(rows), *own) for at, own in enumerate(zip(params.nano_batches, rotary, padding, strict=True))
     ]
     states = hidden_states.split([n // shares for n in rows])
+    # As `TransformerBlock.forward`, whose layers draw from the tracker under sequence parallelism.
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
     with rng:
@@ -193,6 +196,7 @@ class _PingPongRun:
 
     def linear(self, layer: int) -> None:
         """Run the layer before on from its attention, and this one up to its own."""
+        # The linear step of a layer and of the next one up to its core attention are one segment.
         if layer:
             assert self.out is not None
             self.state = behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)

@@ -62,6 +62,7 @@ class TickRun:
         self.stage, self.num_stages = pool.stage, pool.num_stages
         self.num_layers = self.config.num_layers // (self.num_stages * len(self.chunks))
         self.recompute = recompute_of(self.config)
+        # Microbatches of backward ticks are those of the forward ones.
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
         self.bounds = BoundTicks(
@@ -110,6 +111,7 @@ class TickRun:
                 result = self._backward(cell, bounds)
             else:
                 result = self._forward(cell, bounds, first_val_step)
+            # Sent before what the backward needs is kept or given back.
             self._pass_on(tick, result)
             if cell is not None and not tick.backward:
                 self._keep_or_drop(cell, result)
@@ -124,6 +126,7 @@ class TickRun:
     # Passes
 
     def _forward(self, cell: Cell, bounds: Sequence[Bound], first_val_step: bool | None) -> torch.Tensor:
+        # A forward tick's plan; the backward tick sets its own when it begins.
         slots = self.slots[cell] = tuple(BackwardSlot() for _ in bounds)
         batch = self._microbatch(cell.microbatch).with_plans(bounds, slots)
         first = cell.microbatch == 0
@@ -155,6 +158,7 @@ class TickRun:
 
     def _backward(self, cell: Cell, bounds: Sequence[Bound]) -> torch.Tensor | None:
         for slot, bound in zip(self.slots.pop(cell), bounds, strict=True):
+            # The plan of the backward tick, which attention's backward runs.
             slot.bound = bound
         last = cell.microbatch == self.num_microbatches - 1
         if last and self._sums_in_backward:
@@ -273,6 +277,7 @@ def attention_passes(
     """The attention calls, in order, of a pass through the `num_layers` of a model chunk; a
     backward that computes forwards again makes their calls too, in training.
     """
+    # A stage without a microbatch makes the calls of those that have one, so both ask here.
     runs = attention_runs(recompute, num_layers, training=training)
     forwards = [_LayerPass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
     if not backward:

@@ -73,6 +73,7 @@ def _experts(args: argparse.Namespace, tensor: int) -> dict[str, int]:
 
 def _with_other_mask(args: argparse.Namespace, first: Mask) -> int:
     further = args.mtp_num_layers or 0
+    # Layers that predict further tokens are numbered from 1 again.
     numbers = [*range(1, args.num_layers + 1), *range(1, further + 1)]
     return sum(_mask_of_layer(args, number) != first for number in numbers)
 
@@ -84,6 +85,8 @@ def _latents(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
         "latent_rank": args.kv_lora_rank,
         "latent_rope": args.qk_pos_emb_head_dim,
         "query_rank": args.q_lora_rank or 0,
+        # Projections down to latents are not split by tensor-parallel ranks, but under sequence
+        # parallelism each has a part of the rows.
         "latent_split": tensor if args.sequence_parallel else 1,
     }
 
@@ -92,6 +95,8 @@ def _mask_of_layer(config: Any, layer_number: int) -> Mask:
     """The mask of the layer of this number, counted from 1 as Megatron does; `config`: its
     arguments or model config.
     """
+    # --window-size L,R: L keys before a query's own and R behind it; without negative numbers or
+    # keys behind, a sliding window of L + 1 keys. --window-attn-skip-freq: which layers see all.
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return SlidingWindow(config.window_size[0] + 1)
     return CAUSAL
@@ -117,6 +122,8 @@ def recompute_of(config: Any) -> Recompute:
     if config.recompute_granularity == "full":
         what = "block" if config.recompute_method == "block" else "uniform"
         return Recompute(what, config.recompute_num_layers or 1)
+    # Of selective recomputation only core attention matters here: other modules lie between
+    # attention calls.
     if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ("core_attn",)):
         return Recompute("core_attention")
     return Recompute()
@@ -148,6 +155,7 @@ def step_memory(job: Session) -> StepMemory:
     rank tells its planner is the same.
     """
     found = _memory(job, job.args.tensor_model_parallel_size, job.pool.num_stages)
+    # Stages that attend together replay.
     return dataclasses.replace(found, asked="replay") if job.joint else found
 
 
@@ -163,6 +171,7 @@ def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[St
     ranks, which has `model`.
     """
     virtual = args.virtual_pipeline_model_parallel_size or 1
+    # The last stage has the layers of multi-token prediction, too.
     further = [0] * (num_stages - 1) + [args.mtp_num_layers or 0]
     ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     ranks *= args.context_parallel_size * args.data_parallel_size
@@ -178,6 +187,7 @@ def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[St
 
 def _predicted_state(args: Any, model: Model, tensor: int, sharding: Sharding) -> float:
     """Bytes of parameters, gradients and optimizer of a rank that has `model`."""
+    # Tables are split by tensor-parallel ranks, projections down to latents are not.
     own = dataclasses.replace(model, vocab_size=max(1, model.vocab_size // tensor), latent_split=1)
     others, experts = parameters_of_rank(own, sharding)
     each = model.bytes_per_element + _gradient_bytes(args)
@@ -217,6 +227,8 @@ def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
 
 
 def _activations(model: Model, args: Any, size: int) -> Model:
+    # A tensor-parallel rank has its share of logits, and of hidden states with sequence
+    # parallelism.
     return dataclasses.replace(
         model,
         hidden_size=model.hidden_size // (size if args.sequence_parallel else 1),

@@ -65,6 +65,8 @@ def peers(job: Session) -> ProcessGroup | None:
 def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpec:
     """The planner of the configuration for the ranks, the model and the samples of a job."""
     trained = job.args.micro_batch_size
+    # A rank holds as many more tokens in evaluation as its microbatches have more samples: it keeps
+    # nothing for a backward pass.
     size = (getattr(job.args, "eval_micro_batch_size", None) or trained) if evaluation else trained
     choice = job.config.planner
     assert choice is not None
@@ -212,6 +214,7 @@ class _Guarded:
                     *(len(lengths), num_ranks, tokens, type(error).__name__, error),
                 )
                 self._said = True
+            # Whatever Megatron raises, assertions and index errors alike, our rules plan the batch.
             return hybrid.schedule(lengths, tokens, num_ranks)
 
 

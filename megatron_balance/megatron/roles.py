@@ -125,6 +125,7 @@ class Roles:
             check_strategy(strategy, layout, model_config.transformer)
         self.layout = layout
         self._model_config = model_config
+        # Most that any strategy takes on this rank.
         sizes = [int(_room(layout, strategy).sum()) for strategy in strategies]
         dtype, device = model_config.params_dtype, job_device()
         self.weights = torch.full((max(sizes, default=0),), torch.nan, dtype=dtype, device=device)
@@ -167,6 +168,7 @@ class Roles:
         sent = torch.tensor(mine, dtype=torch.int64, device=self.weights.device).reshape(-1, *WeightTraffic.SHAPE)
         everyone = [torch.empty_like(sent) for _ in range(self.everyone.size)]
         dist.all_gather(everyone, sent, group=self.everyone.pool)
+        # [strategies, ranks, 2, 2, 2] to a table by direction first.
         table = torch.stack(everyone, dim=1).cpu().numpy()
         return {role.strategy: WeightTraffic(table[at].swapaxes(0, 1)) for at, role in enumerate(self)}
 
@@ -201,6 +203,8 @@ class Roles:
         attention: AttentionGroups | None,
     ) -> Role:
         layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None
+        # All ranks make all groups, in one order; of a pipeline that is not its own a rank keeps
+        # none.
         for pipeline, scheme in enumerate(strategy.pipelines):
             groups = _groups_of(strategy.ranks_of(pipeline), scheme, make_group)
             if seat is not None and seat.pipeline == pipeline:
@@ -218,6 +222,7 @@ class Roles:
         """Let parameters and their gradients lie in the shared memory, and modules wait for theirs."""
         room = _room(self.layout, strategy)
         names = {name: number for number, name in enumerate(self.layout.parameters.names)}
+        # [parameters]: where each begins in the shared memory.
         starts = np.cumsum(room) - room
         weights: dict[int, torch.Tensor] = {}
         gradients: dict[int, torch.Tensor] = {}
@@ -229,6 +234,7 @@ class Roles:
                     "weights of one type"
                 )
             part = slice(int(starts[number]), int(starts[number]) + parameter.numel())
+            # The views are what the model computes with: a pull writes into them.
             weights[number] = parameter.data = self.weights[part].view(parameter.shape)
             gradients[number] = owner.main_grad = self.gradients[part].view(parameter.shape)
             owner.grad_added_to_main_grad = False
@@ -243,6 +249,7 @@ class Roles:
         for module in model.modules():
             mine = [by_number[by_parameter[id(each)]] for each in module.parameters(recurse=False)]
             if mine:
+                # The last of a module's weights to come: slots arrive in order.
                 module.register_forward_pre_hook(functools.partial(self._need, max(mine)))
         return RoleMemory(weights, gradients, by_number, seat.stage == 0)
 
@@ -251,6 +258,7 @@ class Roles:
             self._moves.need(slot)
 
     def _add_to_main_grad(self, number: int, parameter: Any) -> None:
+        # As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already.
         if not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
@@ -322,6 +330,7 @@ class AttentionGroups:
         self._gpus_per_node = gpus_per_node
         self._make: Callable[..., Groups] = functools.partial(make_groups, timeout=timeout, sms=sms, safe=safe)
         self._made: dict[tuple[tuple[int, ...], int], Groups | None] = {}
+        # Roles are in use one at a time, so attention calls share memory.
         self._buffers = BufferPool()
 
     def of(self, strategy: Strategy) -> Groups | None:
@@ -331,6 +340,8 @@ class AttentionGroups:
             rows = [row for row, size in wanted if size == per_node and (row, size) not in self._made]
             if not rows:
                 continue
+            # Ranks outside of all rows make groups of their own, since `make_groups` asks all of
+            # the world.
             alone = [(rank,) for rank in world if not any(rank in row for row in rows)]
             mine = dataclasses.replace(self._make([*rows, *alone], per_node), buffers=self._buffers)
             self._made |= {(row, per_node): mine if mine.ranks == row else None for row in rows}
@@ -343,6 +354,7 @@ class AttentionGroups:
         """
         for pipeline, scheme in enumerate(strategy.pipelines):
             shape = (scheme.pipeline, scheme.context, scheme.tensor)
+            # [stages, CP, TP] to rows of CP neighbours: [stages * TP, CP].
             rows = np.array(strategy.ranks_of(pipeline)).reshape(shape).transpose(0, 2, 1).reshape(-1, scheme.context)
             per_node = min(scheme.context, max(1, self._gpus_per_node // scheme.tensor))
             yield from ((tuple(row), per_node) for row in rows.tolist())
@@ -371,9 +383,11 @@ def _groups_of(ranks: range, scheme: Scheme, make_group: _GroupMaker) -> Any:
     for name, spanned in AXES.items():
         inside = [axis for axis, word in enumerate(("pp", "cp", "tp")) if word in spanned.split()]
         outside = [axis for axis in range(3) if axis not in inside]
+        # [..., spanned dimensions last]: a row for each group.
         rows = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([shape[axis] for axis in inside], dtype=int)))
         made = [make_group(row.tolist()) for row in rows]
         mine[name] = next((group for group in made if group is not None), None)
+    # First and last stage of a pipeline, which share tied embeddings.
     ends = [
         make_group(list(dict.fromkeys((first, last))))
         for first, last in zip(grid[0].reshape(-1).tolist(), grid[-1].reshape(-1).tolist(), strict=True)
@@ -386,6 +400,7 @@ def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
     """Elements that each parameter takes in the shared memory under a strategy [n], this rank's."""
     mine = held(strategy, layout.parameters, rank=dist.get_rank())
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
+    # Each parameter begins at a multiple of ALIGNED elements.
     return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
 
 
@@ -439,10 +454,12 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
     }
     world, size = dist.get_rank(), dist.get_world_size()
     a_stage = size // scheme.pipeline
+    # A stage's parameters are the same on all of its ranks, so its first one describes it.
     stages = [_told(stage if world == first else None, first) for first in range(0, size, a_stage)]
     listed: dict[str, Parameter] = {}
     for body in stages:
         for each in body["parameters"]:
+            # The same name on two stages is one parameter: a tied embedding.
             listed.setdefault(each["name"], Parameter(**{**each, "tied": shared and each["name"] == EMBEDDING}))
     numbers = {name: number for number, name in enumerate(listed)}
     parameters = ParameterTable.of(tuple(listed.values()), int(get_model_config(chunk).num_layers))
@@ -462,6 +479,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
     for name, parameter in named.items():
         if parameter not in chained.model_param_gbuf_map:
             continue
+        # The part of the parameter that this rank's optimizer shard covers.
         where = chained._get_model_param_range_map(parameter)["param"]
         main = getattr(parameter, "main_param", None)
         weights[numbers[name]] = parameter.data.view(-1)[where.start : where.end] if main is None else main
@@ -475,6 +493,7 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     stage's.
     """
     layers = {
+        # Layers are numbered in the whole model by their own `layer_number`, from 1.
         f"{name}.": f"{LAYERS}{module.layer_number - 1}."
         for name, module in model.named_modules()
         if name.startswith(LAYERS) and name.count(".") == LAYERS.count(".")
@@ -495,6 +514,7 @@ def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> 
     shape = [*parameter.shape, 1][:2] if parameter.dim() == 1 else list(parameter.shape)
     cut = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
     if cut is not None:
+        # Tensor-parallel parameters have their whole size in the table.
         shape[cut] *= tensor
     # Transformer Engine's layers say stride 1 of a gated fc1, too.
     gated = config.gated_linear_unit and ".mlp.linear_fc1." in name

@@ -67,6 +67,7 @@ class BalancedRouter(TopKRouter):
         """Probabilities and map [T, experts], balanced over all ranks that share the microbatch."""
         if not self.training:
             return super().sinkhorn_load_balancing(logits)
+        # Megatron's balances the rows of a rank, so routes would depend on what a plan put there.
         with torch.no_grad():
             balanced = sinkhorn_of_pool(logits.float(), self._padding, self.tp_dp_cp_group)
             chosen = torch.topk(balanced, k=self.topk, dim=1).indices
@@ -86,6 +87,7 @@ class BalancedRouter(TopKRouter):
             yield
         finally:
             self._by_nano_batch = False
+            # Their layer's losses were taken: values of one layer are not kept for the next.
             if self._kept.last:
                 self._kept = _RouterValues()
 
@@ -145,16 +147,20 @@ class BalancedRouter(TopKRouter):
         if self.config.sequence_parallel:
             samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
         self._num_samples = given.num_samples
-        wide = torch.cat([routing_map, samples[:, None]], dim=1)  # so that nano-batches keep both together
+        # So that nano-batches keep routing and samples together: [T, experts + 1].
+        wide = torch.cat([routing_map, samples[:, None]], dim=1)
         return self._balanced("seq_aux_loss", self._by_sample, (probs, scores_for_aux_loss, wide), with_padding_mask)
 
     def _by_sample(self, probs: Tensor, scores: Tensor, wide: Tensor, with_padding_mask: bool) -> Tensor:
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         routed, samples = wide[:, :-1].to(scores.dtype), wide[:, -1]
+        # [samples, experts]: tokens sent to each expert, over all ranks that share the microbatch.
         counts = routed.new_zeros(self._num_samples, routed.shape[1]).index_add_(0, samples, routed)
         dist.all_reduce(counts, group=self.tp_dp_cp_group)
         per_sample = counts.sum(1, keepdim=True) / self.topk
         share = counts / per_sample.clamp(min=1)
+        # Megatron takes the loss over the tokens of a sample, and the mean over samples; here every
+        # sample counts by its tokens, which is the same for samples of as many.
         weighted = (scores * share[samples]).sum() * (coefficient * routed.shape[1] / self.topk)
         total = per_sample.sum().clamp(min=1)
         attach = self.attach_and_log_load_balancing_loss
@@ -210,6 +216,8 @@ def sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.Process
     rows = _sum_in_order(counted.float(), group).clamp(min=1)
     of_expert = cost.new_ones(experts)
     change = float("inf")
+    # Every rank adds up the same sums in the same order, so all end at the same iteration.
+    # Megatron's reads the change on the host, too.
     while change > SINKHORN_TOLERANCE:
         of_row = 1 / rows / ((of_expert * cost).sum(1) + SINKHORN_EPSILON)
         before = of_expert
@@ -222,6 +230,7 @@ def _sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum [n] over the ranks of a group of `values` [n], of the same bits on every rank."""
     if group.size() == 1:
         return values
+    # Gathered and then summed: an all-reduce may add in another order on each rank.
     parts = values.new_empty(group.size() * len(values))
     dist.all_gather_into_tensor(parts, values.contiguous(), group=group)
     return parts.view(group.size(), -1).sum(0)
@@ -260,6 +269,7 @@ def tell_samples(model: torch.nn.Module) -> None:
 def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001  a hook's
     router = router_of(layer)
     router.of_microbatch = kwargs["packed_seq_params"]
+    # In recomputation the layer's hook does not run: what it told in the forward is taken in order.
     if router.to_recompute is not None and layer.training and torch.is_grad_enabled():
         router.to_recompute.append(router.of_microbatch)
 

@@ -61,6 +61,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     `dataset`: None: this rank reads no samples.
     """
     has = torch.tensor([dist.get_rank() if dataset is not None else dist.get_world_size()], device=job_device())
+    # The one rank that has a training set with the lowest number reads.
     dist.all_reduce(has, dist.ReduceOp.MIN)
     reader = int(has)
     told: list[DataIdentity] = [DataIdentity()]
@@ -88,6 +89,8 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     the sequences that it draws from (`indices`) and its settings (`config`). Of another data set the
     class is known, and what the command line says.
     """
+    # A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`,
+    # `dataset`), the sequences that it draws from (`indices`) and its settings (`config`).
     parts = list(getattr(dataset, "datasets", None) or [dataset])
     config = getattr(parts[0], "config", None)
     facts = {
@@ -102,6 +105,7 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     places: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         if not hasattr(part, "dataset_path"):
+            # Of another data set the class is known, and what the command line says.
             facts |= {_flag(name): _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
             continue
         name = f"corpus {number}"
@@ -154,6 +158,7 @@ def content(prefix: str) -> str | None:
             size = os.fstat(stream.fileno()).st_size
             total += size
             last = max(0, size - PIECE_BYTES)
+            # Pieces spread over the file, its end among them.
             for at in dict.fromkeys(last * piece // (PIECES - 1) for piece in range(PIECES)):
                 stream.seek(at)
                 digest.update(stream.read(PIECE_BYTES))
@@ -183,6 +188,7 @@ def _of_samples(dataset: Any, args: argparse.Namespace, config: Any) -> dict[int
             loader: Any = torch.utils.data.DataLoader(
                 dataset,
                 batch_size=None,
+                # Each twice: a data set that draws at random gives others.
                 sampler=wanted * 2,
                 num_workers=1,
                 timeout=PATIENCE_S,

@@ -139,7 +139,8 @@ class Session:
         if job_device().type == "cuda" and (cluster is None or not cluster.names_machine):
             self.config = self.config.model_copy(update={"cluster": cluster_of_machine(cluster)})
         if planner is not None:
-            planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
+            # Options that cannot be are told before a model is built.
+            planner.num_holders(self.cluster())
         attends = self.joint_cluster() if self.joint else self.cluster()
         if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
             log.warning("%s", idle)
@@ -174,6 +175,8 @@ class Session:
     def shape_of(self, size: int) -> AttentionShape:
         """Heads of one of `size` tensor-parallel ranks."""
         args = self.args
+        # Heads are split over tensor-parallel ranks; latents are one key and value head for all of
+        # them.
         if args.multi_latent_attention:
             heads, keys = args.num_attention_heads // size, args.qk_head_dim + args.qk_pos_emb_head_dim
             values = None if args.v_head_dim == keys else args.v_head_dim
@@ -202,6 +205,8 @@ class Session:
     @property
     def reader(self) -> Reader:
         args = self.args
+        # Experts count all tokens of a sample, and FP8 scales are of all rows: with those no tail
+        # is left out.
         dense = args.num_experts is None and args.fp8 is None
         return Reader(leave_out_tails=dense, learned=args.position_embedding_type == "learned_absolute")
 
@@ -212,6 +217,7 @@ class Session:
 
     @property
     def num_columns(self) -> int:
+        # The sequence's sample as a last column, where a loss asks for it.
         return num_columns(self.depths) + bool(self.num_samples)
 
     @property
@@ -232,6 +238,7 @@ class Session:
         """The facts by which this job's plans are bound, over ranks that attend together. `shape`:
         heads of this rank, if not of the layout.
         """
+        # Before the first plan is bound, whatever a step would otherwise have to compile is built.
         carried = () if self.shape.latent_dim is None else (self.shape.latent_dim,)
         for width in dict.fromkeys((*self.shape.widths, *carried)):
             build_variants(job_device(), self.dtype, width)
@@ -365,6 +372,7 @@ class Session:
             )
             return
         found: dict[bool, Predicted] = {}
+        # Rank 0 alone predicts, and all do as it says.
         if self.args.rank == 0:
             lengths = first_lengths(self)
             for self.latents in (False, True):
@@ -415,6 +423,7 @@ def _device_streams() -> CudaStreams | None:
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
+    # A pool has one rank of each tensor-parallel group, whose ranks share its NICs.
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
         cluster,
@@ -441,7 +450,8 @@ def opened(session: Session) -> Iterator[Session]:
     _current.append(session)
     try:
         yield session
-    except Exception as error:  # torch's do not say which rank a collective waits for
+    except Exception as error:
+        # torch's errors do not say which rank a collective waits for.
         session.failed(error)
         raise
     finally:
@@ -494,6 +504,8 @@ _CARRY = "balance_carry"
 
 def save_ledger(text: str, args: argparse.Namespace) -> None:
     """Put a ledger's text where the next checkpoint takes it from."""
+    # A step that is saved before it is over (a rerun that ends the job) is saved with the account
+    # that it began with, since it is dealt again on resuming.
     setattr(args, _CARRY, text)
 
 

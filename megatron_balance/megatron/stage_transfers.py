@@ -56,6 +56,8 @@ class Crossings:
     @classmethod
     def of_passes(cls, passes: Sequence[tuple[int, int]], stage: int, num_stages: int, num_chunks: int) -> Crossings:
         """The crossings of `passes`, (microbatch, chunk) in the order of every stage's forwards."""
+        # The first stage is handed nothing for the first chunk, and the last hands on nothing of
+        # the last.
         all_of_them = tuple(m for m, _ in passes)
         inside = tuple(m for m, chunk in passes if chunk < num_chunks - 1)
         return cls(inside if stage == 0 else all_of_them, inside if stage == num_stages - 1 else all_of_them)
@@ -89,6 +91,8 @@ class PlannedTransfers(P2PCommunicator):
 
     def expect(self, shapes: StageShapes, crossings: Crossings) -> None:
         """Take a step's shapes, of what is received and of what is sent."""
+        # Hidden states come from the stage before and go to the one behind; gradients the other
+        # way, in the same order.
         self._received = _Due(shapes, crossings.with_previous), _Due(shapes, crossings.with_next)
         self._sent = _Due(shapes, crossings.with_previous), _Due(shapes, crossings.with_next)
 
@@ -104,6 +108,8 @@ class PlannedTransfers(P2PCommunicator):
         recv_next: bool,
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Shapes of what comes from the previous and from the next stage; empty: nothing does."""
+        # Every stage plans every microbatch, and ranks at one place in the pools of their stages
+        # hold the same rows, so nothing needs to be asked.
         for due, tensor in zip(self._sent, (tensor_send_prev, tensor_send_next), strict=True):
             if tensor is not None:
                 due.check(tensor.shape)

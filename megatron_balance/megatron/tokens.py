@@ -54,6 +54,7 @@ def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> 
     """
     assert draw.first is not None
     for microbatch in range(draw.num_microbatches):
+        # As Megatron's sampler deals them: `micro_batch_size` samples to each replica in turn.
         start = draw.first + (microbatch * pool.num_replicas + pool.replica) * micro_batch_size
         samples = [data[index] for index in range(start, start + micro_batch_size)]
         yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -73,6 +74,7 @@ def recall(
     if not wanted:
         return NOTHING
     assert data is not None, "documents wait only where they can be read again"
+    # Each on another rank that reads, in turn.
     owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
     rows: list[tuple[int, torch.Tensor]] = []
     failure: Exception | None = None
@@ -83,6 +85,7 @@ def recall(
                     rows.append((held.number, _read_again(data, held, depths)))
         except Exception as error:  # raised below, on all ranks
             failure = error
+    # All ranks raise, so none waits for another.
     failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
     if pool.joint.size > 1:
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
@@ -132,6 +135,7 @@ class Reader:
         if not isinstance(batch, Mapping):
             return self._without_tails(side_by_side(batch))
         found = {name: batch[name] for name in COLUMNS}
+        # With cu_seqlens_padded beside it, Megatron attends by that one, and so do we.
         name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
         if name is None:
             return found
@@ -147,6 +151,8 @@ class Reader:
         if not self.leave_out_tails:
             return columns
         positions = columns["position_ids"]
+        # No other token attends to them and no loss comes of them, so no number of a dense model
+        # depends on them: padding up to --seq-length costs nothing.
         kept = _counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
         return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
 
@@ -181,7 +187,9 @@ def positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = 
         ends = ends[None]
     right = ends.dim() == 2 and ends.shape[0] == batch and ends.shape[1] > 1
     if right:
+        # [B, N]: the first -1 and all behind it, or what argmin does not count.
         fill = (ends == -1).cummax(dim=1).values if argmin is None else _behind(argmin, ends)
+        # Entries that do not count become S, behind which no sequence opens.
         ends = ends.masked_fill(fill, size)
         right = not (fill[:, :2].any() or (ends.diff(dim=1) < 0).any())
         right = right and not ((ends[:, 0] != 0).any() or (ends.masked_fill(fill, 0).amax(dim=1) != size).any())
@@ -191,6 +199,8 @@ def positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = 
             f"cu_seqlens of shape {list(cu_seqlens.shape)}: expected a row for each of {batch} samples, rising from 0 "
             f"to {size}, and filled with {size} or -1; first row: {cu_seqlens.reshape(-1)[:8].tolist()} ...{counted}"
         )
+    # [B, S + 1] marks, whose last column takes the ends; a token's position is its column less that
+    # of the last mark up to it.
     opens = torch.zeros(batch, size + 1, dtype=torch.bool).scatter_(1, ends, True)[:, :size]
     at = torch.arange(size).expand(batch, size)
     return at - at.masked_fill(~opens, 0).cummax(dim=1).values
@@ -208,6 +218,7 @@ def _counts_or_precedes(opens: Tensor, counts: Tensor) -> Tensor:
     """Tokens [B, S] that count, precede one that does in their sub-sequence, or open it."""
     size = opens.shape[1]
     at = torch.arange(size).expand_as(opens)
+    # [B, S]: the next column that counts, and the next sub-sequence's opening, from each on.
     next_count = _nearest_from(at.masked_fill(~counts, size))
     next_open = torch.nn.functional.pad(_nearest_from(at.masked_fill(~opens, size))[:, 1:], (0, 1), value=size)
     return opens | (next_count < next_open)

@@ -21,6 +21,7 @@ from megatron_balance.planning.run import Run
 def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
     reasons: list[str] = []
+    # One planner of several may be asked for in each way; every check raises for its own.
     checks: tuple[Callable[[], object], ...] = (
         lambda: check_samples(args, config),
         lambda: attends_jointly(args, config),
@@ -155,6 +156,7 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
     if chosen is None or chosen.planner.strategies is None:
         return ()
     named = tuple(dict.fromkeys(chosen.planner.strategies(chosen.options)))
+    # Of a layout that replaces none there is nothing to change between.
     if not named or named == (layout,):
         return ()
     check_strategies(args, named)

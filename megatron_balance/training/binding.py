@@ -39,6 +39,8 @@ class BindAhead:
     """
 
     def __init__(self) -> None:
+        # Tables go to the device, and whatever is collective happens, in the training thread
+        # (`ship`): this thread touches neither the device nor other ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bind ahead")
         self._prepared: dict[Key, Future[Prepared]] = {}
         self._lock = Lock()
@@ -60,6 +62,7 @@ class BindAhead:
         """
         with self._lock:
             future = self._prepared.pop(key, None)
+        # A plan whose turn has not come is bound by the caller, who would only wait for it.
         if future is None or future.cancel():
             return None
         try:
@@ -226,6 +229,8 @@ def bind_layers(
     for mask, own in binder.plans(plan).items():
         key = own.fingerprint()  # a window that shows whole sequences has the first mask's plan
         if key not in bound:
+            # The backward program depends on the policy: layers that keep have another than those
+            # that replay.
             bounds = binder.bind_all(own, policies, nano_batch, phases, number=number)
             bound[key] = dict(zip(policies, bounds, strict=True))
         by_mask[mask] = bound[key]
@@ -249,6 +254,8 @@ class BoundTicks:
         self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
         self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
         for tick in (planned.tick for planned in nano_batches[0]):
+            # Of one plan, the phases of all ticks that run it: it is bound once, and let go behind
+            # the last.
             self._phases[tick.microbatches] = (
                 self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
             )

@@ -64,8 +64,10 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
         plan_statistics(plan, of.model, of.cost.cluster.ranks_per_nic)
         for plan, of in zip(planned.plans, of_plan, strict=True)
     ]
+    # [R] each, by plan.
     tokens = [np.array(f["tokens_per_rank"], dtype=np.float64) for f in each]
     pairs = [np.array(f["attention_pairs_per_rank"], dtype=np.float64) for f in each]
+    # A plan takes as long as its slowest rank.
     seconds = [
         max(of.cost.attention_s(p) + of.cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
         for of, ps, ts in zip(of_plan, pairs, tokens, strict=True)
@@ -73,6 +75,7 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
     pipelines = [list(chain.from_iterable(planned.own_plans_of(pipeline))) for pipeline in range(num_pipelines)]
     gpus = [of.tensor * of.num_stages for of in jobs]
     shared_ranks = sum(planned.plans[own[0]].num_ranks for own in pipelines)  # that all plans together are over
+    # By pipeline: its share of the ranks that all plans together are over.
     share = [planned.plans[own[0]].num_ranks / shared_ranks for own in pipelines]
     of_pool = [share[pipeline] for pipeline in planned.step.pipeline_of]
     buffers = (job.pool.joint if job.pool.replica_groups is None else job.pool.attention).buffers
@@ -131,6 +134,7 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
     seconds = [
+        # Attention and linear modules are two steps that all ranks of a tick wait for.
         max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts))
         for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)
     ]
@@ -157,10 +161,13 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
 
 def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
     """Imbalance (largest over mean load) if every replica had kept its samples, cut zigzag."""
+    # Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
+    # over the step's microbatches.
     tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         sizes = np.array(lengths, dtype=np.float64)
         np.add.at(tokens, owners, sizes)
+        # Pairs of a causal sequence.
         np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
     readers = list(pool.readers)
     return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
@@ -174,12 +181,16 @@ def imbalance_after(*pipelines: Floats, gpus: Sequence[int] = ()) -> float:
     of = gpus or (1,) * len(pipelines)
     ranks = sum(loads.shape[1] * each for loads, each in zip(pipelines, of, strict=True))
     mean = sum(float(loads.sum()) for loads in pipelines) / ranks
+    # The largest sum over a pipeline's microbatches of their largest loads: ranks exchange in every
+    # one, and pipelines meet once a step.
     most = max(float(loads.max(axis=1).sum()) / each for loads, each in zip(pipelines, of, strict=True))
     return most / mean if mean else 1.0
 
 
 def _by_nic(name: str, each: Sequence[Json], pipelines: Sequence[Sequence[int]]) -> list[list[float]]:
     """Bytes [nodes][NICs of a node] of a step, summed over its plans."""
+    # A pipeline on several nodes has them to itself; those that share a node send nothing between
+    # nodes.
     summed = [np.sum([each[at][name] for at in own], axis=0) for own in pipelines]
     return list(chain.from_iterable(each.tolist() for each in summed)) if len(summed[0]) > 1 else summed[0].tolist()
 

@@ -114,6 +114,7 @@ class Keeping:
         strategy = planned.step.strategy
         if self._last is not None:
             fingerprint, under, decision = self._last
+            # The same plan again, or an answer that does not depend on the plan.
             if fingerprint == planned.fingerprint or (self._asked != "auto" and under == strategy):
                 return decision
         self._steps += 1
@@ -133,6 +134,7 @@ class Keeping:
         self._tell(decision)
         fullest = max(each, key=lambda one: max(float(step_bytes(*one[:2], at).peak(0).max()) for at in one[2]))
         check_fits(decision, *fullest)
+        # Devices count the most bytes so far, so the excess holds for all steps before, too.
         self._predicted = max(self._predicted, decision.peak_bytes - self._excess)
         self._last = (planned.fingerprint, strategy, decision)
         return decision
@@ -155,6 +157,7 @@ class Keeping:
         if self._groups.pool is not None:
             nccl = dist.get_backend(self._groups.pool) == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            # MAX over the joint pool: every rank corrects by the same, and so decides the same.
             most = torch.tensor([excess], dtype=torch.float64, device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
             excess = float(most)

@@ -72,15 +72,18 @@ class Ledger:
             )
         known = {each.number: each for each in self.held}
         held: list[HeldDocument] = []
+        # The first sequence's number of each sample, of those drawn.
         firsts = {sample: number for number, sample in reversed(list(enumerate(samples)))}
         for number, length in waiting:
             at = number + len(drawn)
+            # Numbers below 0 were drawn in earlier steps.
             if at < 0:
                 held.append(known[at]._replace(number=number))
             else:
                 held.append(HeldDocument(number, samples[at], at - firsts[samples[at]], length))
         trained = sum(plan.num_tokens for plan in step.plans)
         new = Ledger(carry, tuple(held), self.behind + behind, self.drawn + sum(drawn), self.trained + trained)
+        # What was drawn is trained or waits.
         assert new.drawn == new.trained + carry.waiting_tokens, new
         return new
 
@@ -146,6 +149,7 @@ class DataIdentity:
         """A phrase for everything that is other in the samples `here` than in those of a
         checkpoint, which has trained the first `trained` of them; empty: they are the same.
         """
+        # Facts of a script are compared one by one; samples of ours by their fingerprint alone.
         if not (self.facts and here.facts):
             return [] if self.fingerprint == here.fingerprint else [str(here)]
         names = dict.fromkeys((*self.facts, *here.facts))
@@ -154,6 +158,8 @@ class DataIdentity:
             for name in names
             if self.facts.get(name) != here.facts.get(name)
         ]
+        # Samples that the checkpoint has not trained may be others: another --train-iters orders
+        # them anew.
         both = sorted(number for number in self.samples.keys() & here.samples.keys() if number < trained)
         other = [number for number in both if self.samples[number] != here.samples[number]]
         if other and not found:

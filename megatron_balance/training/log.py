@@ -236,6 +236,8 @@ class StepLog:
         job, device = self._job
         joint = job.pool.joint
         times = own_times(_pools(job.pool), joint, step_s, traced_s)
+        # All that ranks tell one another of a step goes in one row of integers: counters, then
+        # times.
         mine = np.concatenate([_sums(counters), np.array(times, dtype=np.int64)])
         if joint.size == 1:
             return mine[None]
@@ -284,6 +286,7 @@ def _is_of_step(line: bytes, step: int) -> bool:
 
 def _sums(counters: Sequence[Counters]) -> Ints:
     """Counters of one rank [counters] int64, summed over its microbatches."""
+    # Pipelines differ in the number of their microbatches, so each rank sums its own.
     return np.array([sum(getattr(c, name) for c in counters) for name in _COUNTERS], dtype=np.int64)
 
 
@@ -390,6 +393,7 @@ class LineFile:
 
     def add(self, line: str) -> None:
         """Write a line, given without its end."""
+        # A line that was torn ends where it is, and the next one begins behind it.
         data = (("\n" if self._torn else "") + line + "\n").encode()
         try:
             written = self._file.write(data)

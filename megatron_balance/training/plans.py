@@ -163,6 +163,7 @@ class StepPlans:
         cannot train.
         """
         consumed = self._samples.consumed()
+        # A rerun of the step asks again, and draws the same.
         if self._drawn is not None and self._drawn[:2] == (consumed, num_microbatches):
             return self._drawn[2]
         self.end_step()
@@ -172,6 +173,8 @@ class StepPlans:
         if not self._may_wait():
             return self._draw_all(consumed, num_microbatches)
         first = consumed - self._ledger.behind
+        # First all microbatches with documents held back as the planner likes; then less and less
+        # of them, as many whole ones as leave room for what waits.
         for number, may_delay in [(num_microbatches, True), *((n, False) for n in range(num_microbatches, -1, -1))]:
             lengths = self._samples.step(first, number)
             if lengths is None:
@@ -216,9 +219,11 @@ class StepPlans:
         """
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
+            # What was drawn less comes as empty microbatches, so that every rank runs their number.
             lengths += ((),) * (self._drawn[1] - len(lengths))
         if self._last is not None and self._last[:2] == (consumed, lengths):
             return self._last[2]
+        # Whether the iterator brought what was drawn: then the plan is made already, and announced.
         if self._drawn is not None and self._drawn[0] == consumed and self._drawn[3] == lengths:
             planned = self._drawn[4]
         else:
@@ -247,6 +252,8 @@ class StepPlans:
         return planned
 
     def _check_read(self, consumed: int, planned: PlannedStep) -> None:
+        # Documents of the corpus are known by where they stand in it, so others may not stand
+        # there.
         self._warn_of_other_lengths(consumed)
         if self._ledger.needs_corpus or planned.carry.waiting:
             raise DataError(
@@ -332,9 +339,11 @@ class StepPlans:
         """
         before = self._ledger.carry
         if before.waiting and before.planner != self._planner.choice.name:
+            # Numbers below those drawn in this step: the documents that waited before it.
             oldest = -sum(map(len, lengths))
             if sum(number < oldest for number, _ in carry.waiting) == len(before.waiting):
                 return False
+        # A step without new documents trains at least one that waits in each microbatch.
         remaining = self._samples.remaining
         return remaining is None or len(carry.waiting) <= max(0, remaining() - 1) * len(lengths)
 
@@ -431,9 +440,12 @@ def check_agreement(
         device = torch.device("cuda", torch.cuda.current_device())
     words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
     mine = torch.tensor(words, dtype=torch.int64, device=device)
+    # One minimum of both gives the least, and of the negated ones the most: 32 bytes where all is
+    # well.
     ends = torch.cat([mine, -mine])
     for group in reduced:
         dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    # ends [2, words]: least of all, and most of all with its sign turned.
     least, most = ends.view(2, 2).tolist()
     if least == [-word for word in most]:
         return

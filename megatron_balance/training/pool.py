@@ -149,6 +149,7 @@ class StrategyRanks:
 
     def _row(self, pipeline: int, stage: int, tensor: int) -> tuple[int, ...]:
         scheme, ranks = self.strategy.pipelines[pipeline], self.strategy.ranks_of(pipeline)
+        # Ranks of a scheme lie [stage, context, tensor].
         first = stage * scheme.context
         return tuple(ranks[(first + at) * scheme.tensor + tensor] for at in range(scheme.context))
 
@@ -229,6 +230,7 @@ def make_pool(
     size = per_node[mine.pool]
     replicas = tuple(everyone[rank].replica for rank in mine.pool)
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
+    # Each replica's reader is the pool rank whose samples count, in the order of replicas.
     readers = tuple(first[replica] for replica in sorted(first))
     replica_groups = None
     if attends == "replica":
@@ -249,6 +251,8 @@ def make_pool(
         return Pool(groups, size, replicas, readers, replica_groups=replica_groups)
     joints = sorted(
         {
+            # A rank's stages lie behind one another; all pool ranks' first stages come first, then
+            # their second ones: stage by stage.
             tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
             for pool in pools
         }
@@ -266,6 +270,7 @@ def make_pool(
 def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:
     """A group for each pool, for what is shared over it, and nothing that attention takes."""
     me = dist.get_rank()
+    # All ranks make all groups in one order, as torch demands.
     made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool), timeout=timeout)) for pool in pools}
     mine = next(pool for pool in pools if me in pool)
     return Groups(mine.index(me), len(mine), mine, made[mine] if len(mine) > 1 else None)
@@ -284,6 +289,7 @@ def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
     numbered node by node.
     """
     counts = Counter(nodes)
+    # Node by node: as many changes from one rank to the next as there are nodes, less one.
     changes = sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))
     if len(set(counts.values())) > 1 or changes + 1 != len(counts):
         shown = ", ".join(f"{node}: {count}" for node, count in counts.items())

@@ -215,6 +215,9 @@ class RollCall:
 def _break_off_all() -> None:
     """End all that this process waits for: each gloo group's transfers raise an error."""
     groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+    # A communicator of NCCL could be aborted, and what waits for it would go on with numbers that
+    # never came. So a process with one is given a while to end by itself, and ends, as torch's own
+    # watchdog has it.
     if not all([break_off(group) for group in list(groups)]):  # noqa: C419  each of them
         time.sleep(PATIENCE_S)
         logging.shutdown()
@@ -275,6 +278,8 @@ def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
         with suppress(RuntimeError):
             answers.append(ask())
 
+    # A call of the store has no timeout where its process is frozen, or where another process holds
+    # the connections of one that ended: so a thread asks, which may hang.
     thread = Thread(target=asked, daemon=True)
     thread.start()
     thread.join(patience_s)
@@ -283,6 +288,7 @@ def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
 
 def _of_communication(error: Exception) -> bool:
     """Whether an error is about what another rank did."""
+    # gloo's are RuntimeErrors without a class of their own.
     by_gloo = any(words in str(error) for words in ("gloo", "imed out", "pair closure"))
     return (type(error) is RuntimeError and by_gloo) or isinstance(error, dist.DistError)
 

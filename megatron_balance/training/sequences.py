@@ -107,6 +107,7 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
         counts = [len(m.lengths) for m in mine]
         row = [*header, *counts, *(length for m in mine for length in m.lengths)]
         if failure is not None:
+            # The header stands before the counts so that a failure needs no collective of its own.
             row = [_FAILED] * _HEADER
         width = torch.tensor([len(row)], dtype=torch.int64, device=device)
         joint = pool.joint
@@ -116,14 +117,18 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
         padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
         table = padded[None].to(device)
         if joint.size > 1:
+            # [joint ranks, widest row]: header, counts by microbatch, lengths. Rows are padded with
+            # zeros.
             table = torch.empty(joint.size, int(width), dtype=torch.int64, device=device)
             dist.all_gather(list(table.unbind()), padded.to(device), group=joint.pool)
     if tensor_parallel.size > 1:
+        # Only a source has the table; its tensor-parallel peers do not know how wide it is.
         size = torch.tensor([table.numel()], dtype=torch.int64, device=device)
         dist.broadcast(size, tensor_parallel.source, group=tensor_parallel.group)
         table = table if tensor_parallel.is_source else torch.empty(int(size), dtype=torch.int64, device=device)
         dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
     rows = table.cpu().numpy().reshape(pool.joint.size, -1)
+    # Rows of the other stages say the same as those of the first one, which is checked here.
     _check_read(rows, failure, pool)
     announced = {pool.joint.ranks[rank]: _announced(row) for rank, row in enumerate(rows[:, 2:_HEADER].tolist())}
     return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool, announced)
@@ -143,6 +148,7 @@ def _announced(halves: Sequence[int]) -> str:
 
 def _least_and_most(numbers: Sequence[int], tensor_parallel: TensorParallel, device: torch.device) -> list[int]:
     """Of each number its least and its most over the tensor-parallel group, in turns."""
+    # The least of n and of -n in one reduction: the latter is the most, negated.
     both = [end for number in numbers for end in (number, -number)]
     if tensor_parallel.size > 1:
         ends = torch.tensor(both, dtype=torch.int64, device=device)
@@ -161,6 +167,7 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
             raise DataError(f"rank {own} could not read its microbatches: {_chain_of(failure)}") from failure
         raise DataError(f"ranks {failed} could not read their microbatches; the error of each of them says why")
     _check_numbers(rows[:, :2], pool)
+    # Stage by stage in the joint pool, so these are the first and the last stage's pool.
     first, last = rows[: pool.size, _HEADER:], rows[-pool.size :, _HEADER:]
     if not np.array_equal(first, last):
         differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
@@ -200,6 +207,7 @@ def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool, announce
     lengths: list[list[int]] = [[] for _ in range(num_microbatches)]
     owners: list[list[int]] = [[] for _ in range(num_microbatches)]
     for reader in pool.readers:
+        # counts [num_microbatches] of the reader, then its lengths, microbatch by microbatch.
         at = num_microbatches
         for m, count in enumerate(rows[reader, :num_microbatches].tolist()):
             lengths[m] += rows[reader, at : at + count].tolist()
@@ -247,6 +255,7 @@ def by_nano_batch(
     again = dict(recalled.rows)
     reads = bool(mine) or bool(again)
     width = next((each.shape[1] for each in (*(each.rows for each in mine), *again.values())), 1)
+    # Rows [T, C] in the same order as the table's sequences of this rank.
     rows = torch.cat(
         [
             torch.empty(0, width, dtype=torch.int64),
@@ -254,6 +263,7 @@ def by_nano_batch(
             *(again[number] for number, _ in recalled.waiting if number in again),
         ]
     )
+    # [sequences]: whether this rank holds the rows.
     here = owners == rank if reads else np.zeros(len(owners), dtype=np.bool_)
     own = np.where(here, lengths, 0)
     first = np.cumsum(own) - own
@@ -262,11 +272,13 @@ def by_nano_batch(
     apart_lengths: list[tuple[int, ...]] = []
     apart_owners: list[Ints] = []
     for seqs in chosen:
+        # Places in the table; numbers below 0 are those of earlier steps.
         at = np.array([seq if seq >= 0 else place[seq] for seq in seqs], dtype=np.int64)
         apart_lengths.append(tuple(lengths[at].tolist()))
         apart_owners.append(owners[at])
         if reads:
             taken = at[here[at]]
+            # [tokens]: rows of the chosen sequences, one behind the other.
             tokens = ranges(first[taken], first[taken] + lengths[taken])[1]
             read.append(Sequences(rows[torch.from_numpy(tokens)], tuple(lengths[taken].tolist())))
     return read, PoolLengths(tuple(apart_lengths), tuple(apart_owners))

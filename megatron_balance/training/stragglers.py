@@ -107,8 +107,10 @@ def slow_ranks(ranks: Sequence[RankTimes]) -> dict[int, float]:
     known = [at for at, each in enumerate(ranks) if each.attended_s and each.pairs and each.calls]
     if len(known) < 2:
         return {}
+    # [known] each.
     attended_s, pairs, calls = np.array([(r.attended_s, r.pairs, r.calls) for r in (ranks[at] for at in known)]).T
     per_pair, per_call = attended_s / pairs, attended_s / calls
+    # Both must be slow: neither a rank's share of the work nor many small calls make it so.
     times = np.minimum(per_pair / median_of_others(per_pair), per_call / median_of_others(per_call))
     lost_s = attended_s * (1 - 1 / times)
     slow = (times >= SLOW_PACE) & (lost_s >= SLOW_SHARE * max(each.step_s for each in ranks))
@@ -120,7 +122,9 @@ def median_of_others(values: Floats) -> Floats:
     order, count = np.argsort(values), len(values) - 1
     ordered, place = values[order], np.empty(len(values), dtype=np.int64)
     place[order] = np.arange(len(values))
+    # Positions in the sorted values; one value left out shifts those from its own place on by one.
     middle = ((count - 1) // 2, count // 2)
+    # [n]: of each value the two that are in the middle of the others.
     low, high = (ordered[at + (place <= at)] for at in middle)
     return (low + high) / 2
 
@@ -211,15 +215,20 @@ class Stragglers:
         by_rank = any(found for found, _ in self._recent)
         if self.measure is None or by_rank or any(share < WAITING_SHARE for share in shares):
             return
+        # Beside the ranks' own work, so that a share near 1 does not divide by nothing.
         beside = min(shares) / (1 - min(*shares, 0.999))
         if self._measured is not None and not self._found:
             at, before = self._measured
             if beside < WORSE * before and step < at + AGAIN:
                 return
+        # Waits alone cannot tell a link: in a ring every rank soon waits as long as the one behind
+        # the slow link. So links are measured, once, and again when ranks wait longer.
         rates = self.measure(links_to_measure(times))
         slow = slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
         log.debug("step %d: links carry bytes/s: %s", step, rates)
         self._measured = (step, beside)
+        # One busy core can slow a measurement, and a link that loses packets is fast now and then:
+        # two of some in a row must find it.
         again = {link: than for link, than in slow.items() if any(link in found for found in self._found)}
         self._found.append(slow)
         if not again and len(self._found) < (MEASURED if any(self._found) else AT_LEAST):
@@ -290,6 +299,8 @@ def link_rates(links: Sequence[Link], groups: Groups, ranks_per_node: int) -> di
     compared.
     """
     took = torch.zeros(len(links), dtype=torch.float64)
+    # Links are taken in rounds in which a rank is at one of them at most, and a node sends and
+    # receives by one link between nodes at most: none shares a NIC with another that is measured.
     for members in rounds(links, ranks_per_node):
         dist.barrier(groups.pool)
         for at in members:

@@ -60,6 +60,7 @@ class TokenExchange:
         holders = {pipeline: pool.holders_of(pipeline) for pipeline in ranks}
         self._holders = [holders[each] for each in of_plans]
         self.layouts: list[Ints] = [
+            # Of another pipeline's plan this rank has no row.
             layout(plan, ranks.index(pool.rank)) if pool.rank in ranks else np.empty((0, Fragment.WIDTH), np.int64)
             for plan, ranks in zip(plans, self._ranks, strict=True)
         ]
@@ -78,6 +79,8 @@ class TokenExchange:
         `mine`: by microbatch, what was read here; empty on ranks whose microbatches do not count.
         """
         rows = torch.zeros(sum(self.counts), num_columns, dtype=torch.int64, device=device)
+        # A tensor-parallel source receives, and its peers take the rows from it; the middle stages
+        # of a pipeline keep zeros.
         if self._pool.exchanges(tensor_parallel):
             read = torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *(each.rows for each in mine)])
             arrived = self.there(read.to(device))
@@ -90,12 +93,17 @@ class TokenExchange:
     def _is_holder(self) -> bool:
         return any(self._pool.rank in row for rows in self._holders for row in rows)
 
+    def local(self, rows: Sequence[Tensor], own: Sequence[int], multiple: int) -> LocalMicrobatch:
+        """This rank's rows of a microbatch, of the nano-batches `own` of what `to_ranks` gave."""
+        return interleave([assemble(rows[at], self.layouts[at], multiple) for at in own], multiple)
+
     def there(self, read: Tensor) -> Tensor:
         """Values [rows read here, ...] of all microbatches to the ranks of the layouts: [rows of
         this rank's layouts, ...]. One dtype and form on all ranks. Collective over the pool; not
         differentiable.
         """
         routes = self._routes()
+        # [rows sent, ...]: gathered, so that destinations are contiguous.
         sent = read[torch.from_numpy(routes.sent).to(read.device)].contiguous()
         received = read.new_empty(len(routes.place), *read.shape[1:])
         received = self._all_to_all(sent, received, routes.receive_counts, routes.send_counts)
@@ -105,6 +113,7 @@ class TokenExchange:
         """The inverse of `there`, over a pool."""
         routes = self._routes()
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
+        # Scattered, as the inverse of the gather in `there`.
         sent[torch.from_numpy(routes.place).to(given.device)] = given
         received = given.new_empty(len(routes.sent), *given.shape[1:])
         received = self._all_to_all(sent, received, routes.send_counts, routes.receive_counts)
@@ -121,6 +130,8 @@ class TokenExchange:
 
     def _routes(self) -> _Routes:
         if self._known is None:
+            # Both ends derive the same order from the plan and the shared lengths, so no counts are
+            # exchanged.
             self._known = _Routes(*self._sends(), *self._receives())
         return self._known
 
@@ -136,13 +147,20 @@ class TokenExchange:
         starts = _starts(shared, rank)
         for plan, copies, owners, start in zip(self._plans, self._holders, shared.owners, starts, strict=True):
             rows = layouts(plan)
+            # rows [spans, Placed.WIDTH]: the layouts of all ranks; those of sequences that were
+            # read here stay.
             rows = rows[owners[rows[:, Placed.SEQ]] == rank]
+            # [spans]: the row at which the sequence begins among all that this rank read.
             first = start[rows[:, Placed.SEQ]]
+            # row [tokens]: the span of each token; tokens: its row among those read here.
             row, tokens = ranges(first + rows[:, Placed.START], first + rows[:, Placed.STOP])
             for ranks in copies:
                 read.append(tokens)
+                # ranks [plan ranks] to pool ranks, picked by the span's rank of the plan.
                 destinations.append(np.array(ranks, dtype=np.int64)[rows[row, Placed.RANK]])
                 counts += np.bincount(destinations[-1], minlength=size)
+        # Stable: rows for one destination keep the order of microbatch and layout, on which the
+        # receiver counts.
         order = np.argsort(np.concatenate(destinations), kind="stable")
         return counts.tolist(), np.concatenate(read)[order]
 
@@ -151,6 +169,7 @@ class TokenExchange:
         none = np.empty(0, dtype=np.int64)
         if not self._is_holder:
             return [0] * self._pool.size, none
+        # [spans of this rank's layouts], over all microbatches: the pool rank that read each.
         sources = np.concatenate(
             [
                 none,
@@ -161,8 +180,10 @@ class TokenExchange:
             ]
         )
         sizes = np.concatenate([none, *(rows[:, Fragment.STOP] - rows[:, Fragment.START] for rows in self.layouts)])
+        # Spans arrive source by source; from one source in the order of microbatch and layout.
         order = np.argsort(sources, kind="stable")
         arrives = np.empty(len(order), dtype=np.int64)
+        # Of each span, in the order of the layouts, the row at which it arrives.
         arrives[order] = np.cumsum(sizes[order]) - sizes[order]
         counts = np.bincount(sources, weights=sizes, minlength=self._pool.size).astype(np.int64)
         return counts.tolist(), ranges(arrives, arrives + sizes)[1]
@@ -173,6 +194,7 @@ def _starts(shared: PoolLengths, rank: int) -> list[Ints]:
     result: list[Ints] = []
     base = 0
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
+        # Sequences of other ranks count for nothing: their starts are meaningless.
         own = np.where(owners == rank, np.array(lengths, dtype=np.int64), 0)
         ends = np.cumsum(own) + base
         result.append(ends - own)
@@ -199,6 +221,8 @@ def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
     """Pad the rows [T, C] of this rank, which lie as `layout` (seq, start, stop) says, to a
     positive multiple of `multiple`.
     """
+    # A rank without tokens still takes part in every collective of a layer, so it computes masked
+    # padding.
     padding = padded(len(rows), multiple) - len(rows)
     positions = torch.from_numpy(ranges(layout[:, Fragment.START], layout[:, Fragment.STOP])[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
@@ -221,6 +245,9 @@ def interleave(nano_batches: Sequence[LocalMicrobatch], shares: int) -> LocalMic
 
     def joined(name: str) -> Tensor:
         columns = [getattr(each, name) for each in nano_batches]
+        # Sequence parallelism splits the rows of a microbatch evenly over the tensor-parallel
+        # ranks, and each of these must hold its share of every nano-batch: [shares, rows of a
+        # share, ...].
         return torch.cat([column.view(shares, -1, *column.shape[1:]) for column in columns], dim=1).flatten(0, 1)
 
     return LocalMicrobatch(joined("rows"), joined("positions"), joined("padding"), tuple(nano_batches))

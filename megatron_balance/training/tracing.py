@@ -55,6 +55,7 @@ class StepTracer:
 
     def begin(self, step: int) -> None:
         """Begin a step. Collective over the world if it is traced: all clocks begin together."""
+        # Begun twice: the step ran again, and is traced from its second beginning.
         if self.recorder is not None and step != self._step:
             self.finish()
         self.recorder = None
@@ -81,6 +82,7 @@ class StepTracer:
         device's clock, where it has one.
         """
         recorder, self.recorder = self.recorder, None
+        # None of a step that failed: it never said that it ran.
         if recorder is None or self._folder is None or self._ran is None:
             return None
         path = self._folder / FOLDER / file_name(self._step, self._rank)

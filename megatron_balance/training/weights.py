@@ -108,6 +108,7 @@ class WeightExchange:
             twins = Twins.of(strategy, base.num_ranks, apart.ranks_per_node)
             parts = list(through_nodes(parts[0], parameters, twins, rank))
         own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
+        # Embedding and output have slots of their own, beside those of layers.
         count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
         made: list[tuple[Slot, ...]] = []
         for name, role, sending, receiving in (
@@ -115,13 +116,18 @@ class WeightExchange:
             ("push", WeightPiece.SRC, mine, own),
         ):
             tables = [getattr(part, name) for part in parts]
+            # Of each transfer, the slot in which it moves: by the parameter that the role's rank
+            # has.
             slots = [slots_of_pieces(table, role, strategy, parameters) for table in tables]
+            # Two ends where what ranks of a node have alike crosses its NICs once: then from role
+            # to role.
             ends = [
                 _RankShards(rank, base.num_ranks, sending, receiving),
                 _RankShards(rank, base.num_ranks, mine, mine),
             ]
             cut: list[Slot] = []
             for slot in range(count):
+                # A slot of all transfers, where nothing runs beside compute.
                 chosen = [of == slot if apart.slots else slice(None) for of in slots]
                 ways = [
                     each.way(table[which], of[which])
@@ -136,6 +142,7 @@ class WeightExchange:
         Collective over the group, slots from 0 on.
         """
         part = self.pulls[slot]
+        # First over the nodes' borders, then from the one that received to its node.
         for there, message in self._exchanged(part.across, owned, weights, dtype):
             there.copy_(message)
         if part.inside is not None:
@@ -147,6 +154,7 @@ class WeightExchange:
         bits. Sums of a node's roles are made in place. Collective over the group, slots from the last.
         """
         part = self.pushes[slot]
+        # The other way round than a pull: sums of a node's roles are made, then cross its border.
         if part.inside is not None:
             for there, message in self._exchanged(part.inside, gradients, gradients, torch.float32):
                 there.add_(message)
@@ -158,6 +166,7 @@ class WeightExchange:
         of a weight.
         """
         me, ranks = self.group.rank(), np.arange(self.group.size())
+        # [ranks] bool: on this rank's node.
         near = ranks // ranks_per_node == me // ranks_per_node
         found: list[list[list[int]]] = []
         for slots, width in ((self.pulls, weight_bytes), (self.pushes, torch.float32.itemsize)):
@@ -165,6 +174,7 @@ class WeightExchange:
             sent, received = (
                 width * np.sum([getattr(way, name) for way in ways], axis=0) for name in ("sent", "received")
             )
+            # [(inside the node, across), (sent, received)] bytes.
             found.append([[int(sent[at].sum()), int(received[at].sum())] for at in (near & (ranks != me), ~near)])
         return found
 
@@ -287,6 +297,7 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
+            # Event of the lane's stream, so that the caller's stream waits and the host does not.
             done = torch.cuda.Event()
             done.record()
         return lambda: torch.cuda.current_stream().wait_event(done)
