@@ -63,12 +63,10 @@ def ranks_on_a_node() -> int:
     return pool.node_size(hosts, range(len(hosts)))
 
 
-SCHEDULE_GROUPS = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")
-
-
 def schedule_groups() -> ProcessGroupCollection:
     """The groups that a schedule takes where it is given none."""
-    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=list(SCHEDULE_GROUPS))
+    required = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=required)
 
 
 def tensor_parallel() -> TensorParallel:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +56,7 @@ UNREAD: dict[str, Callable[[Run], bool]] = {
 """Keys of the configuration about our own data set, where a run that has them asks for something."""
 
 
-class BalancedLoop:
+class BalancedLoop(AbstractContextManager["BalancedLoop"]):
     """A forward-backward function with planned microbatches; keywords and result are Megatron's.
 
     Its iterator gives a batch a microbatch: a mapping with `tokens`, `labels`, `loss_mask` and
@@ -152,12 +151,7 @@ class BalancedLoop:
         """End background work, and undo all patches."""
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

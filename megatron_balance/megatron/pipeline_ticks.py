@@ -8,6 +8,7 @@ have the same number of layers, which `flags` sees to.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class TickRun:
         self.recompute = recompute_of(self.config)
         # Microbatches of backward ticks are those of the forward ones.
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
-        self.microbatches = microbatches
+        self.microbatches = functools.cache(microbatches)
         self.bounds = BoundTicks(
             binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)}
         )
@@ -76,7 +77,6 @@ class TickRun:
         ]
         crossings = Crossings.of_passes(passes, self.stage, self.num_stages, len(self.chunks))
         self.communicator: Any = PlannedTransfers.of_pipeline(self.config, shapes, crossings)
-        self.made: dict[int, PlannedMicrobatch] = {}
         self.inputs: dict[Cell, torch.Tensor | None] = {}
         self.outputs: dict[Cell, Any] = {}
         self.gradients: dict[Cell, torch.Tensor | None] = {}
@@ -128,7 +128,7 @@ class TickRun:
     def _forward(self, cell: Cell, bounds: Sequence[Bound], first_val_step: bool | None) -> torch.Tensor:
         # A forward tick's plan; the backward tick sets its own when it begins.
         slots = self.slots[cell] = tuple(BackwardSlot() for _ in bounds)
-        batch = self._microbatch(cell.microbatch).with_plans(bounds, slots)
+        batch = self.microbatches(cell.microbatch).with_plans(bounds, slots)
         first = cell.microbatch == 0
         output, num_tokens = self.passes.forward_step(
             forward_step,
@@ -191,11 +191,6 @@ class TickRun:
 
     def _is_last(self, cell: Cell) -> bool:
         return self.stage == self.num_stages - 1 and cell.chunk == len(self.chunks) - 1
-
-    def _microbatch(self, index: int) -> PlannedMicrobatch:
-        if index not in self.made:
-            self.made[index] = self.microbatches(index)
-        return self.made[index]
 
     # Between stages
 

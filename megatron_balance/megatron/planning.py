@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from torch.distributed import ProcessGroup
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
@@ -42,24 +41,22 @@ def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bo
     """
     spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
     own = by_own_scheduler(spec.choice())
-    # The planning process imports no Megatron: what Megatron's own code plans is planned on the
-    # spot.
     # The other tensor-parallel ranks and stages have the plans of these.
-    proves = job.pool.stage == 0 and (job.args.tensor_model_parallel_size == 1 or tensor_parallel().is_source)
+    alone = job.args.tensor_model_parallel_size == 1
+    peers = None if alone else tensor_parallel().group
+    proves = job.pool.stage == 0 and (alone or tensor_parallel().is_source)
     every = job.config.prove_every if proves else 0
     proving = dataclasses.replace(spec, prove_every=every, prove_as=job.pool.rank)
+    # The planning process imports no Megatron: what Megatron's own code plans is planned on the
+    # spot.
     process = PlanAhead(proving) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),
         samples(job),
-        lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers(job)),
+        lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers),
         ahead=process,
         evaluation=evaluation,
     )
-
-
-def peers(job: Session) -> ProcessGroup | None:
-    return tensor_parallel().group if job.args.tensor_model_parallel_size > 1 else None
 
 
 def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpec:

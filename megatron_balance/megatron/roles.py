@@ -78,14 +78,6 @@ class Role:
     model: Any = None
     memory: RoleMemory = NOTHING_HELD
 
-    @property
-    def weights(self) -> Flat:
-        return self.memory.weights
-
-    @property
-    def gradients(self) -> Flat:
-        return self.memory.gradients
-
     def schedule(self, transfers: P2PCommunicator | None = None) -> Callable[..., Any]:
         """Megatron's forward and backward over the role's microbatches; `model` and groups are
         given already. `transfers`: between its stages, if not Megatron's own.

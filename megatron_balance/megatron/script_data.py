@@ -61,7 +61,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     `dataset`: None: this rank reads no samples.
     """
     has = torch.tensor([dist.get_rank() if dataset is not None else dist.get_world_size()], device=job_device())
-    # The one rank that has a training set with the lowest number reads.
+    # Of the ranks that have a training set, the one of the lowest number reads it.
     dist.all_reduce(has, dist.ReduceOp.MIN)
     reader = int(has)
     told: list[DataIdentity] = [DataIdentity()]

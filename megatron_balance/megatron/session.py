@@ -107,7 +107,6 @@ class Session:
         self.script_data = ScriptData()
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
-        self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._ledger, self._data = Ledger(), DataIdentity()
         save_ledger(self._ledger.to_json(), args)
@@ -294,18 +293,11 @@ class Session:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
         return cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
 
-    @property
+    @cached_property
     def kernel(self) -> str:
         """Name of the attention kernel that runs here; it is chosen, and tried, at the first call."""
-        if self._kernel is None:
-            self._kernel = choose_kernel(
-                self.config.kernel,
-                job_device(),
-                self.dtype,
-                max(self.shape.widths),
-                windows=bool(self.args.window_size),
-            ).name
-        return self._kernel
+        widest, windows = max(self.shape.widths), bool(self.args.window_size)
+        return choose_kernel(self.config.kernel, job_device(), self.dtype, widest, windows=windows).name
 
     def model(self, tensor: int | None = None) -> Model:
         """The model as planners see it on one of `tensor` tensor-parallel ranks; None: as laid out."""

@@ -110,18 +110,6 @@ class Binder:
     def bind(
         self,
         plan: MicrobatchPlan,
-        policy: Policy,
-        nano_batch: int = 0,
-        phases: Collection[PhaseName] = BOTH_PHASES,
-        *,
-        number: int = -1,
-    ) -> Bound:
-        """`bind_all` by one policy."""
-        return self.bind_all(plan, (policy,), nano_batch, phases, number=number)[0]
-
-    def bind_all(
-        self,
-        plan: MicrobatchPlan,
         policies: tuple[Policy, ...],
         nano_batch: int = 0,
         phases: Collection[PhaseName] = BOTH_PHASES,
@@ -221,7 +209,7 @@ def bind_layers(
     number: int = -1,
 ) -> MaskBounds:
     """Bind `plan` for the layers of each mask, and of these for those that keep and for those that
-    replay, as decided; `number` as in `Binder.bind_all`.
+    replay, as decided; `number` as in `Binder.bind`.
     """
     policies = policies_of(decision)
     bound: dict[str, Mapping[Policy, Bound]] = {}
@@ -231,7 +219,7 @@ def bind_layers(
         if key not in bound:
             # The backward program depends on the policy: layers that keep have another than those
             # that replay.
-            bounds = binder.bind_all(own, policies, nano_batch, phases, number=number)
+            bounds = binder.bind(own, policies, nano_batch, phases, number=number)
             bound[key] = dict(zip(policies, bounds, strict=True))
         by_mask[mask] = bound[key]
     return MaskBounds(by_mask, 0 if decision is None else decision.keeping)
@@ -278,4 +266,4 @@ class BoundTicks:
     def _bind(self, planned: TickPlan, nano_batch: int, number: int) -> Bound:
         # A backward tick's plan is another than that of the forward: it replays what the rank owns.
         phases = self._phases[planned.tick.microbatches]
-        return self._binder.bind(planned.plan, "replay", nano_batch, phases, number=2 * number + nano_batch)
+        return self._binder.bind(planned.plan, ("replay",), nano_batch, phases, number=2 * number + nano_batch)[0]

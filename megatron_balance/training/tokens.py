@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,6 @@ class TokenExchange:
         """By microbatch: rows (seq, start, stop) of this rank, in order."""
         self.counts = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in self.layouts]
         """By microbatch: tokens of this rank."""
-        self._known: _Routes | None = None
 
     def to_ranks(
         self, mine: Sequence[Sequences], num_columns: int, tensor_parallel: TensorParallel, device: torch.device
@@ -102,7 +102,7 @@ class TokenExchange:
         this rank's layouts, ...]. One dtype and form on all ranks. Collective over the pool; not
         differentiable.
         """
-        routes = self._routes()
+        routes = self._routes
         # [rows sent, ...]: gathered, so that destinations are contiguous.
         sent = read[torch.from_numpy(routes.sent).to(read.device)].contiguous()
         received = read.new_empty(len(routes.place), *read.shape[1:])
@@ -111,7 +111,7 @@ class TokenExchange:
 
     def back(self, given: Tensor) -> Tensor:
         """The inverse of `there`, over a pool."""
-        routes = self._routes()
+        routes = self._routes
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         # Scattered, as the inverse of the gather in `there`.
         sent[torch.from_numpy(routes.place).to(given.device)] = given
@@ -128,12 +128,11 @@ class TokenExchange:
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._pool.groups.pool)
         return received
 
+    @cached_property
     def _routes(self) -> _Routes:
-        if self._known is None:
-            # Both ends derive the same order from the plan and the shared lengths, so no counts are
-            # exchanged.
-            self._known = _Routes(*self._sends(), *self._receives())
-        return self._known
+        # Both ends derive the same order from the plan and the shared lengths, so no counts are
+        # exchanged.
+        return _Routes(*self._sends(), *self._receives())
 
     def _sends(self) -> tuple[list[int], Ints]:
         """Numbers of rows to send to each pool rank, and the rows read here, destination by

@@ -113,11 +113,11 @@ class Checker:
         }
         self.whole = _gathered({name: parameter.data for name, parameter in named.items()}, self.layout.parameters)
         role = self.roles.pull(alone)
-        for number, tensor in role.weights.items():
+        for number, tensor in role.memory.weights.items():
             tensor.copy_(self.whole[number])  # the reference owes nothing to a pull
         with no_parallel_state():
             _trained(role, range(len(LENGTHS)))
-        self.wanted = {number: tensor.clone() for number, tensor in role.gradients.items()}
+        self.wanted = {number: tensor.clone() for number, tensor in role.memory.gradients.items()}
         self.before: dict[Strategy, Any] = {}
 
     def step(self, strategy: Strategy) -> dict[str, Any]:
