@@ -20,7 +20,7 @@ from megatron_balance.megatron import entry
 def main() -> None:
     """Run the script named first as if it had been started itself, with our patches applied."""
     if sys.argv[1:2] in (["-h"], ["--help"]):
-        from megatron_balance.megatron.arguments import add_balance_arguments
+        from megatron_balance.megatron.flags import add_balance_arguments
 
         add_balance_arguments(_parser()).print_help()
         return

@@ -23,8 +23,8 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_balance.megatron import gpt
-    from megatron_balance.megatron.arguments import add_balance_arguments
     from megatron_balance.megatron.data import document_datasets_provider
+    from megatron_balance.megatron.flags import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
 
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)

@@ -6,7 +6,7 @@ import argparse
 import functools
 from collections.abc import Callable
 
-from megatron_balance.megatron.arguments import add_balance_arguments
+from megatron_balance.megatron.flags import add_balance_arguments
 from megatron_balance.patches import Patch
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-from megatron_balance.megatron.core_attention import planned_mtp_block
+from megatron_balance.megatron.gpt import planned_mtp_block
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.patches import Patch, read
 

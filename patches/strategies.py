@@ -21,7 +21,11 @@ def with_roles(setup_model_and_optimizer: Callable[..., Any]) -> Callable[..., A
     def setup(*args: Any, **kwargs: Any) -> Any:
         model, optimizer, *rest = setup_model_and_optimizer(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        session.current().take(model, optimizer, getattr(given.get("cfg_container"), "model", None))
+        job = session.current()
+        if job.candidates:
+            from megatron_balance.megatron.changes import Changes
+
+            job.changes = Changes(job, model, optimizer, getattr(given.get("cfg_container"), "model", None))
         return model, optimizer, *rest
 
     return setup

@@ -4,7 +4,7 @@
 
 CHECKOUT: a checkout of Megatron-LM. Reads `tests/functional_tests/test_cases/*/*/model_config.yaml`
 and hands the flags of each that pretrains a decoder to the installed Megatron's parser and to our
-checks (`megatron/arguments.py`, `megatron/corpora.py`). Files and GPUs are not looked at. A
+checks (`megatron/flags.py`, `megatron/data.py`). Files and GPUs are not looked at. A
 configuration whose data set cannot be replaced by whole documents starts with `data: script`, and the
 report counts those. `--before`: with the flags that had to be given by hand while they were not set
 for the user. `--list` names the configurations. Prints a table of suites, then the reasons by how
@@ -69,8 +69,7 @@ def add_modelopt_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
     """The reasons why a command line does not start, and those why its own data set has to stay."""
     from megatron_balance.megatron import flags
-    from megatron_balance.megatron.corpora import data_reasons
-    from megatron_balance.megatron.documents import names_corpus
+    from megatron_balance.megatron.data import data_reasons, names_corpus
 
     told = io.StringIO()
     try:
@@ -95,8 +94,7 @@ def short(reason: str) -> str:
 def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_balance.megatron.arguments import add_balance_arguments
-    from megatron_balance.megatron.flags import unreviewed
+    from megatron_balance.megatron.flags import add_balance_arguments, unreviewed
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser = add_modelopt_arguments(add_balance_arguments(add_megatron_arguments(parser)))

@@ -1,41 +1,47 @@
-"""From one strategy to another inside one training run: this rank's roles beside Megatron's own model,
-and the base layout's weights, whose all-gather waits until that model needs them
-([0024](../../docs/adr/0024-weights-move-optimizer-stays.md)).
+"""Training steps under other strategies than the command line's: this rank's roles beside
+Megatron's own model, and the base layout that owns weights and gradients (docs/adr/0024).
+
+`Session.changes` is the seam; a run with one strategy imports nothing of this room and of `roles`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
+from megatron.training import get_timers
 
 from megatron_balance.analysis.change import change
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.megatron.arguments import role_row_multiple
-from megatron_balance.megatron.base_layout import base_layout, optimizers_of
-from megatron_balance.megatron.groups import tensor_parallel
-from megatron_balance.megatron.own_weights import OwnWeights
-from megatron_balance.megatron.place import RankPlace
-from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement
+from megatron_balance.megatron.data import NUM_COLUMNS
+from megatron_balance.megatron.flags import row_multiple
+from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_step
+from megatron_balance.megatron.groups import job_device, tensor_parallel
+from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement, base_layout, optimizers_of
+from megatron_balance.megatron.session import RankPlace, Session
+from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
+from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
+from megatron_balance.training.sequences import PoolLengths, Sequences
+from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange
 from megatron_balance.training.weights import Apart
-
-if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
 
 log = logging.getLogger(__name__)
 
 
 class Changes:
     """The roles of this rank under every candidate, and the base layout that owns weights and
-    gradients.
+    gradients, whose all-gather waits until Megatron's own model needs them.
     """
 
     def __init__(self, job: Session, model: list[Any], optimizer: Any, model_config: Any) -> None:
@@ -75,14 +81,15 @@ class Changes:
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
+        # `step_with_ready_grads` gathers no weights then (patches/strategies.py pins its source).
         for each in optimizers_of(optimizer):
             each._defer_param_sync = True
         ddp = model[0].ddp_config
         self._checks = ddp.check_for_nan_in_grad, ddp.check_for_large_grads
         registered = getattr(ddp, "nccl_ub", False)
         stay = bool(getattr(job.args, "async_save", False) or registered)
-        self.own_weights = OwnWeights(model, optimizers_of(optimizer), stay=stay)
-        self.weights_are_old = False
+        self.own_weights = _OwnWeights(model, optimizers_of(optimizer), stay=stay)
+        self._weights_are_old = False
         """Whether Megatron's own model has older weights than the optimizer."""
         traffic = self.roles.traffic(job.gpus_per_node)
         self._predicted = {
@@ -101,33 +108,78 @@ class Changes:
             return None
         assert role.attention is not None, "every seat has ranks that it attends with"
         tensor = role.seat.scheme.tensor
-        return RankPlace(
-            role.seat.pipeline,
-            role.attention,
-            self._job.shape_of(tensor),
-            role_row_multiple(self._job.args, tensor),
-        )
+        multiple = row_multiple(self._job.args, tensor)
+        return RankPlace(role.seat.pipeline, role.attention, self._job.shape_of(tensor), multiple)
 
-    def ranks(self, strategy: Strategy) -> StrategyRanks:
-        """All ranks as the tokens of a step find them; those that read are of the base layout."""
-        return StrategyRanks(self.roles.everyone, strategy, tuple(self.owner_ranks))
+    def run(
+        self, planned: PlannedStep, shared: PoolLengths, mine: Sequence[Sequences], apart: PoolLengths
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Pull weights, run this rank's role, push gradients. Collective over the world.
 
-    @property
-    def owner_ranks(self) -> list[int]:
-        """By rank of the base layout's pool, the global rank that reads its sequences: on the first
-        stage, of TP rank 0.
+        `mine`, `apart`: the sequences that this rank and the base layout's pool have read, a
+        microbatch for each nano-batch of the plan.
+
+        Returns:
+            For each microbatch what Megatron reports of it: on the base layout's last stage one, of
+            the whole step on its first rank.
         """
-        pool, parallel = self._job.pool, tensor_parallel()
-        assert parallel.group is not None
-        return [rank - parallel.group.rank() for rank in pool.joint.ranks[: pool.size]]
+        job, strategy = self._job, planned.step.strategy
+        assert strategy is not None, "a step without strategy runs on the base layout"
+        timers: Any = get_timers()
+        timers("forward-backward", log_level=1).start(barrier=job.args.barrier_with_L1_time)
+        job.keeping().decide(planned)  # with all ranks, those that are left over included
+        role = self._pull(strategy)
+        own = () if role.seat is None else planned.own_plans_of(role.seat.pipeline)
+        self.roles.moves.expect(len(own), self._restore_gradients)
+        exchange, rows = self._tokens(role, planned, mine, apart)
+        place = self.place(strategy)
+        stored: list[Any] = []
+        if place is None:
+            job.steps.ran(planned, shared, [])
+        else:
 
-    def tensor_parallel(self, role: Role) -> TensorParallel:
-        """Ranks that compute the same tokens in a role."""
-        if role.seat is None or role.seat.scheme.tensor == 1:
-            return TensorParallel()
-        return TensorParallel(role.groups.tp, dist.get_rank() - role.seat.tensor)
+            def local(index: int) -> LocalMicrobatch:
+                return exchange.local(rows, own[index], place.row_multiple)
 
-    def begin(self, strategy: Strategy) -> Role:
+            config: Any = get_model_config(role.model)
+            counts = [[exchange.counts[at] for at in of] for of in own]
+            shapes = StageShapes.of_step(counts, place.row_multiple, config)
+            microbatches = Microbatches(job, planned, local, own, forward_only=False)
+            stored = role.schedule(_transfers(role, config, shapes))(
+                forward_step_func=forward_step,
+                data_iterator=microbatches.of_chunk(),
+                num_microbatches=len(own),
+                seq_length=job.args.seq_length,
+                micro_batch_size=job.args.micro_batch_size,
+            )
+            microbatches.trained(shared)
+        # Before `_summed`, which all ranks call: two ranks issue the calls of one group in one order.
+        self.roles.moves.issue_rest()
+        reported = self._summed(role, stored)
+        self._push(reported[1])
+        timers("forward-backward").stop()
+        job.steps.changed(lambda: {**self._predicted[strategy], **self.roles.stopwatch.seconds()})
+        if job.pool.stage != job.pool.num_stages - 1:
+            return []
+        return [{LOSS: (reported if job.pool.rank == 0 else torch.zeros_like(reported)).float()}]
+
+    def gather_weights(self, *, for_step: bool = False) -> None:
+        """Bring today's weights to Megatron's own model, unless it has them. Collective over the
+        world.
+
+        `for_step`: a training step on that model, behind which they are old again.
+        """
+        if self._weights_are_old:
+            self.own_weights.restore()
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+        self._weights_are_old = for_step
+
+    def close(self) -> None:
+        """Start no exchange any more."""
+        self.roles.close()
+
+    def _pull(self, strategy: Strategy) -> Role:
         """The role of this rank in a step, with today's weights. Collective over the world.
 
         Gradients of the base layout give their memory back until they are pushed, and weights until
@@ -142,13 +194,11 @@ class Changes:
             get_model_config(role.model).grad_scale_func = get_model_config(self._model[0]).grad_scale_func
         return role
 
-    def expect(self, num_microbatches: int) -> None:
-        """Push the gradients of so many microbatches as they come; owners' buffers get their memory
-        back when the first ones are issued.
-        """
-        self.roles.expect(num_microbatches, self._restore)
+    def _restore_gradients(self) -> None:
+        for chunk in self._model:
+            chunk.restore_grad_buffers(synchronize=False)
 
-    def end(self, num_tokens: torch.Tensor) -> None:
+    def _push(self, num_tokens: torch.Tensor) -> None:
         """Bring the role's gradients to the owners' buffers, a mean over the step's tokens.
         Collective over the world.
         """
@@ -157,39 +207,103 @@ class Changes:
             scale = 1.0 / num_tokens.clamp(min=1).float()
             for gradient in self.roles.layout.gradients.values():
                 gradient.mul_(scale)
-        self._check_gradients()
-        self.weights_are_old = True
-
-    def _check_gradients(self) -> None:
-        """Run the checks of Megatron's own reduction, which roles do not have, on what this rank owns.
-
-        They replay the step, or end the job, where a gradient is not a number or leaps.
-        """
         nan, large = self._checks
-        if not (nan or large):
-            return
-        for chunk in self._model:
-            for group in chunk.bucket_groups:
+        if nan or large:
+            # Megatron's own reduction runs them, which roles do not have. They replay the step, or end
+            # the job, where a gradient of what this rank owns is not a number or leaps.
+            for group in (group for chunk in self._model for group in chunk.bucket_groups):
                 group.check_grads(nan, large)
+        self._weights_are_old = True
 
-    def _restore(self) -> None:
-        for chunk in self._model:
-            chunk.restore_grad_buffers(synchronize=False)
+    def _tokens(
+        self, role: Role, planned: PlannedStep, mine: Sequence[Sequences], apart: PoolLengths
+    ) -> tuple[TokenExchange, list[torch.Tensor]]:
+        """The rows of this rank, straight from the ranks of the base layout that read them."""
+        pool, parallel = self._job.pool, tensor_parallel()
+        assert parallel.group is not None
+        # By rank of the base layout's pool, the global rank that reads its sequences: on the first
+        # stage, whose ranks stand first in the joint pool, of TP rank 0 (TP ranks are neighbours).
+        readers = np.array(pool.joint.ranks[: pool.size], dtype=np.int64) - parallel.group.rank()
+        everywhere = PoolLengths(apart.lengths, tuple(readers[owners] for owners in apart.owners))
+        ranks = StrategyRanks(self.roles.everyone, role.strategy, tuple(readers.tolist()))
+        exchange = TokenExchange(everywhere, planned.plans, ranks, planned.step.pipeline_of)
+        peers = TensorParallel()
+        if role.seat is not None and role.seat.scheme.tensor > 1:
+            peers = TensorParallel(role.groups.tp, dist.get_rank() - role.seat.tensor)
+        return exchange, exchange.to_ranks(mine if ranks.reads else (), NUM_COLUMNS, peers, job_device())
 
-    def gather_weights(self, *, for_step: bool = False) -> None:
-        """Bring today's weights to Megatron's own model, unless it has them. Collective over the
-        world.
+    def _summed(self, role: Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the world.
 
-        `for_step`: a training step on that model, behind which they are old again.
+        A pipeline's last stage knows them, on each context-parallel rank its part; of ranks that have
+        the same one counts.
         """
-        if self.weights_are_old:
-            self.own_weights.restore()
-            for chunk in self._model:
-                chunk.start_param_sync(force_sync=True)
-        self.weights_are_old = for_step
+        found = torch.zeros(2, dtype=torch.float64, device=job_device())
+        if role.seat is not None and role.seat.tensor == 0:
+            for each in chain.from_iterable(one.values() for one in stored):
+                found += each.double()
+        dist.all_reduce(found, group=self.roles.everyone.pool)
+        return found
 
-    def figures(self, strategy: Strategy) -> Mapping[str, Any]:
-        """Bytes and seconds of the last pull and push, as a step's record has them. Waits for the
-        device.
+
+def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers | None:
+    """Transfers between the role's stages; None where there is one."""
+    assert role.seat is not None
+    stages = role.seat.scheme.pipeline
+    if stages == 1:
+        return None
+    crossings = Crossings.of_schedule(len(shapes.rows), role.seat.stage, stages, 1, stages)
+    return PlannedTransfers(role.groups.pp, config, shapes, crossings)
+
+
+class _OwnWeights:
+    """The flat buffers of the weights of Megatron's own model, which give their memory back while
+    roles compute.
+
+    Where the optimizer has fp32 weights of its own (bf16 training), those of the model are copies, and
+    are made again before the model runs. In fp32 they are the optimizer's own, and stay.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizers: Sequence[Any], *, stay: bool) -> None:
+        """Leave them where they are. `stay`: somebody else reads them at any time, such as an
+        asynchronous checkpoint.
         """
-        return {**self._predicted[strategy], **self.roles.stopwatch.seconds()}
+        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self._data: list[torch.Tensor] = []
+        self._copies: list[Callable[[], None]] = []
+        self._given_back = False
+        if stay or any(buffer.param_data is None or buffer.param_data.dtype == torch.float32 for buffer in buffers):
+            return
+        self._data = [buffer.param_data for buffer in buffers]
+        self._sizes = [data.untyped_storage().nbytes() for data in self._data]
+        for each in optimizers:
+            self._copies.append(each._copy_main_params_to_model_params)
+            each._copy_main_params_to_model_params = functools.partial(self._copy, self._copies[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that they take now, of those that can be given back."""
+        return sum(data.untyped_storage().nbytes() for data in self._data)
+
+    def give_back(self) -> None:
+        """Give their memory back. What the model has of weights is lost."""
+        for data in self._data:
+            data.untyped_storage().resize_(0)
+        self._given_back = bool(self._data)
+
+    def restore(self) -> None:
+        """Bring this rank's part of today's weights back, if they were given back; an all-gather
+        brings the others'.
+        """
+        if not self._given_back:
+            return
+        self._given_back = False
+        for data, size in zip(self._data, self._sizes, strict=True):
+            data.untyped_storage().resize_(size)
+        for copy in self._copies:
+            copy()
+
+    def _copy(self, copy: Callable[[], None]) -> None:
+        """Copy the optimizer's weights after a step, if there is memory to copy them to."""
+        if not self._given_back:
+            copy()

@@ -1,38 +1,36 @@
-"""Planned attention as Megatron's core attention module, and how it gets into a layer spec."""
+"""Planned attention as Megatron's core attention module, over keys and values or over latents."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_balance.analysis.backward import Recompute, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
-from megatron_balance.megatron import latent
-from megatron_balance.megatron.masks import mask_of, sink_of
 from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.router import check_router, give_router
+from megatron_balance.megatron.planned_model import mask_of
 from megatron_balance.runtime.attention import balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
 
 
 class BalancedCoreAttention(MegatronModule):
-    """Core attention that runs the plan of its microbatch over the pool.
-
-    With the parameter of Megatron's own alone, the logit of a learnable sink, so checkpoints are the
-    same with and without us. Heads are those of this tensor-parallel rank.
+    """Core attention that runs the plan of its microbatch over the pool, on this tensor-parallel
+    rank's heads. Its parameter is Megatron's own, the logit of a learnable sink, so checkpoints are
+    the same.
     """
 
     def __init__(
@@ -50,8 +48,6 @@ class BalancedCoreAttention(MegatronModule):
         softmax_offset: torch.Tensor | None = None,
     ) -> None:
         """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword.
-
-        `k_channels`, `v_channels`: of multi-latent attention; tensors say them again at each call.
         `softmax_offset`: of the core attention that this one replaces.
         """
         super().__init__(config=config)
@@ -63,8 +59,8 @@ class BalancedCoreAttention(MegatronModule):
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
         self.layer_number = layer_number
-        self.latent: latent.Latent | None = None
-        """Handed over by the attention for the call that comes (`megatron.latent`)."""
+        self.latent: _Latent | None = None
+        """Handed over by the attention for the call that comes (`hand_latents_on`)."""
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
         self.softmax_offset = softmax_offset
         if softmax_offset is None and config.softmax_type != "vanilla":
@@ -72,7 +68,6 @@ class BalancedCoreAttention(MegatronModule):
             self.softmax_offset = self._offset(config.num_attention_heads // groups.tp.size())
 
     def _offset(self, num_heads: int) -> torch.Tensor:
-        """The logits [num_heads] of the sinks, as Megatron's core attention makes them."""
         kind, dtype = self.config.softmax_type, self.config.params_dtype
         device = torch.cuda.current_device()
         if kind == "off-by-one":
@@ -89,10 +84,10 @@ class BalancedCoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks in a checkpoint, split by head, under Megatron's own name."""
         if self.config.softmax_type != "learnable":
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         learned = self.state_dict(prefix="", keep_vars=True)
+        # As Megatron's own core attention: split over tensor-parallel ranks by head.
         return make_sharded_tensors_for_checkpoint(learned, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
@@ -105,9 +100,8 @@ class BalancedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """Attention of query and key [T, 1, H or G, D] and value [T, 1, G, V]; see `attend`.
-
-        Rows lie as the plan laid them out. Returns [T, 1, H * V].
+        """Attention of query and key [T, 1, H or G, D] and value [T, 1, G, V]: [T, 1, H * V]. See
+        `attend`.
         """
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
@@ -117,7 +111,7 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        given = latent.taken(self)
+        given = _latent_taken(self)
         if given is not None:
             return _attend_latent(query, key, given, packed_seq_params, self)
         return attend(query, key, value, packed_seq_params, self)
@@ -132,11 +126,8 @@ def attend(
 ) -> torch.Tensor:
     """Planned attention in Megatron's shapes, as of a core attention, ours or Transformer Engine's.
 
-    Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Multi-latent
-    attention squeezes the second dimension away.
-
-    The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
-    tensor-parallel size): their output is zero.
+    Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Rows lie as the
+    plan laid them out, padding that no sequence owns last: its output is zero.
     """
     scale, mask, sink = softmax_scale_of(core_attention), mask_of(core_attention), sink_of(core_attention)
     if params.alone:
@@ -148,17 +139,16 @@ def attend(
 
 
 def _attend_latent(
-    query: torch.Tensor, key: torch.Tensor, given: latent.Latent, params: BalancedSeqParams, core_attention: Any
+    query: torch.Tensor, key: torch.Tensor, given: _Latent, params: BalancedSeqParams, core_attention: Any
 ) -> torch.Tensor:
-    """`attend` over latents, query [T, (1,) H, D]. Of the key only the rotary part counts, which all
-    heads share.
-    """
+    """`attend` over latents, query [T, (1,) H, D]; of the key only the rotary part counts."""
     scale, mask = softmax_scale_of(core_attention), mask_of(core_attention)
     assert not params.alone, "latent_reasons refuses a self-check"
     assert sink_of(core_attention) is None, "latent_reasons refuses sinks"
     bound = params.bound_now(held_number(core_attention), mask)
     assert bound.shape.latent is not None, "the plan was bound for latents"
     rank, rope = bound.shape.latent
+    # Latent and the rotary part of the key, which all heads share: [T, C + R].
     rows = torch.cat([given.rows.flatten(0, -2), key.flatten(0, -3)[:, 0, -rope:]], dim=-1)
     own = query.flatten(0, -3)[: bound.num_tokens].contiguous()
     assert rows.shape[1] == rank + rope, "a latent of another width than the plan's"
@@ -175,7 +165,6 @@ def _attend_alone(
     how: tuple[float, Mask, torch.Tensor | None],
 ) -> torch.Tensor:
     """Attention of whole sequences that lie one behind the other, by torch; shapes of `attend`.
-
     `how`: the factor of scores, the mask, and a sink.
     """
     scale, mask, sink = how
@@ -186,11 +175,14 @@ def _attend_alone(
             x.view(x.shape[0], *x.shape[-2:])[start : start + length].transpose(0, 1) for x in (query, key, value)
         )
         queries, keys = torch.arange(length)[:, None], torch.arange(length)
+        # queries [T, 1] see keys [first, stop) of their own sequence.
         first, stop = mask.keys(0, queries)
+        # [1, T, T] bool, over all heads.
         seen = ((keys >= first) & (keys < stop)).to(q.device)[None]
         if sink is not None:  # a key of zeros, whose score is the sink, and its value
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             own = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+            # [H, T, 1 + T]: each head's sink as the score of one more key; masked keys score -inf.
             seen = torch.cat([own.expand(len(sink), -1, -1), sink.to(q.dtype)[:, None, None].expand(-1, length, 1)], 2)
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True))
         start += length
@@ -200,11 +192,9 @@ def _attend_alone(
 def rows_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows [T, heads, D] that sequences own, of Megatron's [rows, 1, heads, D].
-
-    The last rows may be padding. Multi-latent attention squeezes the second dimension away.
-    """
+    """The rows [T, heads, D] that sequences own, of Megatron's [rows, (1,) heads, D]."""
     own = (x[: bound.num_tokens] for x in (query, key, value))
+    # Multi-latent attention squeezes the second dimension away.
     q, k, v = ((x[:, 0] if x.dim() == 4 else x).contiguous() for x in own)
     return q, k, v
 
@@ -214,19 +204,8 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - out_THD.shape[0]))
 
 
-def number_layers(model: torch.nn.Module, recompute: Recompute) -> None:
-    """Number the attention layers of a model chunk by what keeping costs (`HeldLayers`)."""
-    cores = [module for _, module in _core_attentions(model)]
-    for core, number in zip(cores, held_layers(recompute, len(cores)).numbers, strict=True):
-        core.held_number = number
-
-
 def held_number(core_attention: Any) -> int:
-    """The number of a core attention's layer.
-
-    Raises:
-        ConfigError: the model was not numbered.
-    """
+    """The number of a core attention's layer by what keeping costs (`gpt.number_layers`)."""
     number = getattr(core_attention, "held_number", None)
     if number is None:
         raise ConfigError(
@@ -240,116 +219,83 @@ def softmax_scale_of(core_attention: Any) -> float:
     """The factor of scores in a core attention, ours or patched Transformer Engine's."""
     if isinstance(core_attention, BalancedCoreAttention):
         return core_attention.softmax_scale
-    config = core_attention.config
+    return softmax_scale(core_attention.config)
+
+
+def softmax_scale(config: Any) -> float:
+    """The factor of scores in Megatron's own attention modules, the same in all layers."""
     return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
 
-def balanced_spec(spec: Any) -> Any:
-    """A copy of a layer or block spec with our core attention, and our router before experts.
+def sink_of(core_attention: Any) -> torch.Tensor | None:
+    """The logit [H] that each head has beside its keys, of this tensor-parallel rank; None: none."""
+    offset = getattr(core_attention, "softmax_offset", None)
+    return None if offset is None else offset.view(-1)
 
-    Raises:
-        ConfigError: the spec has an attention that is not causal self-attention with a core
-            attention of its own.
+
+class _Latent(NamedTuple):
+    """Of one layer and microbatch: the normalised latent [T, C] or [T, 1, C], and the weight of its
+    up projection.
     """
-    result = copy.deepcopy(spec)
-    replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
-    if not replaced:
-        raise ConfigError(
-            "the model's layer spec has no self-attention with a core_attention submodule; nothing to balance"
-        )
-    return result
+
+    rows: torch.Tensor
+    weight: torch.Tensor
 
 
-def _replace(layer: ModuleSpec) -> int:
-    submodules = layer.submodules
-    if _core_of(getattr(submodules, "cross_attention", None)) is not None:
-        raise ConfigError("the layer spec has cross-attention; encoder-decoder models are not supported")
-    attention = getattr(submodules, "self_attention", None)
-    if _core_of(attention) is None:
-        return 0
-    attention.submodules.core_attention = BalancedCoreAttention  # pyright: ignore[reportOptionalMemberAccess]
-    give_router(getattr(submodules, "mlp", None))
-    return 1
+def latent_model_reasons(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Reasons of a built model: an up projection that does more than multiply by its weight."""
+    ups: list[Any] = [each.linear_kv_up_proj for chunk in chunks for each in _latent_attentions(chunk)]
+    kinds = dict.fromkeys(
+        type(up).__name__ for up in ups if getattr(up, "bias", None) is not None or not hasattr(up, "weight")
+    )
+    return [
+        f"latent_kv: true: {kind} is no plain product with a weight (a bias, or a norm of its own); leave it out"
+        for kind in kinds
+    ]
 
 
-def planned_mtp_block(spec: Any) -> Any:
-    """A copy of the spec of the layers that predict further tokens, with our core attention and
-    router; None: this stage has none.
-
-    Raises:
-        ConfigError: a layer without a core attention of its own.
+def hand_latents_on(chunk: torch.nn.Module) -> int:
+    """Let the multi-latent attentions of a model chunk hand core attention the latent, in place of
+    keys and values; their number. ConfigError: as `latent_model_reasons`.
     """
-    if spec is None:
-        return None
-    result = copy.deepcopy(spec)
-    for layer in result.layer_specs:
-        if not _replace(layer.submodules.mtp_model_layer):
-            raise ConfigError(
-                "--mtp-num-layers: a layer's spec has no self-attention with a core_attention submodule; leave it out"
-            )
-    return result
+    reasons = latent_model_reasons([chunk])
+    if reasons:
+        raise ConfigError("; ".join(reasons))
+    attentions: list[Any] = _latent_attentions(chunk)
+    for module in attentions:
+        module.linear_kv_up_proj.forward = _HandsOn(module, module.linear_kv_up_proj)
+    return len(attentions)
 
 
-def _core_of(attention: Any) -> Any:
-    return getattr(getattr(attention, "submodules", None), "core_attention", None)
+def _latent_attentions(chunk: torch.nn.Module) -> list[MLASelfAttention]:
+    return [each for each in chunk.modules() if isinstance(each, MLASelfAttention)]
 
 
-def layer_spec_of(model_config: Any) -> Callable[..., Any]:
-    """A `transformer_layer_spec` for GPTModelConfig: the model's own, with our core attention."""
-    from megatron.training.models.gpt import default_layer_spec
+class _HandsOn:
+    """The up projection of an attention: puts the latent where its core attention takes it. The
+    weight stays the module's, so checkpoints are the same.
+    """
 
-    given = model_config.transformer_layer_spec
+    def __init__(self, attention: Any, up: Any) -> None:
+        self.attention, self.up = attention, up
 
-    def build(config: Any, vp_stage: int | None = None) -> Any:
-        if given is None:
-            spec = default_layer_spec(config, vp_stage)  # pyright: ignore[reportArgumentType]
-        elif isinstance(given, ModuleSpec) or not callable(given):
-            spec = given
+    def __call__(self, latent: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        config, group = self.attention.config, self.attention.tp_group
+        if config.sequence_parallel and config.tensor_model_parallel_size > 1:
+            rows = gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=group)
         else:
-            spec = given(config)
-        return balanced_spec(spec)
-
-    return build
-
-
-def give_core_attention(model: torch.nn.Module) -> None:
-    """Put our core attention in place of Megatron's own in a model that was built past the layer
-    spec, with its sinks.
-    """
-    for attention in list(model.modules()):
-        core = vars(attention)["_modules"].get("core_attention")
-        if type(core) is DotProductAttention:
-            attention.core_attention = BalancedCoreAttention(
-                *(core.config, core.layer_number, core.attn_mask_type, "self"),
-                softmax_scale=core.softmax_scale,
-                softmax_offset=getattr(core, "softmax_offset", None),
-            )
+            rows = copy_to_tensor_model_parallel_region(latent, group=group)
+        self.attention.core_attention.latent = _Latent(rows, self.up.weight)
+        # Zeros in place of keys and values [T, ..., H * (D - R + V)], of stride 0: they take no
+        # memory, and the keys and values that the latent would give are made where queries meet
+        # them, on whatever rank.
+        return latent.new_zeros(()).expand(*rows.shape[:-1], self.up.weight.shape[0]), None
 
 
-def _core_attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attention modules' names and their core attentions, in the order of the layers."""
-    for name, module in model.named_modules():
-        core = vars(module)["_modules"].get("core_attention")
-        if core is not None:
-            yield name, core
-
-
-def check_model(model: torch.nn.Module, te_patched: bool) -> None:
-    """Reject a model in which an attention does not run plans.
-
-    Raises:
-        ConfigError: a core attention that is not ours; the script builds its model past the layer
-            spec.
-    """
-    for name, module in model.named_modules():
-        check_router(module, name)
-    for name, core in _core_attentions(model):
-        if isinstance(core, BalancedCoreAttention):
-            continue
-        if te_patched and type(core).__name__ == "TEDotProductAttention" and not core.config.multi_latent_attention:
-            continue
-        raise ConfigError(
-            f"{name}.core_attention is {type(core).__name__}, which knows nothing of plans. Build the model from its "
-            "model config "
-            "(pretrain's first argument) instead of a model_provider of the script's own"
-        )
+def _latent_taken(core_attention: Any) -> _Latent | None:
+    """The latent that was handed to a core attention for this call; None: keys and values."""
+    found = getattr(core_attention, "latent", None)
+    # Taken once: the next call may come without a latent.
+    if found is not None:
+        core_attention.latent = None
+    return found

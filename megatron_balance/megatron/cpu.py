@@ -1,12 +1,7 @@
 """A process in which "cuda" means "cpu": how Megatron's own loop runs on machines without a GPU.
 
 Loaded by `--balance-device cpu` and nothing else, before Megatron is imported. Every effect is
-process-wide and lasts: torch then says that CUDA is available, and tensors asked for on "cuda" are
-made on the CPU. For tests and demonstrations; training there is slow and its step times say nothing
-about balance.
-
-Factories and tensor methods are wrapped once; a global TorchFunctionMode does the same and was
-measured to cost 20 % a step.
+process-wide and lasts. Step times say nothing about balance.
 """
 
 from __future__ import annotations
@@ -55,10 +50,8 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Make "cuda" mean "cpu" in this process, with a warning that says so.
-
-    Raises:
-        ConfigError: Megatron was imported already; it looks at the device while it is imported.
+    """Make "cuda" mean "cpu" in this process, with a warning that says so. ConfigError: Megatron,
+    which looks at the device while it is imported, was imported already.
     """
     if installed():
         return
@@ -67,6 +60,8 @@ def install() -> None:
             "--balance-device cpu must be known before Megatron is imported; start with megatron_balance's own entry "
             "points"
         )
+    # Factories and tensor methods are wrapped once; a global TorchFunctionMode does the same and
+    # was measured to cost 20 % a step.
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW:
@@ -78,6 +73,7 @@ def install() -> None:
     torch.compile = _not_compiled
     # A torch built for CUDA asks the driver when a DataLoader pins memory.
     torch.accelerator.is_available = lambda: False
+    # There is one generator, and Megatron says so each time.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
         logging.ERROR
     )  # there is one generator, and it says so each time

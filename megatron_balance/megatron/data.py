@@ -1,18 +1,19 @@
-"""The document data set: whole documents of a `.bin/.idx`, as samples for Megatron's samplers.
+"""The document data set: whole documents of the corpora that the command line names, as samples for
+Megatron's samplers.
 
 Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding. A sample is a
-dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is
-padding. Every piece of a cut document begins at position 0 again, since attention does not join
-them.
+dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, or a piece
+of a cut document, -1 is padding.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TypeAlias, cast
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.megatron.corpora import DataArguments, data_reasons, no_documents, open_corpus, sources
+from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.megatron import flags
 from megatron_balance.training.sequences import Sequences, to_bits
 from megatron_balance.workloads.documents import (
     DEFAULT_FILLING,
@@ -32,18 +33,16 @@ from megatron_balance.workloads.documents import (
     DocumentPiece,
     DocumentStream,
     Filling,
+    of_corpus,
     shares,
     split_documents,
 )
+from megatron_balance.workloads.idx import check_bin, check_index, map_index, prefix_of
 
 PADDING = -1
-"""position_ids of tokens that belong to no sequence."""
 
 TOKEN, LABEL, LOSS_MASK = range(3)
-"""Columns of the rows that travel with each token.
-
-The loss mask travels as its bits, so any weight arrives exactly.
-"""
+"""Columns of the rows that travel with each token. The loss mask travels as its bits."""
 NUM_COLUMNS = 3
 POSITION = 3
 """Behind the three columns, for every token that is predicted further: those of the token so far
@@ -53,7 +52,6 @@ PER_DEPTH = 4
 
 
 def num_columns(depths: int) -> int:
-    """Columns of a row, with those of tokens up to `depths` ahead."""
     return NUM_COLUMNS + depths * PER_DEPTH
 
 
@@ -67,21 +65,21 @@ DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Options of the way from documents to samples."""
+    """Options of the way from documents to samples. `vocab_size`: ids from here on cannot be
+    embedded; None: not checked.
+    """
 
     seq_length: int
     seed: int
     policy: CutPolicy = "split"
     filling: Filling = DEFAULT_FILLING
     vocab_size: int | None = None
-    """Ids from here on cannot be embedded; None: not checked."""
     mmap: bool = True
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents.
-
-    Megatron's sampler asks for them in any order, on any rank.
+    """Samples 0 to num_samples - 1 of a stream of whole documents, asked for in any order, on any
+    rank.
     """
 
     def __init__(
@@ -92,14 +90,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         options: DataOptions,
         split: Split = Split.train,
     ) -> None:
-        """Open the tokens and number the documents.
-
-        Args:
-            corpus: opened and checked.
-            documents: the part of the corpus this data set draws from.
-            num_samples: how many samples Megatron will ask for.
-            options: context length, shuffle seed, cutting.
-            split: Megatron's samplers read it to tell validation from training.
+        """Open the tokens and number the `documents` of the corpus. `split`: Megatron's samplers
+        read it to tell validation from training.
         """
         self.split = split
         self.options = options
@@ -114,7 +106,6 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return self.num_samples
 
     def sample_lengths(self, index: int) -> tuple[int, ...]:
-        """Lengths of the sequences of sample `index`, from the index file alone."""
         return self.stream.lengths_of(index)
 
     @cached_property
@@ -128,10 +119,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         return self._fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Sample `index`: tokens, labels, loss_mask, position_ids, each [S].
-
-        The label of a token is the document's next token, also where the document was cut. Only a
-        document's last token has none: its loss_mask is 0.
+        """Sample `index`: tokens, labels, loss_mask, position_ids, each [S]. Only a document's last
+        token has no label: its loss_mask is 0.
         """
         size = self.options.seq_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -141,17 +130,20 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         for piece in self.stream.sample(index):
             length = piece.stop - piece.start
             read = self._read(piece)
+            # A token's label is the document's next token, also behind a cut: one more is read for
+            # it.
             num_labels = min(length, len(read) - 1)
             tokens[at : at + length] = read[:length]
             labels[at : at + num_labels] = read[1 : 1 + num_labels]
             loss_mask[at : at + num_labels] = 1
+            # Attention does not join the pieces of a cut document, so every one begins at position
+            # 0.
             position_ids[at : at + length] = np.arange(length)
             at += length
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _read(self, piece: DocumentPiece) -> np.ndarray:
-        """Tokens of a piece, and the one behind it where the document has one."""
         stop = min(piece.stop + 1, self._index.tokens_of(range(piece.document, piece.document + 1)))
         # A document's Megatron sequences lie one behind the other, so reading on from its first one
         # is reading the document.
@@ -173,15 +165,8 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
     """Samples of several corpora in turn, in proportion to weights; each sample is of one corpus."""
 
     def __init__(self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int) -> None:
-        """Deal samples of `parts`.
-
-        Args:
-            parts: the corpora, of one split.
-            weights: of each, in samples; None: as many as an epoch of each has.
-            num_samples: how many samples Megatron will ask for.
-
-        Raises:
-            ConfigError: weights that cannot be.
+        """Deal samples of `parts`, of one split. `weights`: in samples; None: as many as an epoch
+        of each has.
         """
         self.parts = tuple(parts)
         self.split = parts[0].split
@@ -192,7 +177,6 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
         return self.num_samples
 
     def sample_lengths(self, index: int) -> tuple[int, ...]:
-        """Lengths of the sequences of sample `index`."""
         corpus, at = self.blend.locate(index)
         return self.parts[corpus].sample_lengths(at)
 
@@ -202,34 +186,27 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
         return hashlib.sha256(f"{each} {self.blend.counts.tolist()}".encode()).hexdigest()[:16]
 
     def fingerprint(self) -> str:
-        """16 hex digits of all that decides which documents sample i holds."""
         return self._fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Sample `index`, as a `DocumentDataset` has it."""
         corpus, at = self.blend.locate(index)
         return self.parts[corpus][at]
 
 
 Documents: TypeAlias = DocumentDataset | DocumentBlend
-"""Samples of whole documents, by number."""
 
 
 def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int | None = None) -> Sequences:
-    """The sequences of a collated microbatch, with columns TOKEN, LABEL and LOSS_MASK.
+    """The sequences of a collated microbatch (tokens, labels, loss_mask and position_ids, each [B,
+    S]), with columns TOKEN, LABEL and LOSS_MASK.
 
-    Args:
-        microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
-        depths: how many tokens ahead rows also say (`column`).
-        first_sample: number of the first sample, where rows say theirs in a last column; None: they
-            do not.
-
-    Raises:
-        DataError: the batch does not come from this data set (a sequence that does not open with
-            position 0).
+    `depths`: how many tokens ahead rows also say (`column`). `first_sample`: number of the first
+    sample, where rows say theirs in a last column. DataError: the batch does not come from this
+    data set.
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
+    # held [B, S]; positions [T], sample by sample.
     positions = position_ids[held]
     opens = positions == 0
     if (held[:, 0] & (position_ids[:, 0] != 0)).any():
@@ -237,10 +214,12 @@ def unpack(microbatch: Mapping[str, Tensor], depths: int = 0, first_sample: int 
     starts = torch.nonzero(opens).flatten().tolist()
     ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
     lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
+    # rows [T, C]: token, label, the bits of the loss mask, then what lies ahead.
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
     rows = torch.stack(columns, dim=1)
     wide = [rows, *_ahead(rows, positions, depths)]
     if first_sample is not None:
+        # The sample's number in the microbatch of the pool, of each token [T, 1].
         wide.append(torch.nonzero(held)[:, :1] + first_sample)
     return Sequences(torch.cat(wide, dim=1), lengths)
 
@@ -255,41 +234,27 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
         yield ahead
 
 
-def document_datasets_provider(
-    train_val_test_num_samples: Sequence[int],
-    vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
-    *,
-    policy: CutPolicy = "split",
-    filling: Filling = DEFAULT_FILLING,
-) -> DatasetTriple:
-    """Megatron's data set provider: train, validation and test sets of whole documents.
-
-    Raises:
-        ConfigError: arguments that cannot work with whole documents.
-        DataError: the corpus is damaged or empty.
-    """
-    from megatron.training import get_args
-
-    return build_datasets(cast(DataArguments, get_args()), train_val_test_num_samples, policy, filling)
-
-
-# Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
-document_datasets_provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
-    """`document_datasets_provider` with cut policy and filling of the balance configuration."""
-    provider = partial(document_datasets_provider, policy=policy, filling=filling)
-    provider.is_distributed = True  # pyright: ignore[reportAttributeAccessIssue]
-    return provider
+    """Megatron's data set provider: train, validation and test sets of whole documents."""
+
+    def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
+        from megatron.training import get_args
+
+        return build_datasets(get_args(), train_val_test_num_samples, policy, filling)
+
+    # Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
+    provide.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return provide
+
+
+document_datasets_provider = make_provider("split")
 
 
 def build_datasets(
-    args: DataArguments, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
+    args: Any, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
-    """Data sets for Megatron's arguments.
-
-    A split that no samples are asked of, or that holds no document, gives None.
+    """Data sets for Megatron's arguments; None for a split that no samples are asked of, or without
+    documents.
 
     Raises:
         ConfigError: arguments that cannot work with whole documents.
@@ -313,7 +278,7 @@ def build_datasets(
         weights: list[float] = []
         for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
             if prefix not in opened:
-                opened[prefix] = open_corpus(prefix, args)
+                opened[prefix] = _open_corpus(prefix, args)
             index = opened[prefix].index
             documents = split_documents(index.num_documents, source.split)[source.part]
             if index.tokens_of(documents):
@@ -322,8 +287,161 @@ def build_datasets(
         if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
-            raise ConfigError(no_documents(source, split.name))
+            raise ConfigError(_no_documents(source, split.name))
         alone = parts[0] if len(parts) == 1 else None
         datasets.append(alone or (DocumentBlend(parts, weights or None, wanted) if parts else None))
     train, valid, test = datasets
     return train, valid, test
+
+
+CORPUS_OPTIONS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitSource:
+    """Where the documents of one split are: corpora with weights, and which part of each. `flag`:
+    what decides that part; `weights`: None: by the samples of an epoch.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    split: tuple[float, float, float]
+    part: int
+    flag: str
+
+
+WHOLE = (1.0, 0.0, 0.0)
+
+
+def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
+    """The corpora of training, validation and test, as Megatron reads them from the command line."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror}); it is a file of data paths") from error
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "the data paths: expected PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... (in "
+            '--per-split-data-args-path, JSON with "train", "valid" and "test" of these)'
+        ) from error
+    if per_split is not None:
+        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        train, valid, test = (
+            _SplitSource(*_prefixes(given), WHOLE, 0, flag) for flag, given in zip(flags, per_split, strict=True)
+        )
+    else:
+        prefixes, weights = _prefixes(blend)
+        train, valid, test = (
+            _SplitSource(prefixes, weights, parse_split(args.split), part, f"--split {args.split}") for part in range(3)
+        )
+    return train, valid, test
+
+
+def _prefixes(
+    blend: tuple[Sequence[str], Sequence[float] | None] | None,
+) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    prefixes, weights = blend or ((), None)
+    return tuple(map(prefix_of, prefixes)), None if weights is None else tuple(weights)
+
+
+CACHED_FROM = 100_000
+"""Pieces from which on their order is kept on disk. Fewer are sorted in a tenth of a second."""
+
+
+def _open_corpus(prefix: str, args: Any) -> Corpus:
+    """A corpus, and the cache of its orders where it is large. DataError: the corpus is damaged or
+    empty.
+    """
+    index = map_index(prefix)
+    if index.num_documents + index.num_tokens // args.seq_length < CACHED_FROM:
+        check_index(index)
+        return Corpus(index)
+
+    def check() -> np.ndarray:
+        check_index(index)
+        return np.ones(1, dtype=np.int8)
+
+    check_bin(index)
+    cache = of_corpus(index, getattr(args, "data_cache_path", None))
+    # The index is checked whole once; where its cache says so, not again.
+    cache.under("checked").get("checked", check)
+    return Corpus(index, cache)
+
+
+def data_reasons(args: Any) -> list[str]:
+    """The reasons why whole documents cannot be read under these arguments."""
+    reasons = flags.reasons(args, "documents")
+    if not any(getattr(args, name, None) for name in CORPUS_OPTIONS) and not reasons:
+        reasons.append(
+            "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "
+            "preprocess_data.py"
+        )
+    return reasons
+
+
+def corpus_reasons(args: Any) -> list[str]:
+    """The reasons why the corpora that the command line names cannot be read, as far as opening the
+    files shows.
+    """
+    reasons: list[str] = []
+    try:
+        # Opening the files costs the same whatever their size: an index that is damaged inside is
+        # found when its documents are numbered.
+        named = sources(args)
+    except BalanceError as error:
+        return [str(error)]
+    wanted = (not getattr(args, "skip_train", False), bool(args.eval_iters), False)
+    num_documents: dict[str, int] = {}
+    for source in named:
+        for prefix in dict.fromkeys(source.prefixes):
+            if prefix not in num_documents:
+                num_documents[prefix] = 0
+                try:
+                    index = map_index(prefix)
+                    check_bin(index)
+                    num_documents[prefix] = index.num_documents
+                except BalanceError as error:
+                    reasons.append(str(error))
+    for weights in dict.fromkeys(source.weights for source in named if source.weights is not None):
+        try:
+            shares(weights)
+        except BalanceError as error:
+            reasons.append(str(error))
+    if reasons:
+        return reasons
+    for source, asked, name in zip(named, wanted, ("train", "valid", "test"), strict=True):
+        parts = [split_documents(num_documents[prefix], source.split)[source.part] for prefix in source.prefixes]
+        if asked and not any(parts):
+            reasons.append(_no_documents(source, name))
+    return reasons
+
+
+def _no_documents(source: _SplitSource, name: str) -> str:
+    less = " or set --eval-iters 0" if name == "valid" else ""
+    return (
+        f"{source.flag}: leaves no documents of {' '.join(source.prefixes) or 'any corpus'} for the {name} set; give "
+        f"it a larger share{less}"
+    )
+
+
+def parse_split(split: str | None) -> tuple[float, float, float]:
+    weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
+    if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
+        raise ConfigError(
+            f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1"
+        )
+    train, valid, test = (*weights, 0.0, 0.0)[:3]
+    return train, valid, test
+
+
+def names_corpus(args: Any) -> bool:
+    return any(getattr(args, name, None) for name in CORPUS_OPTIONS)

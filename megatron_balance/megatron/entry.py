@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
-from megatron_balance.megatron import environment, flags
-from megatron_balance.megatron.arguments import check_arguments, device_of
+from megatron_balance.megatron import flags
+from megatron_balance.megatron.flags import check_arguments, device_of
 from megatron_balance.model_config import refusal
 from megatron_balance.patches import Patch, applied, fault_of
 
@@ -30,7 +31,7 @@ def run(main: Callable[[], None]) -> int:
             cpu.install()
         main()
     except BalanceError as error:
-        rank = environment.rank()
+        rank = _launched_rank()
         sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error (rank {rank}): {error}\n")
         sys.stderr.flush()
         return USAGE_ERROR
@@ -39,7 +40,7 @@ def run(main: Callable[[], None]) -> int:
 
 def set_up_logging() -> None:
     """Our log to stderr with the rank in every line; Megatron's is left to Megatron."""
-    rank = environment.rank()
+    rank = _launched_rank()
     logger = logging.getLogger("megatron_balance")
     if any(getattr(handler, "megatron_balance", False) for handler in logger.handlers):
         return
@@ -54,20 +55,17 @@ def set_up_logging() -> None:
 @contextmanager
 def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     """The session of one call of Megatron's `pretrain`, whose model config gets our core attention.
-
-    `has_script`: whether the data set provider is a script's, not ours.
-
-    Raises:
-        ConfigError: flags or a configuration that cannot work, before anything is built.
+    `has_script`: whether the data set provider is a script's. ConfigError: flags or a configuration
+    that cannot work, before anything is built.
     """
     from megatron.training import get_args
 
-    from megatron_balance.megatron.corpora import corpus_reasons, data_reasons
-    from megatron_balance.megatron.documents import names_corpus
+    from megatron_balance.megatron import ping_pong
+    from megatron_balance.megatron.data import corpus_reasons, data_reasons, names_corpus
     from megatron_balance.megatron.gpt import give_layer_spec
-    from megatron_balance.megatron.log import log_reasons
     from megatron_balance.megatron.session import Session, opened
-    from megatron_balance.megatron.ways import way_reasons
+    from megatron_balance.megatron.ways import attends_jointly, candidates_of, layout_of, log_reasons, way_reasons
+    from megatron_balance.patches.selection import for_job
     from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
@@ -94,9 +92,19 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     said = refusal("flags", unknown, config.accept, f"accept: {{}} in {config.source}")
     reasons += [] if said is None else [said]
     of_way = way_reasons(args, config)
-    patches = () if of_way else _patches_of(args, config)
+    patches: tuple[Patch, ...] = ()
+    # It is not known how a job runs that cannot.
+    if not of_way:
+        patches = for_job(
+            args,
+            joint=attends_jointly(args, config),
+            nano_batches=ping_pong.wanted(args, config),
+            changes=bool(candidates_of(args, config, layout_of(args))),
+        )
     fault = fault_of(patches, config.accepted_sources, config.source)
     check_arguments(args, [*reasons, *of_way, *([] if fault is None else [fault])])
+    # In this order: what no flag can want otherwise is set behind all refusals, and the model's
+    # spec before Megatron builds it.
     _say_what_was_set(args, cfg_container, others)
     give_layer_spec(cfg_container)
     log.info(
@@ -109,23 +117,9 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
         yield
 
 
-def _patches_of(args: Any, config: Any) -> tuple[Patch, ...]:
-    """The patches of a job that `way_reasons` knows nothing against."""
-    from megatron_balance.megatron import ping_pong
-    from megatron_balance.megatron.ways import attends_jointly, candidates_of, layout_of
-    from megatron_balance.patches.selection import for_job
-
-    return for_job(
-        args,
-        joint=attends_jointly(args, config),
-        nano_batches=ping_pong.wanted(args, config),
-        changes=bool(candidates_of(args, config, layout_of(args))),
-    )
-
-
 def _say_what_was_set(args: Any, cfg_container: Any, unknown: Sequence[str]) -> None:
-    """Set what plans need and no flag of the script's can want otherwise; the log says so, and which
-    of the script's own flags nobody looked at.
+    """Set what plans need and no flag of the script's can want otherwise; the log says so, and
+    which of the script's own flags nobody looked at.
     """
     transformer = getattr(getattr(cfg_container, "model", None), "transformer", None)
     configs = (transformer, getattr(cfg_container, "ddp", None), getattr(cfg_container, "optimizer", None))
@@ -138,9 +132,7 @@ def _say_what_was_set(args: Any, cfg_container: Any, unknown: Sequence[str]) -> 
 
 
 def _absolute(cluster: str) -> str:
-    """A cluster's name as it is, or the absolute path of its file: else it would be taken relative
-    to the configuration.
-    """
+    # A relative path would be taken relative to the configuration.
     return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
 
 
@@ -149,3 +141,8 @@ def te_available() -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return bool(HAVE_TE)
+
+
+def _launched_rank() -> int:
+    """This process's global rank, as the launcher says; 0 without one."""
+    return int(os.environ.get("RANK", "0"))  # noqa: TID251  torchrun's own variable, not a switch

@@ -1,12 +1,13 @@
-"""Megatron's flags by `flags.yaml`, the record of all that were looked at: what is refused,
-left out, told, or unknown. A flag's rule stands there and nowhere else.
+"""Megatron's flags by `flags.yaml`, the record of all that were looked at: what is refused, left
+out, told, or unknown. A flag's rule stands there and nowhere else. And our options beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias, cast
 from pydantic import BaseModel
 
 from megatron_balance import model_config
+from megatron_balance.errors import ConfigError
 from megatron_balance.strict_yaml import STRICT, read_yaml, validated
 
 PATH = Path(__file__).with_suffix(".yaml")
@@ -47,20 +49,17 @@ class FlagRule(BaseModel):
 
     @cached_property
     def condition(self) -> CodeType:
-        """`when`, compiled."""
         any_set = " or ".join(flag.replace("-", "_") for flag in self.flags.split())
         return compile(self.when or any_set, f"{PATH.name}: {self.flags}", "eval")
 
     def holds(self, args: object) -> bool:
-        """Whether the rule is about these arguments of Megatron's."""
         return bool(eval(self.condition, {"__builtins__": {}}, _Options(args)))
 
     def told(self, args: object) -> str:
-        """The sentence, with values of arguments."""
         return self.sentence.format_map(_Options(args))
 
 
-class FlagRecord(BaseModel):
+class _FlagRecord(BaseModel):
     """The YAML: rules by verdict, then flags without one, by why they need none."""
 
     model_config = STRICT
@@ -76,7 +75,6 @@ class FlagRecord(BaseModel):
 
     @cached_property
     def ruled(self) -> frozenset[str]:
-        """Flags with a rule."""
         rules = (*self.defaults, *self.refused, *self.left_out, *self.told)
         return frozenset(flag for rule in rules for flag in rule.flags.split())
 
@@ -87,36 +85,27 @@ class FlagRecord(BaseModel):
 
 
 @cache
-def record() -> FlagRecord:
-    """The record of all flags."""
-    return cast(FlagRecord, validated(FlagRecord, read_yaml(PATH), str(PATH), "", FlagRecord.model_fields))
+def record() -> _FlagRecord:
+    return cast(_FlagRecord, validated(_FlagRecord, read_yaml(PATH), str(PATH), "", _FlagRecord.model_fields))
 
 
-class _Options(Mapping[str, Any]):
+class _Options(dict[str, Any]):
     """Megatron's arguments by name, and what is made of several (`MADE`); None for those that this
     version does not have, the name of an enum's member.
     """
 
     def __init__(self, args: object) -> None:
+        super().__init__(len=len, set=set)
         self._args = args
 
-    def __getitem__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Any:
         if name in MADE:
             return MADE[name](self._args)
-        if name in ("len", "set"):
-            return {"len": len, "set": set}[name]
         value = getattr(self._args, name, None)
         return value.name if isinstance(value, Enum) else value
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self._args))
-
-    def __len__(self) -> int:
-        return len(vars(self._args))
-
 
 def _router_losses(args: Any) -> tuple[str, ...]:
-    """The ways in which a router's experts are balanced; none without experts."""
     kinds = getattr(args, "moe_router_load_balancing_type", None)
     if getattr(args, "num_experts", None) is None or kinds is None:
         return ()
@@ -124,7 +113,6 @@ def _router_losses(args: Any) -> tuple[str, ...]:
 
 
 def balances_by_sample(args: Any) -> bool:
-    """Whether a router's loss is taken over each sample."""
     return "seq_aux_loss" in _router_losses(args)
 
 
@@ -151,7 +139,6 @@ def sentences(args: object, way: Way | None = None) -> list[str]:
 
 
 def defaults() -> dict[str, Any]:
-    """Defaults of Megatron's flags wherever plans run: without them none could."""
     return {name: value for rule in record().defaults for name, value in rule.values.items()}
 
 
@@ -165,7 +152,6 @@ def defaulted(args: object, argv: Sequence[str]) -> list[str]:
 
 def leave_out(args: argparse.Namespace, configs: Sequence[object]) -> list[str]:
     """Switch off in `args`, and in Megatron's `configs` made of them, what plans cannot use.
-
     Returns the sentences for the log.
     """
     told: list[str] = []
@@ -191,11 +177,8 @@ def _given(argv: Sequence[str]) -> list[str]:
 
 
 def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Of the unreviewed flags of a command line: those that may change what plans go by, and why; and
-    the others, of which the log tells.
-
-    The former are flags of Megatron's own parser, since the record was made of all there were, and
-    those of a script by which Megatron builds its layers; at their defaults they change nothing.
+    """Of the unreviewed flags of a command line: those that may change what plans go by, and why;
+    and the others, of which the log tells.
     """
     names = unreviewed(argv)
     if not names:
@@ -206,6 +189,8 @@ def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str
     for flag in names:
         name = own[flag].dest if flag in own else flag[2:].replace("-", "_")
         default = own[flag].default if flag in own else fields.get(name)
+        # Flags of Megatron's own parser, since the record was made of all there were, and those of
+        # a script by which Megatron builds its layers; at their defaults they change nothing.
         if (flag not in own and name not in fields) or getattr(args, name, None) == default:
             continue
         whose = "a flag of this Megatron" if flag in own else "a field of the config that layers are built of"
@@ -214,8 +199,8 @@ def unknown(args: object, argv: Sequence[str]) -> tuple[dict[str, str], list[str
 
 
 def unknown_fields(config: Any) -> dict[str, str]:
-    """The fields of a built model's config that are set, and of which nobody looked at what they do to
-    plans; of a class of one's own, its further fields whatever their defaults.
+    """The fields of a built model's config that are set, and of which nobody looked at what they do
+    to plans; of a class of one's own, its further fields whatever their defaults.
     """
     own, layers = _megatrons_parser()._option_string_actions, _fields_of_layers()
     known = {action.dest for flag, action in own.items() if flag.lstrip("-") in record().reviewed}
@@ -230,14 +215,12 @@ def unknown_fields(config: Any) -> dict[str, str]:
 
 
 def _megatrons_parser() -> argparse.ArgumentParser:
-    """The parser of Megatron's own flags, without a script's."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _fields_of_layers() -> dict[str, Any]:
-    """Fields of the configs that Megatron builds layers of, and their defaults."""
     from megatron.core.transformer import MLATransformerConfig
 
     found: dict[str, Any] = {}
@@ -245,3 +228,105 @@ def _fields_of_layers() -> dict[str, Any]:
         made = field.default_factory
         found[field.name] = field.default if made is dataclasses.MISSING else made()
     return found
+
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+DEVICE_OPTION = "--balance-device"
+
+
+# Megatron's own defaults need a GPU or Transformer Engine. How keys travel is the plan's, so
+# `cp_comm_type` changes nothing; Megatron's branch dev builds local layers under no other one.
+CPU_DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "distributed_backend": "gloo",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+    "cp_comm_type": ["all_gather"],
+}
+
+
+def device_of(argv: Sequence[str]) -> Device:
+    """The device that the command line asks for, read before Megatron is imported. ConfigError:
+    neither.
+    """
+    # Megatron's parser is not at hand: it looks at the device while it is imported.
+    device = "cuda"
+    for at, word in enumerate(argv):
+        if word == DEVICE_OPTION:
+            device = argv[at + 1] if at + 1 < len(argv) else ""
+        elif word.startswith(f"{DEVICE_OPTION}="):
+            device = word.partition("=")[2]
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"{DEVICE_OPTION} {device}: choose cpu or cuda")
+    return device
+
+
+def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's parser with our group, and with defaults that work on a CPU if that is the device."""
+    # Some of Megatron's own texts have a bare percent sign, at which `--help` would end in an
+    # error.
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\(\w+\)[dfrs])", "%%", action.help)
+    group = parser.add_argument_group("balance")
+    group.add_argument(
+        "--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options."
+    )
+    group.add_argument(
+        "--balance-planner",
+        metavar="NAME",
+        default=None,
+        help="A planner or a file of configs/planner, in place of the configuration's.",
+    )
+    group.add_argument(
+        "--balance-cluster",
+        metavar="NAME|FILE",
+        default=None,
+        help="A machine of configs/cluster or a YAML, in place of the configuration's and of what the machine says.",
+    )
+    group.add_argument(
+        DEVICE_OPTION,
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="cpu runs without a GPU, for tests and demonstrations (slow, and says so).",
+    )
+    group.add_argument(
+        "--balance-log", metavar="DIR", default=None, help="Write steps.jsonl and the resolved configuration here."
+    )
+    from megatron_balance.megatron import cpu
+
+    parser.set_defaults(**defaults())
+    if cpu.installed():
+        parser.set_defaults(**CPU_DEFAULTS)
+    return parser
+
+
+# The products take 16 rows at a time; MXFP8 has a scale for every 32 rows and block scaling for
+# every 128, and Transformer Engine quantises whole blocks only (`is_quantizable`).
+FP8_ROWS: dict[str, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""By `--fp8-recipe`, the number of which the rows of a linear layer's input must be a multiple."""
+
+
+def row_multiple(args: argparse.Namespace, tensor: int) -> int:
+    """The number of which the rows of one of `tensor` tensor-parallel ranks are a multiple; added
+    rows belong to no sequence and are masked.
+    """
+    # Sequence parallelism splits the rows over the tensor-parallel ranks, each of which may quantise
+    # its own before they are gathered.
+    shares = tensor if args.sequence_parallel else 1
+    return shares * (FP8_ROWS[args.fp8_recipe] if args.fp8 is not None else 1)
+
+
+def check_arguments(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
+    """Reject arguments under which a plan cannot run, for the reasons here and `others`, all in one
+    ConfigError.
+    """
+    if not getattr(args, "balance_config", None) and args.yaml_cfg is None:
+        raise ConfigError("--balance-config is missing: name a YAML with a planner, such as configs/experiment/*.yaml")
+    against = [*reasons(args), *others]
+    if against:
+        raise ConfigError("; ".join(against))

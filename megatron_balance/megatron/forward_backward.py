@@ -1,45 +1,49 @@
-"""Megatron's schedule over planned microbatches: the seam into its training and evaluation."""
+"""Megatron's schedule over planned microbatches: the seam into its training and evaluation. And the
+self-check: one step forward with the plan and without, before training.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, SelfCheckError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.megatron import self_check, session
+from megatron_balance.megatron import session
+from megatron_balance.megatron.data import PADDING, unpack
 from megatron_balance.megatron.forward_step import (
+    LOSS,
+    MakeLocal,
+    Microbatches,
     PlannedMicrobatch,
     forward_step,
     mask_counts,
     mean_over_replicas,
     planned_microbatch,
 )
-from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
-from megatron_balance.megatron.microbatches import MakeLocal, Microbatches
+from megatron_balance.megatron.groups import job_device, schedule_groups, tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.role_step import Read, run_role
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
-from megatron_balance.megatron.tokens import job_device, numbered, read, recall
-from megatron_balance.training.lengths import PoolLengths, share_lengths
-from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
-from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.megatron.tokens import numbered, read, recall
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, share_lengths
+from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward-backward function that plans the step's microbatches and runs `inner` on them.
-
-    Called inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the
-    same plan with them.
-    """
+    """A forward-backward function that plans the step's microbatches and runs `inner` on them."""
 
     def schedule(
         *,
@@ -56,31 +60,33 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 "non-loss data is collected on the last rank alone, but a plan needs all ranks; pass no "
                 "process_non_loss_data_func"
             )
+        # Inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the
+        # same plan.
         job.prepare(model)
         if job.unchecked and not forward_only:
             _check_self(job, schedule, inner, model, kwargs)
         if not forward_only:
             job.steps.begin(job.args.curr_iteration + 1)
+        # Weights that the last step changed are with their owners; evaluation runs Megatron's own
+        # model.
         if forward_only and job.changes is not None:
             job.changes.gather_weights()
         pool = job.pool
-        planned, shared, found = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
+        planned, shared, mine, apart = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
         if not forward_only:
             job.steps.tracer.planned(job.config.planner.name if job.config.planner else "")
-            job.sequences = _own_sequences(found.apart, pool.readers[pool.replica])
+            job.sequences = _own_sequences(apart, pool.readers[pool.replica])
             _count_flops(job.sequences)
             if job.changes is not None and planned.step.strategy != job.layout:
-                return run_role(job, job.changes, planned, shared, found)
+                return job.changes.run(planned, shared, mine, apart)
             if job.changes is not None:
                 job.changes.gather_weights(for_step=True)
         own = own_plans_of(planned, pool, num_microbatches)
-        exchange = TokenExchange(found.apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(found.mine, job.num_columns, tensor_parallel(), job_device())
+        exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
+        rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
         def local(index: int) -> LocalMicrobatch:
-            """This rank's rows of a microbatch, put together when the schedule asks for it."""
-            parts = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in own[index]]
-            return interleave(parts, job.row_multiple)
+            return exchange.local(rows, own[index], job.row_multiple)
 
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
@@ -93,6 +99,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
         microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
+        # One iterator a model chunk, which all draw on the same microbatches.
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
@@ -103,7 +110,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             **kwargs,
         )
         if not forward_only:
-            microbatches.trained(job, shared, job.planner(forward_only))
+            microbatches.trained(shared)
         return mean_over_replicas(result) if forward_only else result
 
     return schedule
@@ -111,28 +118,33 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _planned_step(
     job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
-) -> tuple[PlannedStep, PoolLengths, Read]:
-    """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan."""
+) -> tuple[PlannedStep, PoolLengths, list[Sequences], PoolLengths]:
+    """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan.
+
+    Returns the plan, the lengths as read, and the sequences of this rank and of the pool with each
+    nano-batch as a microbatch of its own.
+    """
     pool, parallel, device, iterator = job.pool, tensor_parallel(), job_device(), first_iterator(data_iterator)
     planner = job.planner(forward_only)
     draw = planner.draw(num_microbatches)
     if draw.first is not None:
         assert job.train_data is not None, "samples are read by number only where they are ours"
         iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
+    # The middle stages need lengths alone.
     reads = parallel.is_source and pool.has_tokens
     mine, failure = read(iterator, draw.num_microbatches * reads, job.reader, job.depths, job.first_sample)
-    mine = mine if pool.reads else []  # another rank of this replica read the same samples
+    # Another rank of this replica read the same samples.
+    mine = mine if pool.reads else []
     shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
     planned = planner.plan(shared.lengths, announced=shared.announced)
     recalled = recall(planned.recalled, job.train_data, pool, parallel, device, job.depths)
     mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
-    return planned, shared, Read(mine, apart)
+    return planned, shared, mine, apart
 
 
 def first_iterator(given: Any) -> Iterator[Any]:
-    """The iterator of this rank, of one a model chunk.
-
-    A script's own provider may leave out those of chunks that neither embed nor compute the loss.
+    """The iterator of this rank, of one a model chunk. A script's own provider may leave out those
+    of chunks that neither embed nor compute the loss.
     """
     return next((each for each in (given if isinstance(given, list) else [given]) if each is not None), iter(()))
 
@@ -140,7 +152,6 @@ def first_iterator(given: Any) -> Iterator[Any]:
 def _check_self(
     job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Compare a tiny batch with a plan and without (`self_check`)."""
     job.unchecked = False
     chunks = model if isinstance(model, list) else [model]
 
@@ -158,28 +169,23 @@ def _check_self(
         rows = [[each.tokens.shape[1]] for each in whole]
         shapes = StageShapes.of_step(rows, job.row_multiple, get_model_config(chunks[0]))
         transfers = _planned_transfers(job.pool, shapes, chunks, kwargs)
-        return self_check.run_alone(inner, whole, model, kwargs | transfers)
+        return _run_alone(inner, whole, model, kwargs | transfers)
 
-    self_check.check(job, planned, alone, chunks)
+    check_self(job, planned, alone, chunks)
 
 
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
-    """By microbatch that this rank runs, its plans; pipelines side by side have as many as each needs.
-
-    Raises:
-        ConfigError: as `check_number`, where all ranks share every microbatch.
-    """
+    """By microbatch that this rank runs, its plans; ConfigError as `check_number`."""
     own = planned.own_plans_of(pool.pipeline)
+    # Pipelines side by side have as many microbatches as each needs.
     if planned.step.strategy is None:
         check_number(len(own), num_microbatches)
     return own
 
 
 def check_number(planned: int, num_microbatches: int) -> None:
-    """Reject a plan of another number of microbatches than the schedule runs, on this and all ranks.
-
-    Raises:
-        ConfigError: names both numbers.
+    """Reject a plan of another number of microbatches than the schedule runs, on this and all
+    ranks.
     """
     if planned != num_microbatches:
         raise ConfigError(
@@ -189,8 +195,8 @@ def check_number(planned: int, num_microbatches: int) -> None:
 
 
 def _planned_transfers(pool: Pool, shapes: StageShapes, chunks: list[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords for Megatron's pipeline schedules: a communicator that knows the shapes, and the groups
-    that they would take, or were given with a communicator. None where there is one stage.
+    """Keywords for Megatron's pipeline schedules: a communicator that knows the shapes, and the
+    groups that they would take, or were given with a communicator. None where there is one stage.
     """
     if pool.num_stages == 1:
         return {}
@@ -248,13 +254,141 @@ def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
 
 
 def _count_flops(sequences: Sequence[Ints]) -> None:
-    """Tell Megatron's throughput line the sequences of this rank's replica.
-
-    It expects them on each of the replica's ranks, and none of evaluation.
-    """
+    """Tell Megatron's throughput line the sequences of this rank's replica."""
+    # Megatron's line expects them on each of the replica's ranks, and none of evaluation.
     for own in sequences:
         # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
         # sums these with.
         update_seqlen_stats_from_cu_seqlens(
             torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]]))
         )
+
+
+log = logging.getLogger(__name__)
+
+
+Forward = Callable[[Any, int], list[dict[str, torch.Tensor]]]
+
+
+TOLERANCE = {torch.float32: 1e-5}
+
+
+HALF_TOLERANCE = 1e-2
+"""Relative difference of losses that is rounding; the second with weights of another type."""
+
+
+def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Samples of all replicas [num_replicas * batch, S] with documents of several lengths."""
+    lengths = [each for each in (29, 12, 2, 1) if each <= length // 2] or [1]
+    size = sum(lengths)
+    positions = torch.cat([torch.arange(each) for each in lengths]).repeat(num_replicas * batch, 1)
+    tokens = torch.arange(num_replicas * batch * size).view(-1, size) * 7919 % max(1, vocabulary - 1)
+    # Positions [replicas * B, S]; the last token of each document has no label.
+    last = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0
+    labels = torch.roll(tokens, -1, dims=1).masked_fill(last, 0)
+    assert PADDING not in positions, "a tiny sample has no padding"
+    return {"tokens": tokens, "labels": labels, "loss_mask": (~last).float(), "position_ids": positions}
+
+
+def check_self(
+    job: Any, planned: Forward, alone: Callable[[Sequence[PlannedMicrobatch]], Any], chunks: Sequence[Any]
+) -> None:
+    """Compare the losses of a tiny batch: `planned` runs raw microbatches as a training step does,
+    `alone` those that every rank holds whole. Collective over the world. SelfCheckError: they
+    differ by more than rounding.
+    """
+    args, pool = job.args, job.pool
+    batch, number = args.micro_batch_size, pool.num_stages
+    length = min(args.seq_length, args.max_position_embeddings)
+    samples = _tiny_samples(pool.num_replicas, batch, length, args.padded_vocab_size or args.vocab_size or 2)
+    own = {name: values[pool.replica * batch :][:batch] for name, values in samples.items()}
+    with _nothing_counted(chunks):
+        with_plan = _loss(planned(iter([own] * number), number), summed=True)
+        whole = [_whole(job, samples) for _ in range(number)]
+        without = _loss(alone(whole), summed=False)
+    _compare_losses(with_plan, without, getattr(args, "curr_iteration", 0) + 1, job)
+
+
+def _compare_losses(with_plan: float, without: float, step: int, job: Any) -> None:
+    """Compare two losses, of which a stage that computes none has NaN for both."""
+    difference = abs(with_plan - without) / max(abs(without), 1e-30)
+    tolerance = TOLERANCE.get(job.dtype, HALF_TOLERANCE)
+    device = job_device()
+    known = torch.tensor([with_plan, without, difference], dtype=torch.float64, device=device)
+    # A stage that computes no loss must not win the maximum, nor hide that there is none.
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        known.fill_(-math.inf)
+    known = torch.nan_to_num(known, nan=math.inf, neginf=-math.inf)
+    dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    with_plan, without, difference = known.tolist()
+    told = f"self-check before step {step}: a tiny batch has loss {with_plan:.7g} with the plan of "
+    told += f"{job.config.planner.name} and {without:.7g} without, a relative difference of {difference:.1e}"
+    # NaN does not compare: a difference that is none must fail.
+    if not difference <= tolerance:
+        raise SelfCheckError(
+            f"{told}; expected at most {tolerance:.0e}. Nothing was trained. See whether this Megatron is one that was "
+            "reviewed ('megatron-balance doctor --patches'), try another planner or kernel, or set self_check: false"
+        )
+    log.info("%s", told)
+
+
+def _loss(stored: Sequence[Mapping[str, torch.Tensor]], *, summed: bool) -> float:
+    """Loss per token of what a forward stored, NaN where that is nothing; `summed`: over the pool."""
+    total = torch.zeros(2, device="cuda")
+    for each in stored:
+        total += each[LOSS].detach().view(-1, 2).sum(0)
+    if summed:
+        dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    loss, tokens = total.tolist()
+    return loss / tokens if tokens else math.nan
+
+
+def _whole(job: Any, samples: Mapping[str, torch.Tensor]) -> PlannedMicrobatch:
+    """All samples of the pool as one microbatch of this rank, which attends for itself."""
+    sequences = unpack(samples, job.depths, 0 if job.num_samples else None)
+    device = job_device()
+    layout = np.array([(seq, 0, length) for seq, length in enumerate(sequences.lengths)], dtype=np.int64)
+    local = assemble(sequences.rows.to(device), layout, job.row_multiple)
+    counts = mask_counts([local.rows], job.depths)[0] if job.depths else None
+    microbatch = planned_microbatch(local, [None], counts, job.num_samples)
+    # Without a plan every rank holds the whole batch, and attends document by document.
+    microbatch.params.alone = sequences.lengths
+    return microbatch
+
+
+@contextmanager
+def _nothing_counted(chunks: Sequence[Any]) -> Iterator[None]:
+    """Evaluate, without timers and Megatron's own checks of values, which would count this."""
+    machine: Any = get_rerun_state_machine()
+    mode, training = machine.get_mode(), [chunk.training for chunk in chunks]
+    timers = [get_model_config(chunk).timers for chunk in chunks]
+    # Which values leap is judged by those before, and counted in this mode too.
+    seen = {name: dict(getattr(machine, name)) for name in ("large_value_counts", "max_values")}
+    machine.set_mode(RerunMode.DISABLED)
+    for chunk in chunks:
+        chunk.eval()
+        get_model_config(chunk).timers = None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        machine.set_mode(mode)
+        vars(machine).update(seen)
+        for chunk, was, kept in zip(chunks, training, timers, strict=True):
+            chunk.train(was)
+            get_model_config(chunk).timers = kept
+
+
+def _run_alone(
+    inner: Callable[..., Any], whole: Sequence[PlannedMicrobatch], model: Any, kwargs: dict[str, Any]
+) -> Any:
+    chunks = len(model) if isinstance(model, list) else 1
+    iterators = [iter(whole) for _ in range(chunks)]
+    return inner(
+        forward_step_func=forward_step,
+        data_iterator=iterators if chunks > 1 else iterators[0],
+        model=model,
+        num_microbatches=len(whole),
+        forward_only=True,
+        **kwargs,
+    )

@@ -1,4 +1,6 @@
-"""Our forward step: one planned microbatch, and a loss that is exact for any placement."""
+"""Our forward step: the microbatches of a step, bound as the schedule asks for them, and a loss
+that is exact for any placement.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,25 +16,29 @@ from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
 from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.runtime.attention import BackwardSlot
-from megatron_balance.runtime.bind import Bound
-from megatron_balance.training.binding import MaskBounds
-from megatron_balance.training.microbatch import LocalMicrobatch
-from megatron_balance.training.sequences import from_bits
+from megatron_balance.runtime.bind import Bound, Counters
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
+from megatron_balance.training.binding import Binder, MaskBounds, bind_layers, policies_of
+from megatron_balance.training.plans import PlannedStep
+from megatron_balance.training.sequences import PoolLengths, from_bits
+from megatron_balance.training.tokens import LocalMicrobatch
 
 SPIKE = 10.0  # times the largest loss seen, as in Megatron's own scripts
 LOSS = "lm loss"
-"""The key of what is stored of a microbatch: a sum and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicrobatch:
-    """This rank's rows of one microbatch as Megatron's models take them; padding rows last.
-
-    All [1, T] and in the plan's row order. `padding_mask`: True where a row belongs to no sequence.
+    """This rank's rows of one microbatch as Megatron's models take them, all [1, T] and in the
+    plan's row order; padding rows last. `padding_mask`: True where a row belongs to no sequence.
+    `samples` [T] int64: the sample in which each row was read, below `num_samples`; None: nobody
+    asks.
     """
 
     tokens: torch.Tensor
@@ -42,7 +48,6 @@ class PlannedMicrobatch:
     padding_mask: torch.Tensor
     params: BalancedSeqParams
     samples: torch.Tensor | None = None
-    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
     num_samples: int = 0
 
     def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
@@ -64,12 +69,11 @@ def planned_microbatch(
 ) -> PlannedMicrobatch:
     """A microbatch in Megatron's shapes.
 
-    Args:
-        local: this rank's rows.
-        bounds: its plans by nano-batch, None where they come later.
-        counts: where further tokens are predicted, the sums of its masks by depth (`mask_counts`).
-        num_samples: of the pool, where rows say theirs in their last column; 0: they do not.
+    `bounds`: its plans by nano-batch, None where they come later. `counts`: where further tokens
+    are predicted, the sums of its masks by depth (`mask_counts`). `num_samples`: of the pool, where
+    rows say theirs in their last column; else 0.
     """
+    # With "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
     params = [
         BalancedSeqParams(
             qkv_format="sbhd",
@@ -107,6 +111,8 @@ def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
     """Values ahead of rows [1, T, C]; `own`: their tokens, positions, labels and loss mask."""
     depths = range(1, len(counts))
     tokens, positions, labels, loss_mask = own
+    # Megatron weights a rank's share of the loss by the counts of that rank, so every mask says
+    # that it has the mean one, and is scaled to make up for it.
     mean = counts[0] / mpu.get_data_parallel_world_size(with_context_parallel=True)
     weighted = [from_bits(rows[..., column(at, LOSS_MASK)]) * (counts[0] / counts[at].clamp(min=1)) for at in depths]
     return Ahead(
@@ -120,10 +126,10 @@ def _ahead(rows: torch.Tensor, own: Columns, counts: torch.Tensor) -> Ahead:
 
 def mask_counts(rows: Sequence[torch.Tensor], depths: int) -> torch.Tensor:
     """Sums over the pool of the loss masks [microbatches, 1 + depths] fp32 of a step's rows [T, C].
-
     Collective over the data- and context-parallel ranks of a stage; nothing is read on the host.
     """
     masks = [column(depth, LOSS_MASK) for depth in range(depths + 1)]
+    # [microbatches, 1 + depths].
     counts = torch.stack([from_bits(each[:, masks]).sum(0) for each in rows])
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return counts
@@ -148,16 +154,13 @@ def forward_step(
         extra["loss_mask"] = batch.params.ahead.masks[0]
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
     if job.evaluates_replicas and not model.training:
-        return losses, partial(loss_of_replicas, batch, args.micro_batch_size)
+        return losses, partial(_loss_of_replicas, batch, args.micro_batch_size)
     return losses, partial(checked_loss, batch.loss_mask)
 
 
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
-    """The padding [1, T] as a model chunk takes it.
-
-    With sequence parallelism the chunk that embeds tokens splits it over the tensor-parallel ranks;
-    the others (0.19.2) take it for that of their own rows.
-    """
+    # With sequence parallelism the chunk that embeds tokens splits the padding over the
+    # tensor-parallel ranks; the others (0.19.2) take it for that of their own rows.
     if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
         return batch.padding_mask
     return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[
@@ -166,11 +169,9 @@ def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
-    """Sum of the token losses, number of tokens that count, and both for the report.
-
-    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step,
-    so the sum over ranks and microbatches is exact however the tokens are placed.
-    """
+    """Sum of the token losses, number of tokens that count, and both for the report."""
+    # With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole
+    # step, so the sum over ranks and microbatches is exact however the tokens are placed.
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -184,11 +185,12 @@ def checked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     return found
 
 
-def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
+def _loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: torch.Tensor) -> Loss:
     """`checked_loss`, whose report has sum and tokens [replicas, 2] by the replica that read them."""
     loss, num_tokens, _ = checked_loss(batch.loss_mask, losses)
     assert batch.samples is not None, "rows say their samples where evaluation asks for them"
     mask = batch.loss_mask.view(-1).float()
+    # [T, (loss, 1)] summed by sample, then by the replica that read it.
     each = torch.stack([losses.detach().view(-1).float() * mask, mask], dim=1)
     by_sample = each.new_zeros(batch.num_samples, 2).index_add_(0, batch.samples, each)
     return loss, num_tokens, {LOSS: by_sample.view(-1, micro_batch_size, 2).sum(1)}
@@ -196,15 +198,16 @@ def loss_of_replicas(batch: PlannedMicrobatch, micro_batch_size: int, losses: to
 
 def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Reports of evaluated microbatches with the mean of their replicas' losses, 1 beside it.
-
-    With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own tokens,
-    and a plan spreads those over all ranks. Collective over the pool of the last stage, where
-    reports of `loss_of_replicas` are; others stay as they are.
+    Collective over the pool of the last stage, where reports of `_loss_of_replicas` are; others stay
+    as they are.
     """
     if not stored or stored[0][LOSS].dim() < 2:
         return stored
+    # With `--sft` Megatron averages evaluation over microbatches of replicas, each by its own
+    # tokens, and a plan spreads those over all ranks.
     sums = torch.stack([each[LOSS] for each in stored])
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    # [microbatches, replicas, (sum, tokens)] to [microbatches].
     means = (sums[..., 0] / sums[..., 1].clamp(min=1)).mean(1)
     return [
         {**each, LOSS: torch.stack([mean, torch.ones_like(mean)])} for each, mean in zip(stored, means, strict=True)
@@ -212,11 +215,9 @@ def mean_over_replicas(stored: list[dict[str, torch.Tensor]]) -> list[dict[str, 
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """Run the checks of Megatron's own forward step on the loss of a token.
-
-    They replay the step when a value is not a number or leaps: sums would leap with the number of
-    tokens that a plan places on a rank.
-    """
+    """Run the checks of Megatron's own forward step on the loss of a token."""
+    # They replay the step when a value is not a number or leaps: sums would leap with the number of
+    # tokens that a plan places on a rank.
     args = session.current().args
     if not args.check_for_nan_in_loss_and_grad and not args.check_for_spiky_loss:
         return
@@ -229,3 +230,93 @@ def _validate(loss: torch.Tensor) -> None:
         factor = getattr(state, "spiky_loss_factor", SPIKE)  # Megatron-Bridge keeps its own there
         leaps = partial(state.is_unexpectedly_large, threshold=factor, context="loss")
         state.validate_result(result=loss, rejection_func=leaps, message="Spiky loss", tolerance=0.0, fatal=False)
+
+
+MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
+
+
+class Microbatches:
+    """The step's microbatches that this rank's pipeline runs, shared by the model chunks of the
+    rank. Each is bound when the schedule first asks for it.
+    """
+
+    def __init__(
+        self,
+        job: session.Session,
+        planned: PlannedStep,
+        local: MakeLocal,
+        own: Sequence[range],
+        counts: torch.Tensor | None = None,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch;
+        `counts`: of `mask_counts`, where further tokens are predicted.
+        """
+        place = job.place(planned.step.strategy)
+        assert place is not None, "a rank that is left over runs no microbatch"
+        self._job = job
+        self._binder = job.binder(place.attention, place.shape)
+        # Evaluation keeps nothing for a backward that does not come.
+        self.decision = None if forward_only else job.keeping().decide(planned)
+        self._phases: tuple[PhaseName, ...] = ("forward",) if forward_only else BOTH_PHASES
+        self._planned = planned
+        self._own = own
+        self._local = local
+        self._counts, self._num_samples = counts, job.num_samples
+        self._bound: dict[int, PlannedMicrobatch] = {}
+        self._chunks = 0
+        self._asked = [0] * len(own)
+        self.counters: list[Counters] = []
+        if not forward_only:  # of a step that was expected and did not come
+            job.bind_ahead.forget_all_but(
+                self._binder.key(plan, policies_of(self.decision), nano_batch, self._phases)
+                for of in own
+                for nano_batch, at in enumerate(of)
+                for plan in self._binder.plans(planned.plans[at]).values()
+            )
+        for of in own[1:]:
+            self._expect(self._binder, planned.plans, of)
+
+    def trained(self, shared: PoolLengths) -> None:
+        """Log the training step that ran; then look up the first microbatch of the next one."""
+        self._job.steps.ran(self._planned, shared, self.counters, self.decision)
+        plans = self._job.planner(False)
+        # The host waits for the device now and then until the next step begins: time to look up its
+        # first microbatch.
+        self._job.bind_ahead.submit(lambda: self._expect_next(plans.coming()))
+
+    def _expect_next(self, coming: StepPlan | None) -> None:
+        if coming is None or coming.ticks:
+            return
+        place = self._job.place(coming.strategy)
+        if place is not None:
+            first = coming.pipelines[place.pipeline].start
+            binder = self._job.binder(place.attention, place.shape)
+            self._expect(binder, coming.plans, coming.plans_of[first])
+
+    def _expect(self, binder: Binder, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
+        for nano_batch, at in enumerate(which):
+            for plan in binder.plans(plans[at]).values():
+                binder.expect(plan, policies_of(self.decision), nano_batch, self._phases)
+
+    def of_chunk(self) -> Iterator[PlannedMicrobatch]:
+        """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""
+        self._chunks += 1
+        return map(self._take, range(len(self._asked)))
+
+    def _take(self, index: int) -> PlannedMicrobatch:
+        if index not in self._bound:
+            self._bound[index] = self._bind(index)
+        self._asked[index] += 1
+        return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
+
+    def _bind(self, index: int) -> PlannedMicrobatch:
+        plans = self._planned.plans
+        bounds = [
+            bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases, number=at)
+            for nano_batch, at in enumerate(self._own[index])
+        ]
+        self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
+        counts = None if self._counts is None else self._counts[index]
+        return planned_microbatch(self._local(index), bounds, counts, self._num_samples)

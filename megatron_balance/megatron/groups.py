@@ -1,19 +1,25 @@
-"""This rank's pool in Megatron's terms: one pool per data-parallel x context-parallel group.
-
-Every tensor-, expert- and pipeline-parallel coordinate has its own pool.
+"""This rank's pool in Megatron's terms, one per data-parallel x context-parallel group, and the
+machine that it lies on.
 """
 
 from __future__ import annotations
 
+import datetime
+import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import mpu, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_balance.config import ClusterChoice, parse_cluster
+from megatron_balance.errors import ConfigError
+from megatron_balance.profiling import hardware
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
 
@@ -26,12 +32,8 @@ def make_pool(
     safe: bool = False,
     timeout: timedelta,
 ) -> Pool:
-    """Make the process groups of all pools, and return this rank's pool.
-
-    Collective over the world, once, after Megatron's own groups.
-
-    Arguments and errors as for `training.pool.make_pool`. Megatron lists the groups with its own, so
-    that --distributed-timeout-seconds-after-init counts for them too.
+    """Make the process groups of all pools, and return this rank's pool. Collective over the world,
+    once, after Megatron's own groups. Arguments and errors as for `training.pool.make_pool`.
     """
     replicated = cast("dist.ProcessGroup", mpu.get_data_parallel_group(with_context_parallel=True))
     stages = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
@@ -43,6 +45,8 @@ def make_pool(
         stages=tuple(dist.get_process_group_ranks(stages)),
     )
     found = pool.make_pool(mine, ranks_per_node, sms, attends=attends, safe=safe, timeout=timeout)
+    # Megatron lists the groups with its own, so that --distributed-timeout-seconds-after-init
+    # counts for them too.
     state: Any = parallel_state
     known: list[dist.ProcessGroup | None] = state._global_process_group_list
     own = [group for groups in (found.groups, found.joint, found.attention) for group in groups.process_groups()]
@@ -51,26 +55,88 @@ def make_pool(
 
 
 def ranks_on_a_node() -> int:
-    """Ranks of the job on each node, by host name. Collective over the world.
-
-    Raises:
-        ConfigError: nodes with different numbers of ranks, or ranks not numbered node by node.
+    """Ranks of the job on each node, by host name. Collective over the world. ConfigError: as
+    `node_size`.
     """
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return pool.node_size(hosts, range(len(hosts)))
 
 
-SCHEDULE_GROUPS = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")
-"""The groups that Megatron's schedules use."""
-
-
 def schedule_groups() -> ProcessGroupCollection:
     """The groups that a schedule takes where it is given none."""
-    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=list(SCHEDULE_GROUPS))
+    required = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=required)
 
 
 def tensor_parallel() -> TensorParallel:
-    """The tensor-parallel group of this rank."""
     group = cast("dist.ProcessGroup", mpu.get_tensor_model_parallel_group())
     return TensorParallel(group, mpu.get_tensor_model_parallel_src_rank())
+
+
+def job_device() -> torch.device:
+    """The device of this rank's tensors."""
+    # Asked of a tensor: with `--balance-device cpu` those made on "cuda" are on the CPU.
+    return torch.empty(0, device="cuda").device
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Reading of one rank of its node: a cluster YAML, or the reason why there is none."""
+
+    text: str = ""
+    failure: str = ""
+
+
+def _read_machine() -> Reading:
+    try:
+        today = datetime.datetime.now(datetime.UTC).date()
+        return Reading(hardware.cluster_yaml(hardware.read_node(), "machine", today))
+    except ConfigError as error:
+        return Reading(failure=str(error))
+
+
+def cluster_of_machine(
+    given: ClusterChoice | None, reads: Callable[[], Reading] = _read_machine
+) -> ClusterChoice | None:
+    """The cluster that the machine says it is, with the sizes that are given; None: it cannot be
+    read. Collective over the world, once; all ranks get the same.
+    """
+    mine = reads()
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return cluster_of(given, everyone)
+
+
+def cluster_of(given: ClusterChoice | None, readings: Sequence[Reading]) -> ClusterChoice | None:
+    """The cluster of all ranks' readings: rank 0's, if they are alike; else the least of each
+    number, since the slowest is waited for.
+    """
+    failed = next(((rank, each.failure) for rank, each in enumerate(readings) if each.failure), None)
+    if failed is not None:
+        log.warning(
+            "rank %d cannot read its machine: %s; plans are made for a default machine. Set 'cluster:' or "
+            "--balance-cluster",
+            *failed,
+        )
+        return given
+    machines = [
+        dict(parse_cluster(text, "machine.yaml").given) for text in dict.fromkeys(each.text for each in readings)
+    ]
+    keys = machines[0]
+    differ = sorted(key for key in keys if any(other.get(key) != keys[key] for other in machines))
+    if differ:
+        log.warning("nodes are not alike in %s; plans are made for the least of each", ", ".join(differ))
+    for key in differ:
+        numbers = [each[key] for each in machines if isinstance(each.get(key), (int, float))]
+        # More ranks on a NIC is less for each.
+        keys[key] = keys[key] if not numbers else max(numbers) if key == "ranks_per_nic" else min(numbers)
+    sizes = {} if given is None else dict(given.given)
+    # The job says how many ranks there are; ranks_per_node only where somebody set it.
+    of_machine = {key: value for key, value in keys.items() if key not in ("num_ranks", "ranks_per_node")}
+    choice = ClusterChoice(of_machine | sizes)
+    log.info("cluster from the machine: %s", ", ".join(f"{key} {value}" for key, value in choice.given.items()))
+    return choice

@@ -1,7 +1,5 @@
-"""Balanced schedules for training loops that import Megatron's schedules and never call `pretrain`.
-
-Such a loop builds its model, its groups and its optimizer itself, and calls the function that
-`get_forward_backward_func` gives it once a step. `balance` gives it another one in its place.
+"""Balanced schedules for training loops that import Megatron's schedules and never call `pretrain`:
+`balance` gives them another function in place of `get_forward_backward_func`'s.
 """
 
 from __future__ import annotations
@@ -9,10 +7,9 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +22,12 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import flags, session
-from megatron_balance.megatron.core_attention import give_core_attention
 from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
 from megatron_balance.megatron.forward_step import LOSS
-from megatron_balance.megatron.log import log_reasons
-from megatron_balance.megatron.sub_sequences import BOUNDARIES, COLUMNS
-from megatron_balance.megatron.ways import way_reasons
+from megatron_balance.megatron.gpt import give_core_attention
+from megatron_balance.megatron.tokens import BOUNDARIES, COLUMNS
+from megatron_balance.megatron.ways import log_reasons, way_reasons
 from megatron_balance.model_config import refusal
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
@@ -60,7 +56,7 @@ UNREAD: dict[str, Callable[[Run], bool]] = {
 """Keys of the configuration about our own data set, where a run that has them asks for something."""
 
 
-class BalancedLoop:
+class BalancedLoop(AbstractContextManager["BalancedLoop"]):
     """A forward-backward function with planned microbatches; keywords and result are Megatron's.
 
     Its iterator gives a batch a microbatch: a mapping with `tokens`, `labels`, `loss_mask` and
@@ -101,6 +97,7 @@ class BalancedLoop:
         if groups is not self._groups:
             check_groups(groups)
             self._groups = groups
+        # A step that Megatron's rerun state machine runs again in place is the same step.
         if not forward_only and get_rerun_state_machine().state != RerunState.RERUNNING_IN_PLACE:
             self._job.args.curr_iteration = self._next_step - 1
             self._next_step += 1
@@ -115,7 +112,6 @@ class BalancedLoop:
         return [{self._loss_name if name == LOSS else name: value for name, value in each.items()} for each in found]
 
     def _batches(self, given: Any) -> Iterator[Batch]:
-        """The batches of a loop's iterator, checked."""
         iterator, job = first_iterator(given), self._job
         with suppress(StopIteration):
             while True:
@@ -127,7 +123,7 @@ class BalancedLoop:
     @property
     def sequences(self) -> tuple[Ints, ...]:
         """Lengths of the sequences that this rank's replica read in the last training step, by
-        microbatch. What throughput is computed of: padding is no token of theirs.
+        microbatch, of which throughput is computed.
         """
         return self._job.sequences
 
@@ -155,12 +151,7 @@ class BalancedLoop:
         """End background work, and undo all patches."""
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -215,18 +206,24 @@ def balance(
             "given, for example 'planner: {name: zeppelin}'"
         )
     model_config = get_model_config(chunks[0])
-    args = arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
+    args = _arguments_of(model_config, chunks, seq_length, micro_batch_size, vocab_size)
     args.check_for_nan_in_loss_and_grad, args.check_for_spiky_loss = check_for_nan_in_loss, check_for_spiky_loss
     args.curr_iteration, args.distributed_timeout_minutes = steps_done, timeout_minutes
     args.balance_log = None if log_folder is None else str(log_folder)
-    reasons = [*model_reasons(chunks), *flags.reasons(args), *flags.reasons(args, "own_loop")]
+    kinds = dict.fromkeys(type(each).__name__ for each in unwrap_model(list(chunks)) if not isinstance(each, GPTModel))
+    reasons = [f"the model is of class {kind}, and the forward step is that of Megatron's GPTModel" for kind in kinds]
+    reasons += [*flags.reasons(args), *flags.reasons(args, "own_loop")]
     reasons += [*log_reasons(args, run), *way_reasons(args, run)]
     unknown = flags.unknown_fields(model_config)
     said = refusal("the model's config", unknown, run.accept, f"accept: {{}} in {run.source}")
     reasons += [] if said is None else [said]
     if reasons:
         raise ConfigError("; ".join(reasons))
-    told = [*unread_keys(run), *flags.leave_out(args, [model_config]), told_of(run), *flags.sentences(args)]
+    of_plans = (
+        f"planner {run.planner.name} from {run.source}: the forward step and the loss, per token, are "
+        "megatron_balance's; those that the loop hands over are not called"
+    )
+    told = [*_unread_keys(run), *flags.leave_out(args, [model_config]), of_plans, *flags.sentences(args)]
     for sentence in told:
         log.log(logging.WARNING if args.rank == 0 else logging.DEBUG, "%s", sentence)
     for chunk in chunks:
@@ -235,33 +232,13 @@ def balance(
     return BalancedLoop(job, forward_backward_func, batch_of=batch_of, loss_name=loss_name)
 
 
-def unread_keys(run: Run) -> list[str]:
-    """A sentence about keys that are not looked at, if there are some."""
+def _unread_keys(run: Run) -> list[str]:
     unread = [name for name, asks in UNREAD.items() if name in run.model_fields_set and asks(run)]
     return [f"{run.source}: {', '.join(unread)}: not looked at, since the loop reads its own samples"] if unread else []
 
 
-def told_of(run: Run) -> str:
-    """The sentence about what a loop may take for granted, and is otherwise with plans."""
-    assert run.planner is not None, "checked"
-    return (
-        f"planner {run.planner.name} from {run.source}: the forward step and the loss, per token, are "
-        "megatron_balance's; those that the loop hands over are not called"
-    )
-
-
-def model_reasons(chunks: Sequence[Any]) -> list[str]:
-    """The reasons why a built model cannot run plans."""
-    kinds = dict.fromkeys(type(each).__name__ for each in unwrap_model(list(chunks)) if not isinstance(each, GPTModel))
-    return [f"the model is of class {kind}, and the forward step is that of Megatron's GPTModel" for kind in kinds]
-
-
 def check_groups(groups: Any) -> None:
-    """Reject process groups of a loop that are not those of `parallel_state`, whose ranks plan.
-
-    Raises:
-        ConfigError: names the group.
-    """
+    """Reject process groups of a loop that are not those of `parallel_state`, whose ranks plan."""
     own: dict[str, Any] = {
         "dp_cp": mpu.get_data_parallel_group(with_context_parallel=True),
         "pp": mpu.get_pipeline_model_parallel_group(),
@@ -280,11 +257,7 @@ def check_groups(groups: Any) -> None:
 
 
 def check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> None:
-    """Reject what is no batch of the loop that `args` tell of.
-
-    Raises:
-        DataError: says what was expected.
-    """
+    """Reject what is no batch of the loop that `args` tell of; DataError."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the iterator gave a {type(batch).__name__}; expected a mapping with {', '.join(COLUMNS)}: let batch_of "
@@ -313,13 +286,13 @@ def check_batch(batch: Any, args: argparse.Namespace, *, by_sample: bool) -> Non
         raise DataError("seq_aux_loss takes the packed samples of a microbatch for one in Megatron; use one sample")
 
 
-def arguments_of(
+def _arguments_of(
     model_config: Any, chunks: Sequence[Any], seq_length: int, micro_batch_size: int, vocab_size: int
 ) -> argparse.Namespace:
     """Megatron's arguments, at their defaults but for what a built model says."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.flags import add_balance_arguments
 
     parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     args = parser.parse_args([])
@@ -329,6 +302,7 @@ def arguments_of(
             setattr(args, name, getattr(model_config, found))
     gpt = unwrap_model(chunks[0])
     ddp = getattr(chunks[0], "ddp_config", None)
+    # Said last, over what the configs say: these are facts of the built groups and model.
     known = {
         "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),

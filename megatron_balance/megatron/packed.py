@@ -15,9 +15,8 @@ from megatron_balance.training.binding import MaskBounds
 
 
 class CountedMask(torch.Tensor):
-    """A loss mask whose `sum` is a count that it was given, in place of its own.
-
-    Megatron weights a rank's share of a loss by that sum. Results of operations are plain tensors.
+    """A loss mask whose `sum` is a count that it was given, in place of its own. Results of
+    operations are plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -25,24 +24,23 @@ class CountedMask(torch.Tensor):
 
     @classmethod
     def of(cls, mask: torch.Tensor, count: torch.Tensor) -> CountedMask:
-        """`mask` with a `count`, a scalar tensor."""
         counted = mask.as_subclass(cls)
         counted.count = count
         return counted
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The count; with any argument, the sum that is asked for."""
+        # Megatron weights a rank's share of a loss by the sum of its mask.
         return super().sum(*args, **kwargs) if args or kwargs else self.count
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """Values of the tokens that lie ahead of each row in its own sequence, for multi-token prediction.
+    """Values of the tokens that lie ahead of each row in its own sequence, for multi-token
+    prediction.
 
-    By depth, from 0 for the row itself, each [1, T]: tokens, positions, labels and masks. Rows with
-    no token so far ahead have zeros. A mask is weighted: its sum over the pool is that of depth 0,
-    since Megatron weights a rank's share of the loss by the counts of that rank. `count`: the mean
-    of a rank, as a scalar tensor; every mask says that it is its sum.
+    By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros. A
+    mask is weighted: its sum over the pool is that of depth 0. `count`: the mean of a rank, as a
+    scalar tensor; every mask says that it is its sum.
     """
 
     tokens: tuple[torch.Tensor, ...]
@@ -52,28 +50,25 @@ class Ahead:
     count: torch.Tensor
 
     def rolled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One of these tensors, one token ahead, and a count, as Megatron's `roll_tensor` gives them.
-
-        Labels of depth 0 come as a copy. Padding stays where it is.
+        """One of these tensors, one token ahead, and a count, as Megatron's `roll_tensor` gives
+        them. Labels of depth 0 come as a copy. Padding stays where it is.
         """
         if tensor.dtype == torch.bool:
             return tensor, self.count
+        # Megatron hands back the very tensors that it was given, so identity says which one this
+        # is.
         for by_depth in (self.tokens, self.positions, self.labels, self.masks):
             for depth, each in enumerate(by_depth):
                 if each is tensor:
                     return by_depth[depth + 1], self.count
+        # Only the labels of depth 0 come as a copy.
         assert not tensor.is_floating_point(), "only the mask of the microbatch is rolled"
         return self.labels[1], self.count
 
 
 @dataclass
 class BalancedSeqParams(PackedSeqParams):
-    """PackedSeqParams that carry the bound plan of one microbatch.
-
-    `qkv_format` stays "sbhd": with "thd" Megatron would derive positions from cu_seqlens and its
-    static context-parallel group. Extra fields are harmless, since Transformer Engine is handed the
-    base class's fields only.
-    """
+    """PackedSeqParams that carry the bound plan of one microbatch."""
 
     bound: Bound | None = None
     """The plan that `balanced_attention` runs for this rank, in all layers."""
@@ -99,11 +94,10 @@ class BalancedSeqParams(PackedSeqParams):
     def bound_now(self, number: int, mask: Mask) -> Bound:
         """The plan that attention runs now in the layer of this number (`HeldLayers`) and mask: its
         own, or the backward tick's once that has begun.
-
-        The other stages of the backward tick are in the latter, whose layers all have one mask.
         """
         if self.layers is not None:
             return self.layers.of_layer(number, mask)
+        # The other stages of the backward tick are in its plan alone, whose layers all have one mask.
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
         return bound

@@ -1,9 +1,8 @@
 """A transformer block over two ping-pong nano-batches: one exchanges while the other computes.
 
-Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Its linear step is the layer behind
-core attention and, fused with that, the next layer up to its core attention. Megatron's layer is
-taken apart there: everything before and after is its own submodules, called as `TransformerLayer`
-and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. A layer that
+Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Megatron's layer is taken apart at
+core attention: everything before and after is its own submodules, called as `TransformerLayer` and
+`Attention` call them; patches/ping_pong.py pins the sources that were read for it. A layer that
 cannot be taken apart so is refused.
 """
 
@@ -32,10 +31,9 @@ from megatron_balance.analysis.backward import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
-from megatron_balance.megatron.core_attention import held_number, padded, rows_of, softmax_scale_of
-from megatron_balance.megatron.masks import mask_of, sink_of
+from megatron_balance.megatron.core_attention import held_number, padded, rows_of, sink_of, softmax_scale_of
 from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.planned_model import mask_of, recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.attention import AttentionCall
@@ -44,13 +42,11 @@ log = logging.getLogger(__name__)
 
 
 def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool:
-    """Whether microbatches run as two nano-batches; by default with planners made for it,
-    where every flag allows it.
+    """Whether microbatches run as two nano-batches; by default with planners made for it, where
+    every flag allows it.
 
-    `tell`: whether the log says why they do not, where a planner is made for it.
-
-    Raises:
-        ConfigError: they shall be, and something does not allow it.
+    `tell`: whether the log says why they do not. ConfigError: they shall be, and something does not
+    allow it.
     """
     if config.ping_pong is False or config.planner is None:
         return False
@@ -67,10 +63,8 @@ def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool
 
 
 def able(model: torch.nn.Module, config: Run) -> bool:
-    """Whether every layer of a model can be taken apart at core attention.
-
-    Raises:
-        ConfigError: it shall be, and one cannot.
+    """Whether every layer of a model can be taken apart at core attention. ConfigError: it shall
+    be, and one cannot.
     """
     for name, block in model.named_modules():
         for layer in block.layers if isinstance(block, TransformerBlock) else ():
@@ -86,11 +80,7 @@ def able(model: torch.nn.Module, config: Run) -> bool:
 
 
 def _foreign(layer: torch.nn.Module) -> str | None:
-    """The reason why a layer cannot run nano-batch by nano-batch; None: it can.
-
-    It can if it is Megatron's own `TransformerLayer` with self-attention alone, and any router in
-    it knows of nano-batches.
-    """
+    """The reason why a layer cannot run nano-batch by nano-batch; None: it can."""
     plain = type(layer) is TransformerLayer and type(layer.self_attention) is SelfAttention
     if not plain or not all(
         isinstance(module, IdentityOp) for module in (layer.cross_attention, layer.pre_cross_attn_layernorm)
@@ -106,14 +96,11 @@ def _foreign(layer: torch.nn.Module) -> str | None:
 
 
 _MLP_TAKES_PARAMS = "packed_seq_params" in inspect.signature(TransformerLayer._forward_mlp).parameters
-"""Whether a layer's MLP is told of packed sequences, as since 0.19."""
 
 
 class _NanoBatch(NamedTuple):
-    """One nano-batch in a block, `number` of `count`.
-
-    `rotary` [rows, 1, 1, D], or None. `padding` [1, T]: rows of no sequence, where there are
-    experts.
+    """One nano-batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None. `padding`
+    [1, T]: rows of no sequence, where there are experts.
     """
 
     number: int
@@ -130,14 +117,15 @@ def run_block(
     padding_mask: Tensor | None,
     params: BalancedSeqParams,
 ) -> Tensor:
-    """`TransformerBlock.forward` over the nano-batches that `params` carry.
-
-    Hidden states [T, 1, h]; where there are experts, `padding_mask` [1, T]: rows of no sequence.
-    Rows lie as `training.microbatch.interleave` lays them out.
+    """`TransformerBlock.forward` over the nano-batches that `params` carry. Hidden states [T, 1,
+    h], whose rows lie as `training.tokens.interleave` lays them out; `padding_mask` [1, T], where
+    there are experts.
     """
+    # Pipeline stages behind the first are handed their input.
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
     hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+    # Rows of a rank's share: sequence parallelism has split every nano-batch already.
     shares = block.config.tensor_model_parallel_size if block.config.sequence_parallel else 1
     rows = [_rows(nano_batch) for nano_batch in params.nano_batches]
     rotary: Sequence[Tensor | None] = [None] * len(rows) if rotary_pos_emb is None else rotary_pos_emb.split(rows)
@@ -148,6 +136,7 @@ def run_block(
         _NanoBatch(at, len(rows), *own) for at, own in enumerate(zip(params.nano_batches, rotary, padding, strict=True))
     ]
     states = hidden_states.split([n // shares for n in rows])
+    # As `TransformerBlock.forward`, whose layers draw from the tracker under sequence parallelism.
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
     with rng:
@@ -180,7 +169,6 @@ def _checkpointed(
 def _run_layers(
     layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Hidden states of each nano-batch behind these layers."""
     turning = [_PingPongRun(layers, nano_batch, state) for nano_batch, state in zip(nano_batches, states, strict=True)]
     for nano_batch, layer, part in interleaved(len(layers), len(nano_batches)):
         match part:
@@ -196,9 +184,8 @@ def _run_layers(
 
 
 class _PingPongRun:
-    """One nano-batch on its way through the layers.
-
-    `state`: hidden states [T, 1, h]; up to attention, the residual state.
+    """One nano-batch on its way through the layers. `state`: hidden states [T, 1, h]; up to
+    attention, the residual state.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], nano_batch: _NanoBatch, state: Tensor) -> None:
@@ -209,6 +196,7 @@ class _PingPongRun:
 
     def linear(self, layer: int) -> None:
         """Run the layer before on from its attention, and this one up to its own."""
+        # The linear step of a layer and of the next one up to its core attention are one segment.
         if layer:
             assert self.out is not None
             self.state = behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)
@@ -238,9 +226,8 @@ class _PingPongRun:
 def before(
     layer: TransformerLayer, state: Tensor, rotary: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Run a layer up to core attention.
-
-    Returns query, key and value [T, 1, heads, D], and the residual state.
+    """Run a layer up to core attention: query, key and value [T, 1, heads, D], and the residual
+    state.
     """
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)

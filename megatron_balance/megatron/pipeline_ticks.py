@@ -1,29 +1,31 @@
 """Megatron's step in ticks: all pipeline stages in one phase at a time, attending together.
 
-Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that
-plans ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions.
-Only the order is ours (`planning.tick_order`), and the work of a stage without a microbatch of its
-own: it makes the attention calls of the others' layers. All stages and chunks have the same number
-of layers, which `arguments` sees to. Where microbatches run as ping-pong nano-batches
-(`megatron.ping_pong`), a tick has a plan for each.
+Source: DistCA, section 4.1. Passes, loss, gradient sums and transfers between stages are Megatron's
+own functions. Only the order is ours (`planning.tick_order`), and the work of a stage without a
+microbatch of its own: it makes the attention calls of the others' layers. All stages and chunks
+have the same number of layers, which `flags` sees to.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron_balance.analysis.backward import Recompute, attention_runs
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.ir.step import Cell, Tick, TickPlan
+from megatron_balance.megatron.core_attention import softmax_scale
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.groups import schedule_groups
-from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.planned_model import recompute_of
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.tick_order import neighbour, passes_on
@@ -31,15 +33,12 @@ from megatron_balance.runtime.attention import BackwardSlot, Server
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.runtime.lower.steps import PhaseName
 from megatron_balance.training.binding import Binder, BoundTicks
-from megatron_balance.training.layer_runs import attention_passes, phases
 from megatron_balance.training.pool import Pool
 
 MakeMicrobatch = Callable[[int], PlannedMicrobatch]
 
 
 class TickRun:
-    """One step of this rank."""
-
     def __init__(
         self,
         pool: Pool,
@@ -51,16 +50,9 @@ class TickRun:
         *,
         forward_only: bool,
     ) -> None:
-        """Prepare the step; `run` runs it.
-
-        Args:
-            pool: of this rank.
-            binder: over the joint pool.
-            nano_batches: by nano-batch, the ticks of the step with their plans.
-            microbatches: makes this rank's rows of a microbatch, without plans.
-            shapes: of hidden states, by microbatch.
-            model: Megatron's, a list of chunks or one.
-            forward_only: evaluation.
+        """Prepare a step of this rank; `run` runs it. `nano_batches`: by nano-batch, the ticks of
+        the step with their plans; `binder` is over the joint pool; `microbatches` makes this rank's
+        rows of one, without plans.
         """
         self.ticks = [one.tick for one in nano_batches[0]]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
@@ -69,10 +61,10 @@ class TickRun:
         self.forward_only = forward_only
         self.stage, self.num_stages = pool.stage, pool.num_stages
         self.num_layers = self.config.num_layers // (self.num_stages * len(self.chunks))
-        """Of a model chunk."""
         self.recompute = recompute_of(self.config)
+        # Microbatches of backward ticks are those of the forward ones.
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
-        self.microbatches = microbatches
+        self.microbatches = functools.cache(microbatches)
         self.bounds = BoundTicks(
             binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)}
         )
@@ -84,26 +76,23 @@ class TickRun:
         ]
         crossings = Crossings.of_passes(passes, self.stage, self.num_stages, len(self.chunks))
         self.communicator: Any = PlannedTransfers.of_pipeline(self.config, shapes, crossings)
-        self.made: dict[int, PlannedMicrobatch] = {}
         self.inputs: dict[Cell, torch.Tensor | None] = {}
         self.outputs: dict[Cell, Any] = {}
         self.gradients: dict[Cell, torch.Tensor | None] = {}
         self.slots: dict[Cell, tuple[BackwardSlot, ...]] = {}
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
-        self.not_synchronised: AbstractContextManager[Any] | None = None
+        self.not_synchronised: ExitStack | None = None
 
     @property
     def counters(self) -> list[Counters]:
-        """Counters of this rank's attention calls, one for each plan of the step."""
         return self.bounds.counters
 
     def run(
         self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any
     ) -> list[Any]:
-        """The reduced losses of the step, on the last stage.
-
-        Keywords as Megatron's schedules take them.
+        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take
+        them.
         """
         config = self.config
         if config.timers is not None:
@@ -121,6 +110,7 @@ class TickRun:
                 result = self._backward(cell, bounds)
             else:
                 result = self._forward(cell, bounds, first_val_step)
+            # Sent before what the backward needs is kept or given back.
             self._pass_on(tick, result)
             if cell is not None and not tick.backward:
                 self._keep_or_drop(cell, result)
@@ -135,8 +125,9 @@ class TickRun:
     # Passes
 
     def _forward(self, cell: Cell, bounds: Sequence[Bound], first_val_step: bool | None) -> torch.Tensor:
+        # A forward tick's plan; the backward tick sets its own when it begins.
         slots = self.slots[cell] = tuple(BackwardSlot() for _ in bounds)
-        batch = self._microbatch(cell.microbatch).with_plans(bounds, slots)
+        batch = self.microbatches(cell.microbatch).with_plans(bounds, slots)
         first = cell.microbatch == 0
         output, num_tokens = self.passes.forward_step(
             forward_step,
@@ -156,7 +147,6 @@ class TickRun:
         return output
 
     def _keep_or_drop(self, cell: Cell, output: Any) -> None:
-        """Keep the values that the backward needs, after a forward and its transfer."""
         if self.forward_only:
             self.inputs.pop(cell, None)
             self.slots.pop(cell)
@@ -167,6 +157,7 @@ class TickRun:
 
     def _backward(self, cell: Cell, bounds: Sequence[Bound]) -> torch.Tensor | None:
         for slot, bound in zip(self.slots.pop(cell), bounds, strict=True):
+            # The plan of the backward tick, which attention's backward runs.
             slot.bound = bound
         last = cell.microbatch == self.num_microbatches - 1
         if last and self._sums_in_backward:
@@ -179,7 +170,6 @@ class TickRun:
         return gradient
 
     def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
-        """Attend for others in each of their layers."""
         server = Server(self.binder.dtype, self.num_tokens.device, softmax_scale(self.config))
         passes = attention_passes(
             self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only
@@ -193,7 +183,6 @@ class TickRun:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
     def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
-        """The phases that every rank runs of a tick's plan."""
         return phases(self.recompute, self.num_layers, backward=backward, training=not self.forward_only)
 
     def _is_first(self, cell: Cell) -> bool:
@@ -201,11 +190,6 @@ class TickRun:
 
     def _is_last(self, cell: Cell) -> bool:
         return self.stage == self.num_stages - 1 and cell.chunk == len(self.chunks) - 1
-
-    def _microbatch(self, index: int) -> PlannedMicrobatch:
-        if index not in self.made:
-            self.made[index] = self.microbatches(index)
-        return self.made[index]
 
     # Between stages
 
@@ -228,20 +212,20 @@ class TickRun:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether a chunk's last backward sums its gradients, rather than all chunks' at the end.
-
-        At the end the stages are aligned.
+        """Whether a chunk's last backward sums its gradients, rather than all chunks' at the end,
+        where the stages are aligned.
         """
         return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
 
     def _hold_gradients(self) -> None:
         if self.not_synchronised is None:
-            self.not_synchronised = _no_sync(self.config.no_sync_func)
-            self.not_synchronised.__enter__()
+            self.not_synchronised = ExitStack()
+            for hold in _each(self.config.no_sync_func or (), 1):
+                self.not_synchronised.enter_context(hold())
 
     def _release_gradients(self) -> None:
         if self.not_synchronised is not None:
-            self.not_synchronised.__exit__(None, None, None)
+            self.not_synchronised.close()
             self.not_synchronised = None
 
     def _gather_parameters(self) -> None:
@@ -267,27 +251,38 @@ class TickRun:
             )
 
 
-def softmax_scale(config: Any) -> float:
-    """The factor of scores in Megatron's attention modules, the same in all layers."""
-    return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-
-
 def num_tasks(bound: Bound) -> int:
     """The number of tasks of a rank in one attention call."""
     return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
 
 
-def _no_sync(function: Any) -> AbstractContextManager[Any]:
-    if function is None:
-        return nullcontext()
-    if not isinstance(function, list):
-        return function()
-    stack = ExitStack()
-    for each in function:
-        stack.enter_context(each())
-    return stack
-
-
 def _each(functions: Any, count: int) -> list[Callable[..., Any]]:
-    """One function a model chunk."""
-    return functions if isinstance(functions, list) else [functions] * count
+    return list(functions) if isinstance(functions, list | tuple) else [functions] * count
+
+
+class _LayerPass(NamedTuple):
+    backward: bool
+    segments: tuple[Segment, ...]
+
+
+def attention_passes(
+    recompute: Recompute, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
+) -> tuple[_LayerPass, ...]:
+    """The attention calls, in order, of a pass through the `num_layers` of a model chunk; a
+    backward that computes forwards again makes their calls too, in training.
+    """
+    # A stage without a microbatch makes the calls of those that have one, so both ask here.
+    runs = attention_runs(recompute, num_layers, training=training)
+    forwards = [_LayerPass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
+    if not backward:
+        return tuple(forwards)
+    passes: list[_LayerPass] = []
+    for run, forward in zip(reversed(runs), reversed(forwards), strict=True):
+        passes += [forward] * run.again + [_LayerPass(True, ping_pong.backward(forward.segments))]
+    return tuple(passes)
+
+
+def phases(recompute: Recompute, num_layers: int, *, backward: bool, training: bool = True) -> frozenset[PhaseName]:
+    """The phases of attention in such a pass: a backward that computes forwards again has both."""
+    passes = attention_passes(recompute, num_layers, 1, backward=backward, training=training)
+    return frozenset("backward" if each.backward else "forward" for each in passes)

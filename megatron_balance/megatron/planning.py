@@ -3,62 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import groupby
 from math import lcm
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from torch.distributed import ProcessGroup
 
+from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
 from megatron_balance.megatron.groups import tensor_parallel
-from megatron_balance.megatron.job import PlannedJob
-from megatron_balance.megatron.memory import step_memory
-from megatron_balance.megatron.own_scheduler import by_own_scheduler
+from megatron_balance.megatron.planned_model import step_memory
+from megatron_balance.planners.megatron_dynamic import Scheduler, hybrid
+from megatron_balance.planners.megatron_dynamic.group import Microbatch
 from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
-from megatron_balance.training.agree import check_agreement
-from megatron_balance.training.plans import Samples, StepPlans
+from megatron_balance.training.plans import Samples, StepPlans, check_agreement
+
+if TYPE_CHECKING:
+    from megatron_balance.megatron.session import Session
 
 
-def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
-    """Plans of a job's training steps, or of its evaluation.
+def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
+    """Plans of a job's training steps, or of its `evaluation`, which has no backward pass.
 
-    Args:
-        job: whose pool, model and configuration are planned for.
-        ahead: whether to plan in a background process, if the training samples are ours.
-        evaluation: whether steps have no backward pass.
-        joint: whether all pipeline stages attend together; None: as the job has it.
+    `ahead`: whether to plan in a background process, if the training samples are ours. `joint`:
+    whether all pipeline stages attend together; None: as the job has it.
     """
     spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
     own = by_own_scheduler(spec.choice())
-    # The planning process imports no Megatron: what Megatron's own code plans is planned on the
-    # spot.
     # The other tensor-parallel ranks and stages have the plans of these.
-    proves = job.pool.stage == 0 and (job.args.tensor_model_parallel_size == 1 or tensor_parallel().is_source)
+    alone = job.args.tensor_model_parallel_size == 1
+    peers = None if alone else tensor_parallel().group
+    proves = job.pool.stage == 0 and (alone or tensor_parallel().is_source)
     every = job.config.prove_every if proves else 0
     proving = dataclasses.replace(spec, prove_every=every, prove_as=job.pool.rank)
+    # The planning process imports no Megatron: what Megatron's own code plans is planned on the
+    # spot.
     process = PlanAhead(proving) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),
         samples(job),
-        lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers(job)),
+        lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers),
         ahead=process,
         evaluation=evaluation,
     )
 
 
-def peers(job: PlannedJob) -> ProcessGroup | None:
-    """The tensor-parallel group, whose ranks plan the same for themselves; None: of one rank."""
-    return tensor_parallel().group if job.args.tensor_model_parallel_size > 1 else None
-
-
-def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> PlanSpec:
-    """The planner of the configuration for the ranks, the model and the samples of a job.
-
-    A rank holds as many more tokens in evaluation as its microbatches have more samples: it keeps
-    nothing for a backward pass.
-    """
+def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpec:
+    """The planner of the configuration for the ranks, the model and the samples of a job."""
     trained = job.args.micro_batch_size
+    # A rank holds as many more tokens in evaluation as its microbatches have more samples: it keeps
+    # nothing for a backward pass.
     size = (getattr(job.args, "eval_micro_batch_size", None) or trained) if evaluation else trained
     choice = job.config.planner
     assert choice is not None
@@ -115,10 +120,8 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:
-    """Reject candidates none of which holds a whole sample.
-
-    Raises:
-        ConfigError: names the one that holds most, and what would make it hold more.
+    """Reject candidates none of which holds a whole sample; ConfigError names the one that holds
+    most.
     """
     known = StepPlanner(spec).candidates()
     best = max(known, key=lambda each: each.max_tokens)
@@ -129,7 +132,7 @@ def check_holds(spec: PlanSpec, seq_length: int) -> None:
         )
 
 
-def first_lengths(job: PlannedJob) -> Lengths:
+def first_lengths(job: Session) -> Lengths:
     """The lengths of the step that comes first, where the samples are ours; else of a microbatch of
     whole samples.
     """
@@ -140,8 +143,7 @@ def first_lengths(job: PlannedJob) -> Lengths:
     return found or ((job.args.seq_length,) * known.per_microbatch,)
 
 
-def samples(job: PlannedJob) -> Samples:
-    """The order in which Megatron's sampler deals training samples."""
+def samples(job: Session) -> Samples:
     data = job.train_data
     return Samples(
         consumed=lambda: job.args.consumed_train_samples,
@@ -156,11 +158,8 @@ def samples(job: PlannedJob) -> Samples:
 
 
 def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_size: int) -> int:
-    """Tokens a rank holds when every sample is full and every rank holds tokens: its capacity if
-    the configuration names none.
-
-    Raises:
-        ConfigError: samples that context-parallel ranks cannot share.
+    """A rank's capacity if the configuration names none: its tokens when every sample is full and
+    every rank holds tokens. ConfigError: samples that context-parallel ranks cannot share.
     """
     tokens, rest = divmod(seq_length * micro_batch_size, context_parallel_size)
     if rest:
@@ -169,3 +168,82 @@ def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_siz
             f"{context_parallel_size} ranks"
         )
     return tokens
+
+
+log = logging.getLogger(__name__)
+
+
+PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)
+
+
+def by_own_scheduler(choice: PlannerChoice) -> PlannerChoice | None:
+    """The planner with Megatron's own scheduler deciding its groups; None: its options follow no
+    scheduler of Megatron's, or none works.
+    """
+    plan_with = choice.planner.plan_with(choice.options) if choice.planner.plan_with is not None else None
+    scheduler = own_scheduler() if plan_with is not None else None
+    if plan_with is None or scheduler is None:
+        return None
+    groups = _Guarded(scheduler)
+
+    def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: Any) -> MicrobatchPlan:
+        del cost  # groups follow from lengths
+        return plan_with(groups, batch, cluster, model, options)
+
+    return dataclasses.replace(choice, planner=dataclasses.replace(choice.planner, plan=plan))
+
+
+class _Guarded:
+    """Megatron's scheduler; our rules, and once a line in the log, where it fails."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._said = False
+
+    def __call__(self, lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
+        try:
+            return self._scheduler(lengths, tokens, num_ranks)
+        except Exception as error:  # Megatron's assertions and index errors alike
+            if not self._said:
+                log.warning(
+                    "Megatron's scheduler fails for %d sequences on %d ranks of %d tokens (%s: %s); use our rules for "
+                    "such batches",
+                    *(len(lengths), num_ranks, tokens, type(error).__name__, error),
+                )
+                self._said = True
+            # Whatever Megatron raises, assertions and index errors alike, our rules plan the batch.
+            return hybrid.schedule(lengths, tokens, num_ranks)
+
+
+def own_scheduler() -> Scheduler | None:
+    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log
+    line says which.
+
+    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its
+    code decides; what surrounds it there (data loader, forward pass) is not used, and does not run
+    in 0.17 to 0.19.
+    """
+    name = f"megatron-core {version('megatron-core')}"
+    try:
+        _schedule(*PROBE)
+    except Exception as error:  # whatever the installed version raises, we do without it
+        log.warning(
+            "%s has no scheduler of context-parallel groups that works (%s: %s); use our rules",
+            name,
+            type(error).__name__,
+            error,
+        )
+        return None
+    log.info("context-parallel groups by BalancedCPScheduler of %s", name)
+    return _schedule
+
+
+def _schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
+    """Microbatches of groups. Raises what Megatron raises, where its rules do not come out."""
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    # All that it asks of its process group is the size.
+    group: Any = SimpleNamespace(size=lambda: num_ranks)
+    scheduler = BalancedCPScheduler(tokens, group)
+    _, by_rank = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    return [tuple((len(list(ranks)), tuple(seqs)) for seqs, ranks in groupby(microbatch)) for microbatch in by_rank]

@@ -1,6 +1,5 @@
-"""Roles: what this rank is in each strategy. Its pipeline's process groups, its part of the model,
-and the memory that all roles share
-([0024](../../docs/adr/0024-weights-move-optimizer-stays.md)).
+"""Roles: what this rank is in each strategy, its pipeline's process groups, its part of the model,
+and the memory that all roles share; and the base layout that owns weights (docs/adr/0024).
 
 Source: Hydraulis, arXiv 2412.07894, section 5. `parallel_state` keeps speaking of the base layout;
 a role's model and schedule have their groups given.
@@ -11,10 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -29,20 +29,16 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_balance.analysis.link import WeightTraffic, slots_of
-from megatron_balance.analysis.shards import Shard, held
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard, held
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
-from megatron_balance.megatron.base_layout import EMBEDDING, OUTPUT, BaseLayout, named_parameters
-from megatron_balance.megatron.tokens import job_device
+from megatron_balance.megatron.groups import job_device
 from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.training.moves import Lane, Moves, RoleMemory
-from megatron_balance.training.stopwatch import Stopwatch
-from megatron_balance.training.weights import Apart, Flat, WeightExchange
+from megatron_balance.training.weights import Apart, Flat, Lane, Moves, RoleMemory, Stopwatch, WeightExchange
 
 ALIGNED = 128
-"""Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""
 AXES: dict[str, str] = {
     **{name: name for name in ("tp", "cp", "pp")},
     "mp": "tp pp",
@@ -61,8 +57,8 @@ NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
 
 @dataclass(frozen=True, slots=True)
 class WeightMovement:
-    """The way in which weights and gradients move. `apart`: how the exchange of each strategy is cut.
-    `overlap`: beside compute, slot by slot.
+    """The way in which weights and gradients move. `apart`: how the exchange of each strategy is
+    cut. `overlap`: beside compute, slot by slot.
     """
 
     apart: Mapping[Strategy, Apart] = field(default_factory=dict[Strategy, Apart])
@@ -71,32 +67,21 @@ class WeightMovement:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """This rank in one strategy. A rank that is left over has an exchange alone."""
+    """This rank in one strategy. A rank that is left over has an exchange alone. `attention`: the
+    ranks that attend together.
+    """
 
     strategy: Strategy
     seat: Seat | None
     exchange: WeightExchange
     groups: Any = None
     attention: Groups | None = None
-    """The ranks that attend together."""
     model: Any = None
     memory: RoleMemory = NOTHING_HELD
 
-    @property
-    def weights(self) -> Flat:
-        """By number of a parameter, this rank's shard."""
-        return self.memory.weights
-
-    @property
-    def gradients(self) -> Flat:
-        """By number of a parameter, the fp32 sum of its gradients."""
-        return self.memory.gradients
-
     def schedule(self, transfers: P2PCommunicator | None = None) -> Callable[..., Any]:
         """Megatron's forward and backward over the role's microbatches; `model` and groups are
-        given already.
-
-        `transfers`: between its stages, if not Megatron's own.
+        given already. `transfers`: between its stages, if not Megatron's own.
         """
         assert self.seat is not None, "a rank that is left over runs no microbatch"
         given = {"model": self.model, "pg_collection": self.groups}
@@ -112,13 +97,14 @@ class Roles:
     def __init__(
         self,
         model_config: Any,
-        layout: BaseLayout,
+        layout: _BaseLayout,
         strategies: Sequence[Strategy],
         timeout: timedelta,
         attention: AttentionGroups | None = None,
         moving: WeightMovement = WeightMovement(),
     ) -> None:
-        """Make groups, models and exchanges of all strategies. Collective over the world, once.
+        """Make groups, models and exchanges of all strategies that the run may change to.
+        Collective over the world, once.
 
         Args:
             model_config: Megatron's config of the base model (`GPTModelConfig`).
@@ -127,25 +113,21 @@ class Roles:
             timeout: of the groups.
             attention: makes those of planned attention; None: models attend by themselves.
             moving: how weights and gradients move.
-
-        Raises:
-            ConfigError: a strategy that cannot cut the model.
         """
         for strategy in strategies:
             check_strategy(strategy, layout, model_config.transformer)
         self.layout = layout
         self._model_config = model_config
+        # Most that any strategy takes on this rank.
         sizes = [int(_room(layout, strategy).sum()) for strategy in strategies]
         dtype, device = model_config.params_dtype, job_device()
         self.weights = torch.full((max(sizes, default=0),), torch.nan, dtype=dtype, device=device)
         """Of the role in use. NaN at the start, so that a weight nobody pulled is seen."""
         self.gradients = torch.zeros(self.weights.numel(), dtype=torch.float32, device=device)
-        """fp32, of the role in use."""
         make_group = _GroupMaker(timeout)
         world, ranks = make_group(range(dist.get_world_size())), tuple(range(dist.get_world_size()))
         assert world is not None
         self.everyone = Groups(dist.get_rank(), len(ranks), ranks, world)
-        """All ranks of the job."""
         self._moving = moving
         # A communicator of their own: they run beside all other calls.
         self._exchanges = cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout))
@@ -160,11 +142,7 @@ class Roles:
         return strategy in self._roles
 
     def __getitem__(self, strategy: Strategy) -> Role:
-        """The role of this rank in `strategy`.
-
-        Raises:
-            ConfigError: a strategy that no role was made for.
-        """
+        """The role of this rank in `strategy`; ConfigError: no role was made for it."""
         if strategy not in self._roles:
             raise ConfigError(
                 f"strategy {strategy}: no role was made for it, but for {', '.join(map(str, self._roles))}; roles are "
@@ -174,7 +152,6 @@ class Roles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights and gradients that the roles share."""
         return self.weights.nbytes + self.gradients.nbytes
 
     def traffic(self, ranks_per_node: int) -> dict[Strategy, WeightTraffic]:
@@ -184,16 +161,13 @@ class Roles:
         sent = torch.tensor(mine, dtype=torch.int64, device=self.weights.device).reshape(-1, *WeightTraffic.SHAPE)
         everyone = [torch.empty_like(sent) for _ in range(self.everyone.size)]
         dist.all_gather(everyone, sent, group=self.everyone.pool)
+        # [strategies, ranks, 2, 2, 2] to a table by direction first.
         table = torch.stack(everyone, dim=1).cpu().numpy()
         return {role.strategy: WeightTraffic(table[at].swapaxes(0, 1)) for at, role in enumerate(self)}
 
     def pull(self, strategy: Strategy) -> Role:
         """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
-
         With overlap weights are still coming; the role's model waits for them, module by module.
-
-        Raises:
-            ConfigError: a strategy that no role was made for.
         """
         role = self[strategy]
         self.gradients.zero_()
@@ -201,26 +175,18 @@ class Roles:
         self._moves.pull(self.layout.weights, self.weights.dtype)
         return role
 
-    def expect(self, num_microbatches: int, restore: Callable[[], None]) -> None:
-        """Push gradients as they come, those of so many microbatches; `restore` gives the owners'
-        buffers their memory back.
-        """
+    @property
+    def moves(self) -> Moves:
+        """Pull and push of the step that is under way."""
         assert self._moves is not None, "weights are pulled before"
-        self._moves.expect(num_microbatches, restore)
-
-    def issue_pushes(self) -> None:
-        """Issue what is left of the pushes: before any other call that all ranks make."""
-        assert self._moves is not None, "weights are pulled before"
-        self._moves.issue_rest()
+        return self._moves
 
     def push(self) -> None:
         """Add the gradients of all ranks' roles to the owners' sums. Collective."""
-        assert self._moves is not None, "weights are pulled before"
-        self._moves.finish()
+        self.moves.finish()
         self._moves = None
 
     def close(self) -> None:
-        """Start no exchange any more."""
         self._lane.close()
 
     def _made(
@@ -229,8 +195,9 @@ class Roles:
         make_group: _GroupMaker,
         attention: AttentionGroups | None,
     ) -> Role:
-        """This rank's role. Every rank makes the groups of all pipelines."""
         layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None
+        # All ranks make all groups, in one order; of a pipeline that is not its own a rank keeps
+        # none.
         for pipeline, scheme in enumerate(strategy.pipelines):
             groups = _groups_of(strategy.ranks_of(pipeline), scheme, make_group)
             if seat is not None and seat.pipeline == pipeline:
@@ -248,6 +215,7 @@ class Roles:
         """Let parameters and their gradients lie in the shared memory, and modules wait for theirs."""
         room = _room(self.layout, strategy)
         names = {name: number for number, name in enumerate(self.layout.parameters.names)}
+        # [parameters]: where each begins in the shared memory.
         starts = np.cumsum(room) - room
         weights: dict[int, torch.Tensor] = {}
         gradients: dict[int, torch.Tensor] = {}
@@ -259,6 +227,7 @@ class Roles:
                     "weights of one type"
                 )
             part = slice(int(starts[number]), int(starts[number]) + parameter.numel())
+            # The views are what the model computes with: a pull writes into them.
             weights[number] = parameter.data = self.weights[part].view(parameter.shape)
             gradients[number] = owner.main_grad = self.gradients[part].view(parameter.shape)
             owner.grad_added_to_main_grad = False
@@ -273,16 +242,16 @@ class Roles:
         for module in model.modules():
             mine = [by_number[by_parameter[id(each)]] for each in module.parameters(recurse=False)]
             if mine:
+                # The last of a module's weights to come: slots arrive in order.
                 module.register_forward_pre_hook(functools.partial(self._need, max(mine)))
         return RoleMemory(weights, gradients, by_number, seat.stage == 0)
 
     def _need(self, slot: int, *_: Any) -> None:
-        """Wait for the weights of a module that runs."""
         if self._moves is not None:
             self._moves.need(slot)
 
     def _add_to_main_grad(self, number: int, parameter: Any) -> None:
-        """As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already."""
+        # As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already.
         if not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
@@ -313,15 +282,8 @@ class Roles:
         return int(parameters.shape[parameters.names.index(EMBEDDING), 0])
 
 
-def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> None:
-    """Refuse a strategy whose degrees do not cut the model evenly.
-
-    `transformer`: the base model's `TransformerConfig`.
-
-    Raises:
-        ConfigError: more ranks than there are; TP that does not divide heads, query groups or a
-            parameter's dimension; PP that does not divide the layers.
-    """
+def check_strategy(strategy: Strategy, layout: _BaseLayout, transformer: Any) -> None:
+    """Refuse a strategy whose degrees do not cut the model (`transformer`: its config) evenly."""
     parameters = layout.parameters
     strategy.check(layout.base.num_ranks, layout.base.num_ranks)
     counts = {"attention heads": transformer.num_attention_heads, "query groups": transformer.num_query_groups}
@@ -352,8 +314,8 @@ def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> 
 
 
 class AttentionGroups:
-    """Groups of ranks that attend together under strategies; equal ones are made once. All ranks ask
-    for all strategies, in one order. Roles are in use one at a time, so attention calls share memory.
+    """Groups of ranks that attend together under strategies; equal ones are made once. All ranks
+    ask for all strategies, in one order.
     """
 
     def __init__(self, gpus_per_node: int, timeout: timedelta, sms: Mapping[str, int], *, safe: bool) -> None:
@@ -361,6 +323,7 @@ class AttentionGroups:
         self._gpus_per_node = gpus_per_node
         self._make: Callable[..., Groups] = functools.partial(make_groups, timeout=timeout, sms=sms, safe=safe)
         self._made: dict[tuple[tuple[int, ...], int], Groups | None] = {}
+        # Roles are in use one at a time, so attention calls share memory.
         self._buffers = BufferPool()
 
     def of(self, strategy: Strategy) -> Groups | None:
@@ -370,6 +333,8 @@ class AttentionGroups:
             rows = [row for row, size in wanted if size == per_node and (row, size) not in self._made]
             if not rows:
                 continue
+            # Ranks outside of all rows make groups of their own, since `make_groups` asks all of
+            # the world.
             alone = [(rank,) for rank in world if not any(rank in row for row in rows)]
             mine = dataclasses.replace(self._make([*rows, *alone], per_node), buffers=self._buffers)
             self._made |= {(row, per_node): mine if mine.ranks == row else None for row in rows}
@@ -382,6 +347,7 @@ class AttentionGroups:
         """
         for pipeline, scheme in enumerate(strategy.pipelines):
             shape = (scheme.pipeline, scheme.context, scheme.tensor)
+            # [stages, CP, TP] to rows of CP neighbours: [stages * TP, CP].
             rows = np.array(strategy.ranks_of(pipeline)).reshape(shape).transpose(0, 2, 1).reshape(-1, scheme.context)
             per_node = min(scheme.context, max(1, self._gpus_per_node // scheme.tensor))
             yield from ((tuple(row), per_node) for row in rows.tolist())
@@ -395,7 +361,6 @@ class _GroupMaker:
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def __call__(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of `ranks`; None on a rank outside of it."""
         key = tuple(ranks)
         if key not in self._made:
             group = dist.new_group(list(key), timeout=self._timeout)
@@ -411,9 +376,11 @@ def _groups_of(ranks: range, scheme: Scheme, make_group: _GroupMaker) -> Any:
     for name, spanned in AXES.items():
         inside = [axis for axis, word in enumerate(("pp", "cp", "tp")) if word in spanned.split()]
         outside = [axis for axis in range(3) if axis not in inside]
+        # [..., spanned dimensions last]: a row for each group.
         rows = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([shape[axis] for axis in inside], dtype=int)))
         made = [make_group(row.tolist()) for row in rows]
         mine[name] = next((group for group in made if group is not None), None)
+    # First and last stage of a pipeline, which share tied embeddings.
     ends = [
         make_group(list(dict.fromkeys((first, last))))
         for first, last in zip(grid[0].reshape(-1).tolist(), grid[-1].reshape(-1).tolist(), strict=True)
@@ -422,14 +389,174 @@ def _groups_of(ranks: range, scheme: Scheme, make_group: _GroupMaker) -> Any:
     return ProcessGroupCollection(**mine)
 
 
-def _room(layout: BaseLayout, strategy: Strategy) -> Ints:
+def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
     """Elements that each parameter takes in the shared memory under a strategy [n], this rank's."""
     mine = held(strategy, layout.parameters, rank=dist.get_rank())
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
+    # Each parameter begins at a multiple of ALIGNED elements.
     return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
 
 
 def _numbered(model: Any, names: Mapping[str, int]) -> Iterator[tuple[int, torch.nn.Parameter]]:
-    """Parameters of a role's model with their numbers."""
     for name, parameter in named_parameters(unwrap_model(model)):
         yield names[name], parameter
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""One parameter under two names where embeddings are tied."""
+
+
+LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, slots=True)
+class _BaseLayout:
+    """Megatron's layout, the same on every rank, and this rank's part of it: `weights`, fp32 values
+    of what it owns, and `gradients`, where theirs are summed, by number of a parameter. `owned`:
+    shards of all ranks.
+    """
+
+    base: Base
+    parameters: ParameterTable
+    owned: Ints
+    weights: Flat
+    gradients: Flat
+
+
+def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLayout:
+    """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer. Collective
+    over the world: each stage's first rank describes the stage to all.
+
+    Raises:
+        ConfigError: several model chunks, buffers or optimizers, or an optimizer that does not keep
+            fp32 shards.
+    """
+    chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
+    buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
+    named = dict(named_parameters(unwrap_model(chunk)))
+    shared = _shares_embedding(unwrap_model(chunk))
+    described = [
+        asdict(_described_parameter(name, parameter, unwrap_model(chunk), scheme.tensor))
+        for name, parameter in named.items()
+    ]
+    ranges = {name: buffer.param_index_map[parameter] for name, parameter in named.items()}
+    stage = {
+        "parameters": described,
+        "starts": {name: int(start) for name, (start, _, _) in ranges.items()},
+        "buckets": [0, *(int(end) for _, end in buffer.bucket_indices)],
+    }
+    world, size = dist.get_rank(), dist.get_world_size()
+    a_stage = size // scheme.pipeline
+    # A stage's parameters are the same on all of its ranks, so its first one describes it.
+    stages = [_told(stage if world == first else None, first) for first in range(0, size, a_stage)]
+    listed: dict[str, Parameter] = {}
+    for body in stages:
+        for each in body["parameters"]:
+            # The same name on two stages is one parameter: a tied embedding.
+            listed.setdefault(each["name"], Parameter(**{**each, "tied": shared and each["name"] == EMBEDDING}))
+    numbers = {name: number for number, name in enumerate(listed)}
+    parameters = ParameterTable.of(tuple(listed.values()), int(get_model_config(chunk).num_layers))
+    buffers = tuple(
+        Buffer(
+            stage=number,
+            parameters=np.array([numbers[name] for name in body["starts"]], dtype=np.int64),
+            starts=np.array(list(body["starts"].values()), dtype=np.int64),
+            buckets=np.array(body["buckets"], dtype=np.int64),
+        )
+        for number, body in enumerate(stages)
+    )
+    base = Base(scheme, size // scheme.num_ranks, buffers)
+    owned = base.owned(parameters)
+    weights: dict[int, torch.Tensor] = {}
+    gradients: dict[int, torch.Tensor] = {}
+    for name, parameter in named.items():
+        if parameter not in chained.model_param_gbuf_map:
+            continue
+        # The part of the parameter that this rank's optimizer shard covers.
+        where = chained._get_model_param_range_map(parameter)["param"]
+        main = getattr(parameter, "main_param", None)
+        weights[numbers[name]] = parameter.data.view(-1)[where.start : where.end] if main is None else main
+        gradients[numbers[name]] = cast("Any", parameter).main_grad.view(-1)[where.start : where.end]
+    check_shards(owned[owned[:, Shard.RANK] == world], weights, parameters)
+    return _BaseLayout(base, parameters, owned, weights, gradients)
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of a stage by their name in the whole model; a tied embedding's is the first
+    stage's.
+    """
+    layers = {
+        # Layers are numbered in the whole model by their own `layer_number`, from 1.
+        f"{name}.": f"{LAYERS}{module.layer_number - 1}."
+        for name, module in model.named_modules()
+        if name.startswith(LAYERS) and name.count(".") == LAYERS.count(".")
+    }
+    for name, parameter in model.named_parameters():
+        head = ".".join(name.split(".")[:3]) + "."
+        whole = layers[head] + name[len(head) :] if head in layers else name
+        yield (EMBEDDING if whole == OUTPUT and _shares_embedding(model) else whole), parameter
+
+
+def _shares_embedding(model: Any) -> bool:
+    return bool(model.share_embeddings_and_output_weights)
+
+
+def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> Parameter:
+    """A parameter of TP 1, from the shard that a rank of TP `tensor` has."""
+    config = get_model_config(model)
+    shape = [*parameter.shape, 1][:2] if parameter.dim() == 1 else list(parameter.shape)
+    cut = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
+    if cut is not None:
+        # Tensor-parallel parameters have their whole size in the table.
+        shape[cut] *= tensor
+    # Transformer Engine's layers say stride 1 of a gated fc1, too.
+    gated = config.gated_linear_unit and ".mlp.linear_fc1." in name
+    # As Megatron's `_allreduce_non_tensor_model_parallel_grads`.
+    parts = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    parts = parts or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+    layer: int | Literal["first", "last"] = "first" if name.startswith("embedding.") else "last"
+    if name.startswith(LAYERS):
+        layer = int(name[len(LAYERS) :].partition(".")[0])
+    return Parameter(name, shape[0], shape[1], layer, cut, 2 if gated and cut == 0 else 1, bool(parts and cut is None))  # pyright: ignore[reportArgumentType]
+
+
+def check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
+    """Compare the shards that were computed for this rank with the optimizer's; ConfigError: they
+    differ.
+    """
+    sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
+    for number in range(len(parameters)):
+        expected = int(sizes[mine[:, Shard.PARAMETER] == number].sum())
+        got = weights[number].numel() if number in weights else 0
+        if got != expected or (got and weights[number].dtype != torch.float32):
+            raise ConfigError(
+                f"strategies: this rank's optimizer has {got} elements of {parameters.names[number]} in "
+                f"{weights[number].dtype if got else 'no type'}, expected {expected} in torch.float32; use "
+                "--use-distributed-optimizer over all data- and context-parallel ranks, in Megatron's own order of "
+                "ranks, without --use-precision-aware-optimizer"
+            )
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers that have parameters."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
+
+
+def _only(found: Sequence[Any], what: str) -> Any:
+    if len(found) != 1:
+        raise ConfigError(
+            f"strategies: Megatron made {len(found)} {what} on this rank, expected one; leave out interleaved model "
+            "chunks, experts and mixed types of weights"
+        )
+    return found[0]
+
+
+def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
+    """Send what `source` gives to all ranks of the world, as JSON."""
+    text = torch.frombuffer(bytearray(json.dumps(body, allow_nan=False).encode()), dtype=torch.uint8).to(job_device())
+    size = torch.tensor([len(text)], device=job_device())
+    dist.broadcast(size, source)
+    if dist.get_rank() != source:
+        text = torch.empty(int(size.item()), dtype=torch.uint8, device=job_device())
+    dist.broadcast(text, source)
+    return json.loads(bytes(text.cpu().numpy()))

@@ -2,12 +2,10 @@
 
 Its load-balancing loss multiplies the probability of each expert with the number of tokens sent
 there, both over all tokens of a microbatch, so the losses of two nano-batches do not add up to it.
-The nano-batches go through a layer one after the other (`megatron.ping_pong`). The first one keeps
-the scores and routing that its losses are made of; the second one's call takes the losses over
-both, once, in place of Megatron's. Loss, its line in the log and the running counts of
-global_aux_loss are then those of a microbatch that runs whole. The gradient reaches the first
-nano-batch through the scores that it kept, before the backward has come to it. The counts behind an
-expert's bias add up by themselves, but in 0.19.2 they cannot be taken where rows are masked.
+They go through a layer one after the other (`megatron.ping_pong`): the first one keeps the scores
+and routing that its losses are made of; the second one's call takes the losses over both, once, in
+place of Megatron's. The gradient reaches the first nano-batch through the scores that it kept,
+before the backward has come to it.
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ from megatron_balance.megatron.packed import BalancedSeqParams
 
 @dataclass(slots=True)
 class _RouterValues:
-    """Values of the nano-batches so far, of one layer.
-
-    `last`: whether the last nano-batch is routed now. `balanced`: scores and routing, by name of a
-    loss.
+    """Values of the nano-batches so far, of one layer. `last`: whether the last one is routed now.
+    `balanced`: scores and routing, by name of a loss.
     """
 
     last: bool = False
@@ -45,13 +41,9 @@ class _RouterValues:
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router, whose losses are taken over all nano-batches of a microbatch.
-
-    For a microbatch that runs whole it does what Megatron's does.
-    """
+    """Megatron's router, whose losses are taken over all nano-batches of a microbatch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments as Megatron's."""
         super().__init__(*args, **kwargs)
         self._kept = _RouterValues()
         self._by_nano_batch = False
@@ -61,23 +53,21 @@ class BalancedRouter(TopKRouter):
         """Parameters of what is routed now, where a loss asks for the samples of its rows."""
         self.to_recompute: deque[BalancedSeqParams] | None = None
         """Where experts are recomputed (`--recompute-modules moe`), those of all microbatches whose
-        backward is to come, in the order of forwards, as a pipeline's backwards come too."""
+        backward is to come, in the order of forwards, as a pipeline's backwards come too.
+        """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **of_version: Any) -> tuple[Tensor, Tensor]:
-        """Probabilities and map [T, experts] of logits [T, 1, experts].
-
-        `padding_mask` [T, 1]: rows of no sequence. `of_version`: what other Megatrons hand on.
+        """Probabilities and map [T, experts] of logits [T, 1, experts]. `padding_mask` [T, 1]: rows
+        of no sequence.
         """
         self._padding = None if padding_mask is None else padding_mask.reshape(-1)
         return super().routing(logits, padding_mask, **of_version)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and map [T, experts], balanced over all ranks that share the microbatch.
-
-        Megatron's balances the rows of a rank, so routes would depend on what a plan put there.
-        """
+        """Probabilities and map [T, experts], balanced over all ranks that share the microbatch."""
         if not self.training:
             return super().sinkhorn_load_balancing(logits)
+        # Megatron's balances the rows of a rank, so routes would depend on what a plan put there.
         with torch.no_grad():
             balanced = sinkhorn_of_pool(logits.float(), self._padding, self.tp_dp_cp_group)
             chosen = torch.topk(balanced, k=self.topk, dim=1).indices
@@ -97,14 +87,12 @@ class BalancedRouter(TopKRouter):
             yield
         finally:
             self._by_nano_batch = False
+            # Their layer's losses were taken: values of one layer are not kept for the next.
             if self._kept.last:
                 self._kept = _RouterValues()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits [T, experts]; behind those of the last nano-batch lies the z-loss of all.
-
-        `padding_mask` [T]: rows of no sequence.
-        """
+        """Logits [T, experts]; behind those of the last nano-batch lies the z-loss of all."""
         counts = self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
         if not self._by_nano_batch or not counts:
             return super().apply_z_loss(logits, padding_mask)
@@ -149,11 +137,7 @@ class BalancedRouter(TopKRouter):
         with_padding_mask: bool = False,
         **_of_version: Any,
     ) -> Tensor:
-        """Probabilities [T, experts], behind which lies the loss of every sample of the microbatch.
-
-        Megatron takes it over the tokens of a sample, and the mean over samples; here every sample
-        counts by its tokens, which is the same for samples of as many.
-        """
+        """Probabilities [T, experts], behind which lies the loss of every sample of the microbatch."""
         if not self.get_aux_loss_coeff("seq_aux_loss"):
             return probs
         given = self.of_microbatch if self.to_recompute is None else self.to_recompute.popleft()
@@ -163,16 +147,20 @@ class BalancedRouter(TopKRouter):
         if self.config.sequence_parallel:
             samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
         self._num_samples = given.num_samples
-        wide = torch.cat([routing_map, samples[:, None]], dim=1)  # so that nano-batches keep both together
+        # So that nano-batches keep routing and samples together: [T, experts + 1].
+        wide = torch.cat([routing_map, samples[:, None]], dim=1)
         return self._balanced("seq_aux_loss", self._by_sample, (probs, scores_for_aux_loss, wide), with_padding_mask)
 
     def _by_sample(self, probs: Tensor, scores: Tensor, wide: Tensor, with_padding_mask: bool) -> Tensor:
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         routed, samples = wide[:, :-1].to(scores.dtype), wide[:, -1]
+        # [samples, experts]: tokens sent to each expert, over all ranks that share the microbatch.
         counts = routed.new_zeros(self._num_samples, routed.shape[1]).index_add_(0, samples, routed)
         dist.all_reduce(counts, group=self.tp_dp_cp_group)
         per_sample = counts.sum(1, keepdim=True) / self.topk
         share = counts / per_sample.clamp(min=1)
+        # Megatron takes the loss over the tokens of a sample, and the mean over samples; here every
+        # sample counts by its tokens, which is the same for samples of as many.
         weighted = (scores * share[samples]).sum() * (coefficient * routed.shape[1] / self.topk)
         total = per_sample.sum().clamp(min=1)
         attach = self.attach_and_log_load_balancing_loss
@@ -194,7 +182,6 @@ class BalancedRouter(TopKRouter):
         self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool
     ) -> Tensor:
         """Probabilities [T, experts]; behind those of the last nano-batch lies a loss of all.
-
         `given`: probabilities, scores and routing.
         """
         probs, scores, routing_map = given
@@ -217,14 +204,9 @@ SINKHORN_EPSILON = 1e-8
 
 def sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """Megatron's `sinkhorn` over the rows of all ranks of `group`; this rank's part [T, experts].
+    Collective.
 
-    Collective. Every rank adds up the same sums in the same order, so all end at the same
-    iteration. Megatron's reads the change on the host, too.
-
-    Args:
-        logits: [T, experts] fp32.
-        padding: [T], True for rows that count nowhere; None: all count.
-        group: the ranks that share the microbatch.
+    `logits` [T, experts] fp32; `padding` [T]: True for rows that count nowhere.
     """
     cost = torch.exp(logits)
     if padding is not None:
@@ -234,6 +216,8 @@ def sinkhorn_of_pool(logits: Tensor, padding: Tensor | None, group: dist.Process
     rows = _sum_in_order(counted.float(), group).clamp(min=1)
     of_expert = cost.new_ones(experts)
     change = float("inf")
+    # Every rank adds up the same sums in the same order, so all end at the same iteration.
+    # Megatron's reads the change on the host, too.
     while change > SINKHORN_TOLERANCE:
         of_row = 1 / rows / ((of_expert * cost).sum(1) + SINKHORN_EPSILON)
         before = of_expert
@@ -246,6 +230,7 @@ def _sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum [n] over the ranks of a group of `values` [n], of the same bits on every rank."""
     if group.size() == 1:
         return values
+    # Gathered and then summed: an all-reduce may add in another order on each rank.
     parts = values.new_empty(group.size() * len(values))
     dist.all_gather_into_tensor(parts, values.contiguous(), group=group)
     return parts.view(group.size(), -1).sum(0)
@@ -261,11 +246,7 @@ def give_router(mlp: Any) -> None:
 
 
 def check_router(router: Any, name: str) -> None:
-    """Reject a router that is not ours where Megatron's would route by what shares a rank.
-
-    Raises:
-        ConfigError: the script built its model past the layer spec.
-    """
+    """Reject a router that is not ours where Megatron's would route by what shares a rank."""
     if not isinstance(router, TopKRouter) or isinstance(router, BalancedRouter):
         return
     if router.routing_type == "sinkhorn" or router.get_aux_loss_coeff("seq_aux_loss"):
@@ -288,6 +269,7 @@ def tell_samples(model: torch.nn.Module) -> None:
 def _tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001  a hook's
     router = router_of(layer)
     router.of_microbatch = kwargs["packed_seq_params"]
+    # In recomputation the layer's hook does not run: what it told in the forward is taken in order.
     if router.to_recompute is not None and layer.training and torch.is_grad_enabled():
         router.to_recompute.append(router.of_microbatch)
 

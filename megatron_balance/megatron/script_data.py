@@ -1,8 +1,8 @@
 """Identity of the training samples of a script's own data set (`data: script`).
 
-Facts are of contents: a corpus is the sizes of its files and pieces of them, wherever it lies. Which
-sample comes when, a data set decides by itself; so the tokens of a few samples are read, by number,
-and digested. The one rank that reads them tells all others.
+Facts are of contents: a corpus is the sizes of its files and pieces of them, wherever it lies.
+Which sample comes when, a data set decides by itself; so the tokens of a few samples are read, by
+number, and digested. The one rank that reads them tells all others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_balance.megatron.tokens import job_device
-from megatron_balance.training.data_identity import DataIdentity
+from megatron_balance.megatron.groups import job_device
+from megatron_balance.training.ledger import DataIdentity
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,13 @@ PIECE_BYTES = 4096
 FIRST_TOKENS = 256
 """Of a sample; no padding among them, of which `--sft` has another at each number of ranks."""
 PATIENCE_S = 60.0
-"""For the process that reads samples."""
 FILES = ("", ".idx", ".bin")
-"""Behind the path by which a data set names its corpus."""
 PATH_OPTIONS = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data")
-"""Options that say the data of a script, where its data set does not."""
 
 
 class ScriptData:
-    """The training set of a script. `kept`: whether training reads it, known on all ranks; `dataset`:
-    None on a rank that reads no samples.
+    """The training set of a script. `kept`: whether training reads it, known on all ranks;
+    `dataset`: None on a rank that reads no samples.
     """
 
     def __init__(self) -> None:
@@ -61,12 +58,10 @@ class ScriptData:
 
 def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     """Identity of a script's training samples, the same on all ranks. Collective over the world.
-
-    Args:
-        dataset: the training set; None: this rank has none, as ranks that read no samples.
-        args: of Megatron.
+    `dataset`: None: this rank reads no samples.
     """
     has = torch.tensor([dist.get_rank() if dataset is not None else dist.get_world_size()], device=job_device())
+    # Of the ranks that have a training set, the one of the lowest number reads it.
     dist.all_reduce(has, dist.ReduceOp.MIN)
     reader = int(has)
     told: list[DataIdentity] = [DataIdentity()]
@@ -94,6 +89,8 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     the sequences that it draws from (`indices`) and its settings (`config`). Of another data set the
     class is known, and what the command line says.
     """
+    # A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`,
+    # `dataset`), the sequences that it draws from (`indices`) and its settings (`config`).
     parts = list(getattr(dataset, "datasets", None) or [dataset])
     config = getattr(parts[0], "config", None)
     facts = {
@@ -108,6 +105,7 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     places: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         if not hasattr(part, "dataset_path"):
+            # Of another data set the class is known, and what the command line says.
             facts |= {_flag(name): _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
             continue
         name = f"corpus {number}"
@@ -122,7 +120,6 @@ def _flag(name: str) -> str:
 
 
 def _order(dataset: Any, args: argparse.Namespace) -> str:
-    """How samples are drawn from their numbers."""
     if args.dataloader_type != "cyclic":
         return str(args.dataloader_type)
     replicas = parallel_state.get_data_parallel_world_size()
@@ -139,7 +136,6 @@ def _of_option(value: Any) -> str:
 
 
 def _of_corpus(part: Any) -> str:
-    """A corpus and the sequences that are drawn from, without where it lies."""
     low: Any = part.dataset
     lengths = getattr(low, "sequence_lengths", None)
     total = len(low) if lengths is None else len(lengths)
@@ -162,6 +158,7 @@ def content(prefix: str) -> str | None:
             size = os.fstat(stream.fileno()).st_size
             total += size
             last = max(0, size - PIECE_BYTES)
+            # Pieces spread over the file, its end among them.
             for at in dict.fromkeys(last * piece // (PIECES - 1) for piece in range(PIECES)):
                 stream.seek(at)
                 digest.update(stream.read(PIECE_BYTES))
@@ -191,6 +188,7 @@ def _of_samples(dataset: Any, args: argparse.Namespace, config: Any) -> dict[int
             loader: Any = torch.utils.data.DataLoader(
                 dataset,
                 batch_size=None,
+                # Each twice: a data set that draws at random gives others.
                 sampler=wanted * 2,
                 num_workers=1,
                 timeout=PATIENCE_S,

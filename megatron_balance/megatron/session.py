@@ -1,8 +1,7 @@
 """The one training job of this process: its configuration, its pool, its planners and its log.
 
-Megatron calls our patches with its own arguments only, and keeps its job process-wide too
-(`get_args`). This is the only such state of ours; plans are not in it, they travel with their
-microbatch.
+Megatron calls our patches with its own arguments only, and keeps its job process-wide too. This is
+the only such state of ours; plans travel with their microbatch.
 """
 
 from __future__ import annotations
@@ -10,14 +9,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_model_config
+from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
@@ -25,21 +28,16 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import carry, core_attention, latent, machine, memory, ping_pong, rope, router
-from megatron_balance.megatron.arguments import row_multiple
-from megatron_balance.megatron.changes import Changes
+from megatron_balance.megatron import gpt, ping_pong
+from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
 from megatron_balance.megatron.data import Documents, num_columns
-from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample
-from megatron_balance.megatron.groups import make_pool, ranks_on_a_node
-from megatron_balance.megatron.log import log_target
-from megatron_balance.megatron.masks import masks_of
-from megatron_balance.megatron.place import RankPlace
-from megatron_balance.megatron.planned_model import planned_model
+from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample, row_multiple
+from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
+from megatron_balance.megatron.planned_model import keeping, masks_of, planned_model, recompute_of
 from megatron_balance.megatron.planning import check_holds, first_lengths, plan_spec, step_plans
-from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.router import tell_samples
 from megatron_balance.megatron.script_data import ScriptData
-from megatron_balance.megatron.sub_sequences import Reader
-from megatron_balance.megatron.tokens import job_device
+from megatron_balance.megatron.tokens import Reader
 from megatron_balance.megatron.ways import (
     attends_jointly,
     candidates_of,
@@ -51,21 +49,24 @@ from megatron_balance.megatron.ways import (
 )
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.predicted import Predicted, predict
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.run import Run, to_yaml
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.training.binding import BindAhead, Binder
-from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.keeping import Keeping
-from megatron_balance.training.ledger import Ledger
-from megatron_balance.training.log import ScalarWriter, StepLog
+from megatron_balance.training.ledger import DataIdentity, Ledger
+from megatron_balance.training.log import LogTarget, ScalarWriter, StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.roll_call import RollCall
+from megatron_balance.training.tracing import StepTracer
+
+if TYPE_CHECKING:
+    from megatron_balance.megatron.changes import Changes
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,8 @@ class Session:
     def __init__(
         self, args: argparse.Namespace, config: Run, te_patched: bool, writers: Sequence[ScalarWriter] | None = None
     ) -> None:
-        """Take Megatron's validated `args`; pools and planners are made later.
-
-        `writers`: of scalars; None: Megatron's own.
+        """Take Megatron's validated `args`; pools and planners are made later. `writers`: of
+        scalars; None: Megatron's own.
         """
         self.args = args
         self.config = config
@@ -88,11 +88,9 @@ class Session:
         self.pipelines = runs_pipelines(args, config)
         """Whether every data-parallel replica is a pipeline with microbatches of its own."""
         self.layout = layout_of(args)
-        """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
         self.candidates = candidates_of(args, config, self.layout)
         """Strategies that training changes between; none: it runs the layout."""
         self.layouts = layouts_of(args, config, self.layout) if self.candidates else None
-        """The layout that owns weights, and the candidates."""
         self.changes: Changes | None = None
         """The way to other strategies than the layout; made when the model and the optimizer are."""
         self.ping_pong = ping_pong.wanted(args, config, tell=True)
@@ -100,34 +98,26 @@ class Session:
         self.latents = config.latent_kv is True
         """Whether latents travel in place of keys and values; with `latent_kv: pays` decided when the
         model is there."""
-        self.steps = StepLog(log_target(args, config, writers))
+        self.steps = StepLog(_log_target(args, config, writers))
         self.bind_ahead = BindAhead()
-        """Where the plans of coming microbatches are looked up."""
         self.sequences: tuple[Ints, ...] = ()
         """Lengths of what this rank's replica read in the last training step, by microbatch."""
         self.train_data: Documents | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self.script_data = ScriptData()
-        """The training samples if they are the script's own."""
         self._pool: Pool | None = None
         self._roll: RollCall | None = None
-        self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._ledger, self._data = Ledger(), DataIdentity()
-        carry.save(self._ledger.to_json(), args)
+        save_ledger(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
         self.unchecked = config.self_check
-        """Whether a self-check is still to come (`self_check`)."""
         self._model: Any = None
         self._keeping: Keeping | None = None
 
     @property
     def pool(self) -> Pool:
-        """This rank's pool.
-
-        Raises:
-            ConfigError: the process groups were made past our patch.
-        """
+        """This rank's pool; ConfigError: the process groups were made past our patch."""
         if self._pool is None:
             raise ConfigError(
                 "no pool: Megatron's process groups were made before this session; set them up inside `pretrain`"
@@ -146,9 +136,10 @@ class Session:
             timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
         if job_device().type == "cuda" and (cluster is None or not cluster.names_machine):
-            self.config = self.config.model_copy(update={"cluster": machine.cluster_of_machine(cluster)})
+            self.config = self.config.model_copy(update={"cluster": cluster_of_machine(cluster)})
         if planner is not None:
-            planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
+            # Options that cannot be are told before a model is built.
+            planner.num_holders(self.cluster())
         attends = self.joint_cluster() if self.joint else self.cluster()
         if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
             log.warning("%s", idle)
@@ -158,7 +149,6 @@ class Session:
             check_holds(plan_spec(self, joint=False), self.args.seq_length)
 
     def _describe(self) -> None:
-        """Tell the log what no step changes."""
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
         num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
         self.steps.describe(JobFacts(self.pool, self.model(), cost, num_chunks, self._pipelines_of), job_device())
@@ -179,12 +169,13 @@ class Session:
 
     @property
     def shape(self) -> AttentionShape:
-        """Heads of this tensor-parallel rank."""
         return self.shape_of(self.args.tensor_model_parallel_size)
 
     def shape_of(self, size: int) -> AttentionShape:
         """Heads of one of `size` tensor-parallel ranks."""
         args = self.args
+        # Heads are split over tensor-parallel ranks; latents are one key and value head for all of
+        # them.
         if args.multi_latent_attention:
             heads, keys = args.num_attention_heads // size, args.qk_head_dim + args.qk_pos_emb_head_dim
             values = None if args.v_head_dim == keys else args.v_head_dim
@@ -212,11 +203,9 @@ class Session:
 
     @property
     def reader(self) -> Reader:
-        """How batches of the iterator are read.
-
-        Experts count all tokens of a sample, and FP8 scales are of all rows.
-        """
         args = self.args
+        # Experts count all tokens of a sample, and FP8 scales are of all rows: with those no tail
+        # is left out.
         dense = args.num_experts is None and args.fp8 is None
         return Reader(leave_out_tails=dense, learned=args.position_embedding_type == "learned_absolute")
 
@@ -227,18 +216,16 @@ class Session:
 
     @property
     def num_columns(self) -> int:
-        """Columns of a token's row."""
+        # The sequence's sample as a last column, where a loss asks for it.
         return num_columns(self.depths) + bool(self.num_samples)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys and values."""
         return self.args.params_dtype
 
     @property
     def row_multiple(self) -> int:
-        """The number of which a rank's rows are a multiple; see `arguments.row_multiple`."""
-        return row_multiple(self.args)
+        return row_multiple(self.args, self.args.tensor_model_parallel_size)
 
     def place(self, strategy: Strategy | None) -> RankPlace | None:
         """This rank's place under a strategy; None: it is left over."""
@@ -246,19 +233,11 @@ class Session:
             return RankPlace(self.pool.pipeline, self.pool.attention, self.shape, self.row_multiple)
         return self.changes.place(strategy)
 
-    def take(self, model: Any, optimizer: Any, model_config: Any) -> None:
-        """Make the roles of all candidates, when Megatron's model and optimizer are there. Collective
-        over the world.
-        """
-        if self.candidates:
-            self.changes = Changes(self, model, optimizer, model_config)
-
     def binder(self, groups: Groups, shape: AttentionShape | None = None) -> Binder:
-        """The facts by which this job's plans are bound.
-
-        `groups`: ranks that attend together; `shape`: heads of this rank, if not of the layout.
-        Before the first of them, whatever a step would otherwise have to compile is built.
+        """The facts by which this job's plans are bound, over ranks that attend together. `shape`:
+        heads of this rank, if not of the layout.
         """
+        # Before the first plan is bound, whatever a step would otherwise have to compile is built.
         carried = () if self.shape.latent_dim is None else (self.shape.latent_dim,)
         for width in dict.fromkeys((*self.shape.widths, *carried)):
             build_variants(job_device(), self.dtype, width)
@@ -279,11 +258,8 @@ class Session:
         return self._cluster_of(self.pool.size, self.pool.ranks_per_node)
 
     def joint_cluster(self) -> Cluster:
-        """The pools of all stages as planners see them.
-
-        Raises:
-            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not
-                numbered stage by stage and node by node.
+        """The pools of all stages as planners see them; ConfigError: ranks lie on nodes unevenly,
+        or not stage by stage and node by node.
         """
         if not self.pool.joint_ranks_per_node:
             raise ConfigError(
@@ -308,8 +284,8 @@ class Session:
         return min(per_node, self.args.world_size) if per_node is not None else ranks_on_a_node()
 
     def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
-        machine = self._machine(num_ranks, ranks_per_node)
-        return machine if self.config.cluster is None else of_pool(machine, self.args.tensor_model_parallel_size)
+        groups = self._machine(num_ranks, ranks_per_node)
+        return groups if self.config.cluster is None else of_pool(groups, self.args.tensor_model_parallel_size)
 
     def _machine(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         cluster = self.config.cluster
@@ -317,28 +293,14 @@ class Session:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
         return cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
 
-    @property
+    @cached_property
     def kernel(self) -> str:
-        """Name of the attention kernel that runs here; it is chosen, and tried, at the first call.
-
-        Raises:
-            ConfigError: none can.
-        """
-        if self._kernel is None:
-            self._kernel = choose_kernel(
-                self.config.kernel,
-                job_device(),
-                self.dtype,
-                max(self.shape.widths),
-                windows=bool(self.args.window_size),
-            ).name
-        return self._kernel
+        """Name of the attention kernel that runs here; it is chosen, and tried, at the first call."""
+        widest, windows = max(self.shape.widths), bool(self.args.window_size)
+        return choose_kernel(self.config.kernel, job_device(), self.dtype, widest, windows=windows).name
 
     def model(self, tensor: int | None = None) -> Model:
-        """The model as planners see it: one tensor-parallel rank's share of heads and MLP.
-
-        `tensor`: such ranks; None: those of the layout.
-        """
+        """The model as planners see it on one of `tensor` tensor-parallel ranks; None: as laid out."""
         size = tensor or self.args.tensor_model_parallel_size
         return planned_model(self.args, self.config, self.shape_of(size), size)
 
@@ -358,29 +320,23 @@ class Session:
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
         """Go on from a checkpoint with these arguments, with the documents that waited when it was
-        saved.
-
-        Raises:
-            ConfigError: this run's planner cannot train them.
+        saved. ConfigError: this run's planner cannot train them.
         """
-        self._ledger, self._data = carry.saved(checkpoint_args)
+        self._ledger, self._data = saved_ledger(checkpoint_args)
         assert self.config.planner is not None
         self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
             self._planners[False].restore(self._ledger, self._data, self.config.accepted_data)
-        carry.save(self._ledger.to_json(self._data), self.args)
+        save_ledger(self._ledger.to_json(self._data), self.args)
 
     def end_step(self) -> None:
         """A training step is over: the next checkpoint is saved with what it carries on."""
         if False in self._planners:
-            carry.save(self._planners[False].saved(), self.args)
+            save_ledger(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: planned attention, positions.
-
-        Raises:
-            ConfigError: a model that attends past our core attention, or whose positions cannot be
-                given.
+        """Check and adapt a model at its first step. ConfigError: it attends past our core
+        attention, or its positions cannot be given.
         """
         chunks: list[Any] = model if isinstance(model, list) else [model]
         if self.config.latent_kv == "pays" and not self._prepared:
@@ -391,16 +347,16 @@ class Session:
             self.adapt(chunk)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             if self.num_samples:
-                router.tell_samples(chunk)
+                tell_samples(chunk)
             self._prepared.add(id(chunk))
         self._model = model
 
     def _choose_latents(self, chunks: list[Any]) -> None:
-        """Let latents travel where they can, and rank 0 predicts fewer seconds so for the samples that
-        come first. Collective over the world.
+        """Let latents travel where they can, and rank 0 predicts fewer seconds so for the samples
+        that come first. Collective over the world.
         """
-        reasons = [*latent_reasons(self.args, self.config), *latent.model_reasons(chunks)]
-        if not latent.agreed(not reasons):
+        reasons = [*latent_reasons(self.args, self.config), *latent_model_reasons(chunks)]
+        if not _agreed(not reasons):
             log.log(
                 logging.INFO if self.args.rank == 0 else logging.DEBUG,
                 "latent_kv: pays: keys and values travel, since latents cannot: %s",
@@ -408,11 +364,12 @@ class Session:
             )
             return
         found: dict[bool, Predicted] = {}
+        # Rank 0 alone predicts, and all do as it says.
         if self.args.rank == 0:
             lengths = first_lengths(self)
             for self.latents in (False, True):
                 found[self.latents] = predict(plan_spec(self, joint=False), lengths)
-        self.latents = latent.agreed(not found or found[True] < found[False])
+        self.latents = _agreed(not found or found[True] < found[False])
         if found:
             log.info(
                 "latent_kv: pays: %s travel: predicted are %.2f ms a layer with latents, %.2f ms with keys and values",
@@ -424,27 +381,24 @@ class Session:
 
     def adapt(self, chunk: Any) -> None:
         """Check a model chunk, number its attention layers, give it rotary embeddings by position."""
-        core_attention.check_model(chunk, self.te_patched)
+        gpt.check_model(chunk, self.te_patched)
         if self.latents:
-            latent.install(chunk)
-        core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
-        rope.install(chunk, self.args.max_position_embeddings)
+            hand_latents_on(chunk)
+        gpt.number_layers(chunk, recompute_of(get_model_config(chunk)))
+        gpt.rotate_by_position(chunk, self.args.max_position_embeddings)
 
     def keeping(self) -> Keeping:
-        """Decision maker on layers that keep; made collectively at the first training step, when the
-        model is there.
-        """
+        """Decision maker on layers that keep; made collectively at the first training step."""
         if self._keeping is None:
-            self._keeping = memory.keeping(self, self._model)
+            self._keeping = keeping(self, self._model)
         return self._keeping
 
     def close(self) -> None:
-        """Stop background planners and binding, and close the log."""
         for planner in self._planners.values():
             planner.close()
         self.bind_ahead.close()
         if self.changes is not None:
-            self.changes.roles.close()
+            self.changes.close()
         self.steps.close()
         if self._roll is not None:
             self._roll.close()
@@ -456,12 +410,12 @@ class Session:
 
 
 def _device_streams() -> CudaStreams | None:
-    """The compute stream's events, for a trace; None on a CPU."""
     return CudaStreams({}, ()) if job_device().type == "cuda" else None
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
+    # A pool has one rank of each tensor-parallel group, whose ranks share its NICs.
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
         cluster,
@@ -474,11 +428,7 @@ _current: list[Session] = []
 
 
 def current() -> Session:
-    """The session of this process.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The session of this process; ConfigError: there is none."""
     if not _current:
         raise ConfigError(
             "training was started without megatron_balance's pretrain; use megatron_balance.pretrain_gpt or .launch"
@@ -492,9 +442,80 @@ def opened(session: Session) -> Iterator[Session]:
     _current.append(session)
     try:
         yield session
-    except Exception as error:  # torch's do not say which rank a collective waits for
+    except Exception as error:
+        # torch's errors do not say which rank a collective waits for.
         session.failed(error)
         raise
     finally:
         _current.remove(session)
         session.close()
+
+
+def _agreed(mine: bool) -> bool:
+    """Whether all ranks of the world say yes. Collective over the world."""
+    said = torch.tensor([int(mine)], device=job_device())
+    dist.all_reduce(said, dist.ReduceOp.MIN)
+    return bool(said)
+
+
+def _log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
+    """The target of this rank's records, from Megatron's arguments and ours. `writers`: of scalars;
+    None: Megatron's own.
+    """
+    folder, writes = Path(args.balance_log) if args.balance_log else None, args.rank == 0
+    return LogTarget(
+        folder=folder,
+        config=to_yaml(config) if folder is not None and writes else "",
+        writes=writes,
+        interval=args.log_interval,
+        writers=scalar_writers(args.tensorboard_log_interval) if writers is None else lambda _: writers,
+        tracer=StepTracer(folder, config.trace_steps, args.rank),
+    )
+
+
+def scalar_writers(interval: int) -> Callable[[int], Sequence[ScalarWriter]]:
+    """Megatron's writers for a step: those that exist on this rank, every `interval` steps."""
+
+    def writers(step: int) -> list[ScalarWriter]:
+        if step % interval:
+            return []
+        tensorboard: Any = get_tensorboard_writer()
+        wandb: Any = get_wandb_writer()
+        present: list[ScalarWriter] = []
+        if tensorboard:
+            present.append(tensorboard.add_scalar)
+        if wandb:
+            present.append(lambda name, value, at: wandb.log({name: value}, at))
+        return present
+
+    return writers
+
+
+_CARRY = "balance_carry"
+
+
+def save_ledger(text: str, args: argparse.Namespace) -> None:
+    """Put a ledger's text where the next checkpoint takes it from."""
+    # A step that is saved before it is over (a rerun that ends the job) is saved with the account
+    # that it began with, since it is dealt again on resuming.
+    setattr(args, _CARRY, text)
+
+
+def saved_ledger(args: argparse.Namespace) -> tuple[Ledger, DataIdentity]:
+    """The ledger that a checkpoint with these arguments was saved with, and what its samples are;
+    an empty one and an unknown one if it knows of none. ConfigError: its text is not a ledger.
+    """
+    text: str | None = getattr(args, _CARRY, None)
+    return (Ledger(), DataIdentity()) if text is None else Ledger.from_json(text)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """This rank under one strategy. `pipeline`: whose microbatches it runs. `attention`: the ranks
+    that attend together. `shape`: heads of its tensor-parallel rank.
+    """
+
+    pipeline: int
+    attention: Groups
+    shape: AttentionShape
+    row_multiple: int

@@ -1,8 +1,5 @@
-"""Transfers between pipeline stages whose shapes come from the plan.
-
-Microbatches have different lengths. Megatron's way to know them (`variable_seq_lengths`) sends each
-shape ahead of its tensor and synchronises the device. But every stage plans every microbatch, and
-ranks at one place in the pools of their stages hold the same rows, so nothing needs to be asked.
+"""Transfers between pipeline stages whose shapes come from the plan: Megatron's way to know them
+(`variable_seq_lengths`) sends each shape ahead of its tensor and synchronises the device.
 
 A transfer does not say which microbatch it brings; the order does. Across the border between two
 stages hidden states go forward, and their gradients come back, in the order of one list of
@@ -23,7 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.training.microbatch import padded
+from megatron_balance.training.tokens import padded
 
 Shape = tuple[int, int, int]
 
@@ -33,17 +30,12 @@ class StageShapes:
     """Shapes of the hidden states between pipeline stages, by microbatch: [rows, 1, hidden size]."""
 
     rows: tuple[int, ...]
-    """Of this tensor-parallel rank."""
     hidden_size: int
 
     @classmethod
     def of_step(cls, tokens: Sequence[Sequence[int]], multiple: int, config: Any) -> StageShapes:
-        """The shapes of a step.
-
-        Args:
-            tokens: by microbatch and nano-batch, tokens of this rank (`TokenExchange.counts`).
-            multiple: of which the rows of a nano-batch are one (`arguments.row_multiple`).
-            config: Megatron's, of the model.
+        """The shapes of a step. `tokens`: by microbatch and nano-batch, of this rank; `multiple`:
+        of which the rows of a nano-batch are one; `config`: Megatron's, of the model.
         """
         shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return cls(tuple(sum(padded(n, multiple) for n in of) // shares for of in tokens), config.hidden_size)
@@ -55,10 +47,7 @@ class StageShapes:
 @dataclass(frozen=True, slots=True)
 class Crossings:
     """The microbatches that cross the borders of a stage, in order, once for each model chunk.
-
-    Hidden states come from the stage before and go to the one behind; gradients come and go the
-    other way, in the same order. Stages form a ring: the last one hands on to the first one's next
-    chunk.
+    Stages form a ring: the last one hands on to the first one's next chunk.
     """
 
     with_previous: tuple[int, ...]
@@ -66,11 +55,9 @@ class Crossings:
 
     @classmethod
     def of_passes(cls, passes: Sequence[tuple[int, int]], stage: int, num_stages: int, num_chunks: int) -> Crossings:
-        """The crossings of `passes`, (microbatch, chunk) in the order of every stage's forwards.
-
-        The first stage is handed nothing for the first chunk, and the last hands on nothing of the
-        last one.
-        """
+        """The crossings of `passes`, (microbatch, chunk) in the order of every stage's forwards."""
+        # The first stage is handed nothing for the first chunk, and the last hands on nothing of
+        # the last.
         all_of_them = tuple(m for m, _ in passes)
         inside = tuple(m for m, chunk in passes if chunk < num_chunks - 1)
         return cls(inside if stage == 0 else all_of_them, inside if stage == num_stages - 1 else all_of_them)
@@ -80,9 +67,7 @@ class Crossings:
         cls, num_microbatches: int, stage: int, num_stages: int, num_chunks: int, chunk_group: int
     ) -> Crossings:
         """The crossings in Megatron's own schedules, one forward, one backward, and interleaved.
-
-        `chunk_group`: `microbatch_group_size_per_vp_stage`, microbatches that a chunk takes before
-        the next chunk does.
+        `chunk_group`: `microbatch_group_size_per_vp_stage`.
         """
         make_table: Any = schedules.get_schedule_table
         table: Sequence[tuple[int, int]] = make_table(num_microbatches, num_chunks, chunk_group)
@@ -90,15 +75,11 @@ class Crossings:
 
 
 class PlannedTransfers(P2PCommunicator):
-    """Megatron's communicator, told the shape of everything that it receives.
-
-    For one step. It asks `_communicate_shapes` where lengths vary; ours answers from the plan.
-    """
+    """Megatron's communicator, told the shape of everything that it receives, for one step."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any, shapes: StageShapes, crossings: Crossings) -> None:
-        """Make a step's communicator.
-
-        `group`: of this rank's pipeline; `config`: Megatron's, of the model.
+        """Make a step's communicator over `group`, this rank's pipeline; `config`: Megatron's, of
+        the model.
         """
         told = copy.copy(config)
         told.variable_seq_lengths = True
@@ -110,12 +91,13 @@ class PlannedTransfers(P2PCommunicator):
 
     def expect(self, shapes: StageShapes, crossings: Crossings) -> None:
         """Take a step's shapes, of what is received and of what is sent."""
+        # Hidden states come from the stage before and go to the one behind; gradients the other
+        # way, in the same order.
         self._received = _Due(shapes, crossings.with_previous), _Due(shapes, crossings.with_next)
         self._sent = _Due(shapes, crossings.with_previous), _Due(shapes, crossings.with_next)
 
     @classmethod
     def of_pipeline(cls, config: Any, shapes: StageShapes, crossings: Crossings) -> PlannedTransfers:
-        """Over this rank's pipeline."""
         return cls(cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group()), config, shapes, crossings)
 
     def _communicate_shapes(
@@ -126,6 +108,8 @@ class PlannedTransfers(P2PCommunicator):
         recv_next: bool,
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Shapes of what comes from the previous and from the next stage; empty: nothing does."""
+        # Every stage plans every microbatch, and ranks at one place in the pools of their stages
+        # hold the same rows, so nothing needs to be asked.
         for due, tensor in zip(self._sent, (tensor_send_prev, tensor_send_next), strict=True):
             if tensor is not None:
                 due.check(tensor.shape)
@@ -134,8 +118,6 @@ class PlannedTransfers(P2PCommunicator):
 
 
 class _Due:
-    """Shapes of one direction across a border, in the order of their crossing."""
-
     def __init__(self, shapes: StageShapes, microbatches: Iterable[int]) -> None:
         self._shapes = shapes
         self._left: Iterator[int] = iter(microbatches)
@@ -144,11 +126,7 @@ class _Due:
         return self._shapes[self._next()]
 
     def check(self, shape: Sequence[int]) -> None:
-        """Reject a tensor that the neighbouring stage does not expect.
-
-        Raises:
-            ConfigError: the model changes the number of rows, or its width.
-        """
+        """Reject a tensor that the neighbouring stage does not expect."""
         microbatch = self._next()
         if tuple(shape) != self._shapes[microbatch]:
             raise ConfigError(
@@ -163,10 +141,8 @@ class _Due:
 
 
 def given_group(p2p_communicator: Any) -> dist.ProcessGroup | None:
-    """The group of a communicator that a script hands to `pretrain`; None: it hands none.
-
-    Raises:
-        ConfigError: another communicator than Megatron's plain one.
+    """The group of a communicator that a script hands to `pretrain`; ConfigError: it is another
+    than Megatron's plain one.
     """
     if p2p_communicator is None:
         return None

@@ -13,7 +13,7 @@ from megatron_balance.analysis.change import Layouts
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron import flags, latent, ping_pong
+from megatron_balance.megatron import flags, ping_pong
 from megatron_balance.planning import choice
 from megatron_balance.planning.run import Run
 
@@ -21,6 +21,7 @@ from megatron_balance.planning.run import Run
 def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """The reasons why the planner cannot run under these arguments, of all ways in which it may."""
     reasons: list[str] = []
+    # One planner of several may be asked for in each way; every check raises for its own.
     checks: tuple[Callable[[], object], ...] = (
         lambda: check_samples(args, config),
         lambda: attends_jointly(args, config),
@@ -45,9 +46,8 @@ def _check_strategies(args: argparse.Namespace, config: Run) -> None:
 
 
 def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str | None:
-    """Why the planner has nothing to do in this layout, for the log; None: it has.
-
-    `cluster`: the ranks that attend together.
+    """Why the planner has nothing to do in this layout, for the log; `cluster`: the ranks that
+    attend together.
     """
     chosen = config.planner
     if chosen is None:
@@ -80,28 +80,34 @@ def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str 
 
 def latent_reasons(args: argparse.Namespace, config: Run) -> list[str]:
     """The reasons why latents cannot travel: of flags, and of how a job that can run does so.
-
-    Raises:
-        ConfigError: as `way_reasons`, of a job that cannot.
+    ConfigError as `way_reasons`, of a job that cannot.
     """
     chosen = config.planner
-    parts = None if chosen is None else chosen.planner.parts_heads
-    of_way = latent.run_reasons(
-        joint=attends_jointly(args, config),
-        nano_batches=ping_pong.wanted(args, config),
-        candidates=bool(candidates_of(args, config, layout_of(args))),
-        self_check=config.self_check,
-        parts_heads=parts is not None and chosen is not None and parts(chosen.options),
+    parts_heads = None if chosen is None else chosen.planner.parts_heads
+    # A rank would attend for layers whose weights it does not have, or with some of the heads, or
+    # nobody has tried it.
+    ways = (
+        (
+            attends_jointly(args, config),
+            "idle pipeline stages have no weights of other stages' layers; set 'pipeline: stages'",
+        ),
+        (ping_pong.wanted(args, config), "it does not run as two nano-batches; set 'ping_pong: false'"),
+        (
+            bool(candidates_of(args, config, layout_of(args))),
+            "it does not change between strategies; name one strategy",
+        ),
+        (config.self_check, "the self-check of a step has no attention over latents; set 'self_check: false'"),
+        (
+            parts_heads is not None and chosen is not None and parts_heads(chosen.options),
+            "the planner parts heads, and all heads come in one latent; choose another planner",
+        ),
     )
+    of_way = [f"latent_kv: true: {sentence}, or leave it out" for found, sentence in ways if found]
     return [*flags.reasons(args, "latent_kv"), *of_way]
 
 
 def check_samples(args: argparse.Namespace, config: Run) -> None:
-    """Reject a loss of samples where a planner parts them.
-
-    Raises:
-        ConfigError: names the planner.
-    """
+    """Reject a loss of samples where a planner parts them."""
     if config.planner is None or config.planner.planner.plan_step is None:
         return
     reasons = flags.reasons(args, "microbatches")
@@ -113,10 +119,8 @@ def check_samples(args: argparse.Namespace, config: Run) -> None:
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
-    """Whether the attention of all pipeline stages is planned together.
-
-    Raises:
-        ConfigError: it shall be, and the planner or a flag does not allow it.
+    """Whether the attention of all pipeline stages is planned together; ConfigError: it shall be,
+    and cannot.
     """
     if args.pipeline_model_parallel_size == 1 or config.planner is None:
         return False
@@ -128,10 +132,8 @@ def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
 
 
 def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
-    """Whether every data-parallel replica is a pipeline with microbatches of its own.
-
-    Raises:
-        ConfigError: it shall be, and a flag does not allow it.
+    """Whether every data-parallel replica is a pipeline with microbatches of its own; ConfigError:
+    it shall be, and cannot.
     """
     if config.planner is None or not config.planner.planner.pipelines:
         return False
@@ -147,15 +149,14 @@ def layout_of(args: argparse.Namespace) -> Strategy:
 
 
 def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tuple[Strategy, ...]:
-    """The strategies that training changes between; none: it runs `layout` alone.
-
-    Raises:
-        ConfigError: a flag or a strategy with which it cannot.
+    """The strategies that training changes between, none: it runs `layout` alone; ConfigError where
+    it cannot.
     """
     chosen = config.planner
     if chosen is None or chosen.planner.strategies is None:
         return ()
     named = tuple(dict.fromkeys(chosen.planner.strategies(chosen.options)))
+    # Of a layout that replaces none there is nothing to change between.
     if not named or named == (layout,):
         return ()
     check_strategies(args, named)
@@ -163,10 +164,8 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
 
 
 def check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
-    """Reject arguments and strategies with which training cannot change from step to step.
-
-    Raises:
-        ConfigError: names every flag that cannot work, and of each strategy what does not divide.
+    """Reject arguments and strategies with which training cannot change from step to step, all in
+    one ConfigError.
     """
     reasons = flags.reasons(args, "strategies")
     for strategy in strategies:
@@ -176,7 +175,6 @@ def check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -
 
 
 def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
-    """The reasons why the ranks or the model cannot be cut by a strategy."""
     reasons: list[str] = []
     if strategy.num_ranks > args.world_size:
         reasons.append(f"takes {strategy.num_ranks} ranks, and there are {args.world_size}; use fewer or smaller ones")
@@ -204,12 +202,17 @@ def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
 
 
 def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
-    """The layout that owns weights, and the strategies that training changes between.
-
-    Raises:
-        ConfigError: options that name another layout than the command line.
-    """
+    """The layout that owns weights, and the strategies that training changes between."""
     chosen = config.planner
     assert chosen is not None, "a planner has named candidates"
     assert chosen.planner.layouts is not None, "a planner with candidates says what owns weights"
     return chosen.planner.layouts(chosen.options, args.world_size, layout)
+
+
+def log_reasons(args: argparse.Namespace, config: Run) -> list[str]:
+    if config.trace_steps and not args.balance_log:
+        return [
+            f"trace_steps in {config.source}: traces go into --balance-log DIR, which is not given (in a loop of its "
+            "own: log_folder)"
+        ]
+    return []

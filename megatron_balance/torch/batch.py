@@ -30,8 +30,8 @@ from megatron_balance.runtime import attention
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.figures import imbalance_after, imbalance_before
-from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import PoolLengths
 from megatron_balance.training.tokens import TokenExchange
 
 Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]

@@ -39,9 +39,8 @@ from megatron_balance.planners.knapformer.topology import Topology, parse
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.torch.batch import back, exchanged, there
 from megatron_balance.torch.ranks import device_of, shared, shared_pool
-from megatron_balance.training.lengths import share_lengths
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
-from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.sequences import Sequences, share_lengths
 from megatron_balance.training.tokens import TokenExchange
 
 

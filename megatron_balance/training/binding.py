@@ -34,12 +34,13 @@ Key: TypeAlias = tuple[str, int, tuple[Policy, ...], frozenset[PhaseName], Group
 class BindAhead:
     """A thread that prepares plans before they are asked for (`runtime.bind.prepare`).
 
-    It touches neither the device nor other ranks: tables go to the device, and whatever is
-    collective happens, when the training thread takes a plan and ships it. An error is raised there,
-    too, if the plan is used at all.
+    It touches neither the device nor other ranks. An error is raised where the plan is taken, if it
+    is.
     """
 
     def __init__(self) -> None:
+        # Tables go to the device, and whatever is collective happens, in the training thread
+        # (`ship`): this thread touches neither the device nor other ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bind ahead")
         self._prepared: dict[Key, Future[Prepared]] = {}
         self._lock = Lock()
@@ -55,15 +56,13 @@ class BindAhead:
         self._thread.submit(_logged, job)
 
     def take(self, key: Key) -> Prepared | None:
-        """The plan prepared for `key`, waited for if it is being prepared.
-
-        None if nobody expected it, or its turn has not come.
-
-        Raises:
-            Exception: what `prepare` raised in the thread, with a note that says so.
+        """The plan prepared for `key`, waited for if it is being prepared; None: nobody expected
+        it, or its turn has not come. Raises what `prepare` raised in the thread, with a note that
+        says so.
         """
         with self._lock:
             future = self._prepared.pop(key, None)
+        # A plan whose turn has not come is bound by the caller, who would only wait for it.
         if future is None or future.cancel():
             return None
         try:
@@ -73,13 +72,11 @@ class BindAhead:
             raise
 
     def forget_all_but(self, keys: Iterable[Key]) -> None:
-        """Drop all plans but these: they will not be asked for."""
         with self._lock:
             for key in self._prepared.keys() - set(keys):
                 self._prepared.pop(key).cancel()
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
@@ -92,11 +89,7 @@ def _logged(job: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Binder:
-    """Facts of a job that every bound plan needs.
-
-    `groups`: of the ranks that attend together; `ahead`: the thread that prepares plans, if there is
-    one; `recorder`: of the step that is traced, if it is.
-    """
+    """Facts of a job that every bound plan needs. `groups`: of the ranks that attend together."""
 
     groups: Groups
     shape: AttentionShape
@@ -117,29 +110,16 @@ class Binder:
     def bind(
         self,
         plan: MicrobatchPlan,
-        policy: Policy,
-        nano_batch: int = 0,
-        phases: Collection[PhaseName] = BOTH_PHASES,
-        *,
-        number: int = -1,
-    ) -> Bound:
-        """Bind `plan` for this rank. Arguments and errors as for `runtime.bind.bind`.
-
-        All ranks bind the same plans in one order, each in its training thread. `number`: of the plan
-        in its step, for a trace.
-        """
-        return self.bind_all(plan, (policy,), nano_batch, phases, number=number)[0]
-
-    def bind_all(
-        self,
-        plan: MicrobatchPlan,
         policies: tuple[Policy, ...],
         nano_batch: int = 0,
         phases: Collection[PhaseName] = BOTH_PHASES,
         *,
         number: int = -1,
     ) -> tuple[Bound, ...]:
-        """`bind` by each policy; what they share is looked up once."""
+        """Bind `plan` for this rank by each policy; what they share is looked up once. Errors as for
+        `runtime.bind.bind`. All ranks bind the same plans in one order, each in its training thread.
+        `number`: of the plan in its step, for a trace.
+        """
         prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policies, nano_batch, phases))
         bounds = (prepared or self._prepare(plan, policies, nano_batch, phases)).ship()
         if self.recorder is None:
@@ -162,7 +142,6 @@ class Binder:
     def key(
         self, plan: MicrobatchPlan, policies: tuple[Policy, ...], nano_batch: int, phases: Collection[PhaseName]
     ) -> Key:
-        """The name of a prepared plan."""
         return plan.fingerprint(), nano_batch, policies, frozenset(phases), self.groups
 
     def _prepare(
@@ -186,55 +165,31 @@ class Binder:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBounds:
-    """A plan bound for the layers that keep what they received, and for those that receive it
-    again.
-
-    Their backward programs differ. `keeping`: layers with a number up to it keep
-    (`analysis.layer_runs.HeldLayers`); either plan is None where no layer needs it.
+class MaskBounds:
+    """A plan bound for the layers of each mask, by its name, and of these for those that keep what
+    they received, with a number up to `keeping` (`analysis.layer_runs.HeldLayers`), and for those
+    that receive it again, if there are any: their backward programs differ.
     """
 
+    by_mask: Mapping[str, Mapping[Policy, Bound]]
     keeping: int
-    kept: Bound | None
-    replayed: Bound | None
-
-    def __post_init__(self) -> None:
-        assert self.kept is not None or self.replayed is not None, "a plan is bound for some layer"
-
-    @property
-    def bounds(self) -> tuple[Bound, ...]:
-        """Those that there are."""
-        return tuple(bound for bound in (self.kept, self.replayed) if bound is not None)
-
-    def of_layer(self, number: int) -> Bound:
-        """The plan that a layer runs."""
-        bound = self.kept if number <= self.keeping else self.replayed
-        return self.bounds[0] if bound is None else bound
-
-
-@dataclass(frozen=True, slots=True)
-class MaskBounds:
-    """A plan bound for the layers of each mask, by its name."""
-
-    by_mask: Mapping[str, LayerBounds]
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
         """All that there are, once."""
-        distinct = {id(layers): layers for layers in self.by_mask.values()}
-        return tuple(bound for layers in distinct.values() for bound in layers.bounds)
+        distinct = {id(by_policy): by_policy for by_policy in self.by_mask.values()}
+        return tuple(bound for by_policy in distinct.values() for bound in by_policy.values())
 
     def of_layer(self, number: int, mask: Mask) -> Bound:
-        """The plan that a layer runs.
-
-        Raises:
-            InvalidProgramError: the model has no layer of this mask, as the plan was bound.
+        """The plan that a layer runs; InvalidProgramError where the plan was not bound for its
+        mask.
         """
         if mask.name not in self.by_mask:
             raise InvalidProgramError(
                 f"a layer attends under mask {mask.name}, and the plan was bound for {' and '.join(self.by_mask)}"
             )
-        return self.by_mask[mask.name].of_layer(number)
+        by_policy = self.by_mask[mask.name]
+        return by_policy.get("keep" if number <= self.keeping else "replay") or next(iter(by_policy.values()))
 
 
 def policies_of(decision: Decision | None) -> tuple[Policy, ...]:
@@ -257,40 +212,38 @@ def bind_layers(
     replay, as decided; `number` as in `Binder.bind`.
     """
     policies = policies_of(decision)
-    keeping = 0 if decision is None else decision.keeping
-    bound: dict[str, LayerBounds] = {}
-    by_mask: dict[str, LayerBounds] = {}
+    bound: dict[str, Mapping[Policy, Bound]] = {}
+    by_mask: dict[str, Mapping[Policy, Bound]] = {}
     for mask, own in binder.plans(plan).items():
         key = own.fingerprint()  # a window that shows whole sequences has the first mask's plan
         if key not in bound:
-            bounds = dict(zip(policies, binder.bind_all(own, policies, nano_batch, phases, number=number), strict=True))
-            bound[key] = LayerBounds(keeping, bounds.get("keep"), bounds.get("replay"))
+            # The backward program depends on the policy: layers that keep have another than those
+            # that replay.
+            bounds = binder.bind(own, policies, nano_batch, phases, number=number)
+            bound[key] = dict(zip(policies, bounds, strict=True))
         by_mask[mask] = bound[key]
-    return MaskBounds(by_mask)
+    return MaskBounds(by_mask, 0 if decision is None else decision.keeping)
 
 
 class BoundTicks:
-    """The plans of a step's ticks, bound for this rank.
-
-    Each is bound when first needed, for the phases of all ticks that run it, and let go after the
-    last.
+    """The plans of a step's ticks, bound for this rank: each when first needed, for the phases of all
+    ticks that run it, and let go after the last.
     """
 
     def __init__(
         self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]
     ) -> None:
-        """Note the phases of each plan; `take` binds.
-
-        Args:
-            binder: over the joint pool.
-            nano_batches: by nano-batch, the ticks of the step with their plans.
-            phases_of: the phases that run in a backward tick (True), and in a forward tick.
+        """`nano_batches`: by nano-batch, the ticks of the step with their plans; `binder` is over
+        the joint pool. `phases_of`: those that run in a backward tick (True), and in a forward
+        tick.
         """
         self._binder = binder
         self._nano_batches = nano_batches
         self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
         self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
         for tick in (planned.tick for planned in nano_batches[0]):
+            # Of one plan, the phases of all ticks that run it: it is bound once, and let go behind
+            # the last.
             self._phases[tick.microbatches] = (
                 self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
             )
@@ -299,7 +252,6 @@ class BoundTicks:
             for nano_batch, planned in enumerate(ticks):
                 binder.expect(planned.plan, ("replay",), nano_batch, self._phases[planned.tick.microbatches])
         self.counters: list[Counters] = []
-        """Of every plan bound so far."""
 
     def take(self, number: int) -> tuple[Bound, ...]:
         """The bound plans of tick `number`, by nano-batch; they are asked for in order."""
@@ -314,4 +266,4 @@ class BoundTicks:
     def _bind(self, planned: TickPlan, nano_batch: int, number: int) -> Bound:
         # A backward tick's plan is another than that of the forward: it replays what the rank owns.
         phases = self._phases[planned.tick.microbatches]
-        return self._binder.bind(planned.plan, "replay", nano_batch, phases, number=2 * number + nano_batch)
+        return self._binder.bind(planned.plan, ("replay",), nano_batch, phases, number=2 * number + nano_batch)[0]

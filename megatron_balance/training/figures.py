@@ -18,9 +18,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.simulator import pipeline
-from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import PoolLengths
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -32,10 +32,8 @@ BACKWARD = 2
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """Facts of a training job that figures need.
-
-    `cost`: by which time is predicted; its cluster is the pool's. `num_chunks`: model chunks of
-    each pipeline stage.
+    """Facts of a training job that figures need. `cost` predicts times; its cluster is the pool's.
+    `num_chunks`: model chunks of each pipeline stage.
     """
 
     pool: Pool
@@ -55,9 +53,8 @@ class JobFacts:
 
 
 def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Json:
-    """The figures of a step, as its record has them.
-
-    Tokens, bytes and transfers are those of one layer's forward.
+    """The figures of a step, as its record has them: tokens, bytes and transfers of one layer's
+    forward.
     """
     strategy = planned.step.strategy
     num_pipelines = len(planned.step.pipelines)
@@ -67,8 +64,10 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
         plan_statistics(plan, of.model, of.cost.cluster.ranks_per_nic)
         for plan, of in zip(planned.plans, of_plan, strict=True)
     ]
+    # [R] each, by plan.
     tokens = [np.array(f["tokens_per_rank"], dtype=np.float64) for f in each]
     pairs = [np.array(f["attention_pairs_per_rank"], dtype=np.float64) for f in each]
+    # A plan takes as long as its slowest rank.
     seconds = [
         max(of.cost.attention_s(p) + of.cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
         for of, ps, ts in zip(of_plan, pairs, tokens, strict=True)
@@ -76,6 +75,7 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
     pipelines = [list(chain.from_iterable(planned.own_plans_of(pipeline))) for pipeline in range(num_pipelines)]
     gpus = [of.tensor * of.num_stages for of in jobs]
     shared_ranks = sum(planned.plans[own[0]].num_ranks for own in pipelines)  # that all plans together are over
+    # By pipeline: its share of the ranks that all plans together are over.
     share = [planned.plans[own[0]].num_ranks / shared_ranks for own in pipelines]
     of_pool = [share[pipeline] for pipeline in planned.step.pipeline_of]
     buffers = (job.pool.joint if job.pool.replica_groups is None else job.pool.attention).buffers
@@ -124,15 +124,9 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Js
 
 
 def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
-    """The figures of ticks in which all pipeline stages attend together.
-
-    Received tokens count, as for microbatches, one layer of every forward pass of a stage.
-
-    Args:
-        nano_batches: by nano-batch, the ticks of the step.
-        model: the whole model.
-        cost: its cluster's NICs are those of the ranks.
-        num_chunks: of each stage.
+    """The figures of ticks in which all pipeline stages attend together, by nano-batch.
+    `num_chunks`: of each stage. Received tokens count, as for microbatches, one layer of every
+    forward pass of a stage.
     """
     each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in nano_batches))
     ticks = list(chain.from_iterable(nano_batches))
@@ -140,6 +134,7 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
     seconds = [
+        # Attention and linear modules are two steps that all ranks of a tick wait for.
         max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts))
         for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)
     ]
@@ -165,15 +160,14 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
 
 
 def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
-    """Imbalance (largest over mean load) if every replica had kept its samples, cut zigzag.
-
-    Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
-    over the step's microbatches.
-    """
+    """Imbalance (largest over mean load) if every replica had kept its samples, cut zigzag."""
+    # Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
+    # over the step's microbatches.
     tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         sizes = np.array(lengths, dtype=np.float64)
         np.add.at(tokens, owners, sizes)
+        # Pairs of a causal sequence.
         np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
     readers = list(pool.readers)
     return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
@@ -182,22 +176,21 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
 def imbalance_after(*pipelines: Floats, gpus: Sequence[int] = ()) -> float:
     """Imbalance of loads [M, R] of ranks that exchange in every microbatch, by pipeline.
 
-    The largest sum over a pipeline's microbatches of their largest loads, over the mean load of all
-    ranks; pipelines meet once a step. `gpus`: by pipeline, those that share the load of each rank;
-    empty: as many in each.
+    `gpus`: by pipeline, those that share the load of each rank; empty: as many in each.
     """
     of = gpus or (1,) * len(pipelines)
     ranks = sum(loads.shape[1] * each for loads, each in zip(pipelines, of, strict=True))
     mean = sum(float(loads.sum()) for loads in pipelines) / ranks
+    # The largest sum over a pipeline's microbatches of their largest loads: ranks exchange in every
+    # one, and pipelines meet once a step.
     most = max(float(loads.max(axis=1).sum()) / each for loads, each in zip(pipelines, of, strict=True))
     return most / mean if mean else 1.0
 
 
 def _by_nic(name: str, each: Sequence[Json], pipelines: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Bytes [nodes][NICs of a node] of a step, summed over its plans.
-
-    A pipeline on several nodes has them to itself; those that share a node send nothing between nodes.
-    """
+    """Bytes [nodes][NICs of a node] of a step, summed over its plans."""
+    # A pipeline on several nodes has them to itself; those that share a node send nothing between
+    # nodes.
     summed = [np.sum([each[at][name] for at in own], axis=0) for own in pipelines]
     return list(chain.from_iterable(each.tolist() for each in summed)) if len(summed[0]) > 1 else summed[0].tolist()
 
@@ -208,7 +201,6 @@ def _max_over_mean(loads: Floats) -> float:
 
 
 def _account(planned: PlannedStep, shared: PoolLengths) -> Json:
-    """Tokens drawn and trained in the step, and waiting behind it; and the run's, which add up."""
     ledger = planned.ledger
     return {
         "drawn_tokens": sum(map(sum, shared.lengths)),
@@ -220,7 +212,6 @@ def _account(planned: PlannedStep, shared: PoolLengths) -> Json:
 
 
 def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
-    """By name of a zone, the number of sequences in it."""
     names: Json = {}
     for plan in plans:
         for zone in plan.zones:
@@ -229,9 +220,8 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
 
 
 def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
-    """Seconds until the last stage is done, in Megatron's order of microbatches.
-
-    `seconds`: that each microbatch takes in a layer.
+    """Seconds until the last stage is done, in Megatron's order of microbatches, which take
+    `seconds` in a layer.
     """
     stages, chunks = job.num_stages, job.num_chunks
     if len(seconds) % stages:
@@ -245,6 +235,5 @@ def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
 
 
 def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[Json]:
-    """Figures of each tick's plan; ticks of the same microbatches share one."""
     by_plan = {one.tick.microbatches: plan_statistics(one.plan, model, ranks_per_nic) for one in ticks}
     return [by_plan[one.tick.microbatches] for one in ticks]

@@ -1,8 +1,5 @@
-"""Number of layers of a training step that keep what they received: decided alike on all ranks.
-
-By the plan, and by facts that the ranks agreed on: the least memory of a device, the most bytes of
-parameters, gradients and optimizer in each pipeline stage, and by how much the bytes that devices
-counted passed the prediction so far.
+"""How many layers of a training step keep what they received, decided alike on all ranks: by the plan,
+and by facts that the ranks agreed on.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ class AgreedMemory:
 
     @classmethod
     def of(cls, ranks: Sequence[RankMemory]) -> AgreedMemory:
-        """Of all ranks of the job."""
         known = [rank.memory_bytes for rank in ranks if rank.memory_bytes is not None]
         stages = range(1 + max(rank.stage for rank in ranks))
         state = tuple(max((r.state_bytes for r in ranks if r.stage == stage), default=0.0) for stage in stages)
@@ -72,9 +68,8 @@ def agree_memory(mine: RankMemory) -> AgreedMemory:
 
 
 class Keeping:
-    """Decides for every training step.
-
-    `auto` asks the plan; `keep` and `replay` are what they say, and their prediction is told once.
+    """Decides for every training step. `auto` asks the plan; `keep` and `replay` are what they say,
+    and their prediction is told once.
     """
 
     def __init__(
@@ -87,10 +82,15 @@ class Keeping:
         agreement_every: int,
         of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: (),
     ) -> None:
-        """Take the facts of a job; `memory`: by its arguments, of which the state agreed on takes the
-        place of the predicted one; `counted`: the most bytes that this rank's device held at once
-        so far, None where none are counted; `groups`: of all ranks that plan together;
-        `of_strategy`: memory of each of its pipelines, empty where it is the job's.
+        """Take the facts of a job.
+
+        Args:
+            agreed: of all ranks.
+            memory: by the job's arguments; the state agreed on takes the place of the predicted one.
+            groups: of all ranks that plan together.
+            counted: the most bytes that this rank's device held at once so far; None: none.
+            agreement_every: steps from one agreement on what devices counted to the next.
+            of_strategy: memory of each of its pipelines, empty where it is the job's.
         """
         self._asked: Backward = memory.asked
         self._agreed = agreed
@@ -114,6 +114,7 @@ class Keeping:
         strategy = planned.step.strategy
         if self._last is not None:
             fingerprint, under, decision = self._last
+            # The same plan again, or an answer that does not depend on the plan.
             if fingerprint == planned.fingerprint or (self._asked != "auto" and under == strategy):
                 return decision
         self._steps += 1
@@ -133,6 +134,7 @@ class Keeping:
         self._tell(decision)
         fullest = max(each, key=lambda one: max(float(step_bytes(*one[:2], at).peak(0).max()) for at in one[2]))
         check_fits(decision, *fullest)
+        # Devices count the most bytes so far, so the excess holds for all steps before, too.
         self._predicted = max(self._predicted, decision.peak_bytes - self._excess)
         self._last = (planned.fingerprint, strategy, decision)
         return decision
@@ -140,7 +142,6 @@ class Keeping:
     def _pipeline(
         self, planned: PlannedStep, numbers: range, memory: StepMemory, state: Sequence[float]
     ) -> tuple[list[MicrobatchBytes], Model, list[Stage]]:
-        """A pipeline's microbatches, its model, and its stages with their state."""
         stages = [
             dataclasses.replace(stage, state_bytes=state[stage.sharding.stage] + self._excess)
             for stage in memory.stages
@@ -156,13 +157,13 @@ class Keeping:
         if self._groups.pool is not None:
             nccl = dist.get_backend(self._groups.pool) == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            # MAX over the joint pool: every rank corrects by the same, and so decides the same.
             most = torch.tensor([excess], dtype=torch.float64, device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
             excess = float(most)
         self._excess = max(0.0, excess)
 
     def _tell(self, decision: Decision) -> None:
-        """Log the decision when it is another than the last one told."""
         if decision.in_words != self._told:
             self._told = decision.in_words
             log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())

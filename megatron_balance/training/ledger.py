@@ -1,28 +1,27 @@
-"""The account of a run's documents: drawn, trained, and waiting to be trained.
+"""The account of a run's documents, drawn, trained and waiting, and what its samples are: both go into
+every checkpoint, and hold on any number of ranks.
 
-A waiting document is kept by name, the sample and the place in it where it was drawn, and its
-tokens are read again when its turn comes (docs/adr/0022). So the account is small plain data, it
-goes into every checkpoint, and holds on any number of ranks.
+A waiting document is kept by the sample and the place in it where it was drawn, and its tokens are
+read again when its turn comes (docs/adr/0022).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.training.data_identity import DataIdentity
 
 
 class HeldDocument(NamedTuple):
-    """A document that waits: its number as the next step sees it, and where it was drawn.
-
-    `sample`, `place`: it is sequence `place` of that training sample. `length`: in tokens.
+    """A document that waits: its number as the next step sees it, and that it is sequence `place` of
+    training sample `sample`, of `length` tokens.
     """
 
     number: int
@@ -33,11 +32,9 @@ class HeldDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where a run stands between two steps.
-
-    `carry`: of its planner. `held`: the documents of `carry.waiting`. `behind`: samples that were
-    drawn less than Megatron has counted as consumed. `drawn`, `trained`: tokens since the run began;
-    what they differ by waits.
+    """Where a run stands between two steps. `held`: the documents of `carry.waiting`. `behind`:
+    samples that were drawn less than Megatron has counted as consumed. `drawn`, `trained`: tokens
+    since the run began.
     """
 
     carry: Carry = EMPTY
@@ -75,15 +72,18 @@ class Ledger:
             )
         known = {each.number: each for each in self.held}
         held: list[HeldDocument] = []
+        # The first sequence's number of each sample, of those drawn.
         firsts = {sample: number for number, sample in reversed(list(enumerate(samples)))}
         for number, length in waiting:
             at = number + len(drawn)
+            # Numbers below 0 were drawn in earlier steps.
             if at < 0:
                 held.append(known[at]._replace(number=number))
             else:
                 held.append(HeldDocument(number, samples[at], at - firsts[samples[at]], length))
         trained = sum(plan.num_tokens for plan in step.plans)
         new = Ledger(carry, tuple(held), self.behind + behind, self.drawn + sum(drawn), self.trained + trained)
+        # What was drawn is trained or waits.
         assert new.drawn == new.trained + carry.waiting_tokens, new
         return new
 
@@ -98,11 +98,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, text: str) -> tuple[Ledger, DataIdentity]:
-        """The ledger that `to_json` wrote, and what its samples are.
-
-        Raises:
-            ConfigError: the text is not a ledger.
-        """
+        """The ledger that `to_json` wrote, and what its samples are; ConfigError: the text is none."""
         try:
             body: Any = parse_json(text)
             held = tuple(HeldDocument(*map(int, each)) for each in body["held"])
@@ -123,4 +119,76 @@ class Ledger:
 
 
 BEGINNING = Ledger()
-"""Of a run that has drawn nothing."""
+
+
+UNKNOWN = "samples of an unknown data set (of a plain checkpoint, or of a loop's own)"
+
+
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """Identity of a run's training samples: a checkpoint carries it, and a run that goes on
+    compares it.
+
+    `fingerprint`: 16 hex digits, their name in `accepted_data`; empty: nobody knows them. `facts`:
+    of a script's own data set what it is made of, by name. `places`: by name of a fact, the path
+    where it was read, which is told and not compared. `samples`: digests of the tokens of some
+    samples, by number: they notice another order, or other tokens in a corpus of the same size.
+    """
+
+    fingerprint: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
+    samples: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    @classmethod
+    def of_script(cls, facts: Mapping[str, str], places: Mapping[str, str], samples: Mapping[int, str]) -> DataIdentity:
+        text = json.dumps([sorted(facts.items()), sorted(samples.items())], allow_nan=False)
+        return cls(hashlib.sha256(text.encode()).hexdigest()[:16], facts, places, samples)
+
+    def changes(self, here: DataIdentity, trained: int) -> list[str]:
+        """A phrase for everything that is other in the samples `here` than in those of a
+        checkpoint, which has trained the first `trained` of them; empty: they are the same.
+        """
+        # Facts of a script are compared one by one; samples of ours by their fingerprint alone.
+        if not (self.facts and here.facts):
+            return [] if self.fingerprint == here.fingerprint else [str(here)]
+        names = dict.fromkeys((*self.facts, *here.facts))
+        found = [
+            f"{name} was {self._told(name)} and is {here._told(name)}"
+            for name in names
+            if self.facts.get(name) != here.facts.get(name)
+        ]
+        # Samples that the checkpoint has not trained may be others: another --train-iters orders
+        # them anew.
+        both = sorted(number for number in self.samples.keys() & here.samples.keys() if number < trained)
+        other = [number for number in both if self.samples[number] != here.samples[number]]
+        if other and not found:
+            found.append(
+                f"sample {other[0]} has other tokens ({len(other)} of {len(both)} that were compared; Megatron's order "
+                "also depends on how many samples it is asked for, so give the same --train-iters or --train-samples)"
+            )
+        return found
+
+    def _told(self, name: str) -> str:
+        value = self.facts.get(name, "nothing")
+        return f"{value} ({self.places[name]})" if name in self.places else value
+
+    def __str__(self) -> str:
+        if not self.fingerprint:
+            return UNKNOWN
+        return f"samples of {'the script' if self.facts else 'whole documents'}, {self.fingerprint}"
+
+    def to_body(self) -> dict[str, Any]:
+        """Plain data for JSON; the fingerprint is not in it."""
+        samples = {str(number): digest for number, digest in self.samples.items()}
+        return {"facts": dict(self.facts), "places": dict(self.places), "samples": samples}
+
+    @classmethod
+    def from_body(cls, fingerprint: str, body: Any) -> DataIdentity:
+        """The identity that `to_body` wrote; ConfigError: the body is none."""
+        try:
+            facts, places = ({str(name): str(value) for name, value in body[of].items()} for of in ("facts", "places"))
+            samples = {int(number): str(digest) for number, digest in body["samples"].items()}
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"not what a data set is: {type(error).__name__}: {error}; got {body!r:.80}") from None
+        return cls(fingerprint, facts, places, samples)

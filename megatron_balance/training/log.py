@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,10 @@ from megatron_balance.planning.run import as_yaml
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.figures import JobFacts, Json, step_figures
-from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.lines import LineFile
-from megatron_balance.training.link_rates import can_measure, link_rates
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.stragglers import Stragglers, own_times, times_of
+from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.stragglers import Stragglers, can_measure, link_rates, own_times, times_of
 from megatron_balance.training.stragglers import as_json as times_as_json
 from megatron_balance.training.tracing import StepTracer
 
@@ -51,10 +50,9 @@ ScalarWriter: TypeAlias = Callable[[str, float, int], object]
 class LogTarget:
     """The files and writers of a job's records.
 
-    `folder`: None: no files. `config`: the resolved configuration, written beside the records.
-    `writes`: whether this rank writes the log line and the files; true on one rank. `interval`:
-    steps from one log line to the next, the first step's apart. `writers`: of scalars, for a step;
-    also on other ranks. `tracer`: of this rank.
+    `folder`: None: no files. `config`: written beside the records. `writes`: whether this rank writes
+    the log line and the files; true on one rank. `interval`: steps from one log line to the next, the
+    first step's apart. `writers`: of scalars, for a step; also on other ranks.
     """
 
     folder: Path | None = None
@@ -68,7 +66,7 @@ class LogTarget:
 @dataclass(frozen=True, slots=True)
 class _Ran:
     """The facts of a step that are known before its loss is. `counters`: of this rank, by plan;
-    `backward`: how many layers kept what they received; None: stages attend together, and replay.
+    `backward`: None: stages attend together, and replay.
     """
 
     planned: PlannedStep
@@ -78,14 +76,11 @@ class _Ran:
 
 
 class StepLog:
-    """Collects a step while it runs, and writes it when its loss has been reduced."""
+    """Collects a step while it runs, and writes it when its loss has been reduced. ConfigError
+    where the folder cannot be written.
+    """
 
     def __init__(self, target: LogTarget) -> None:
-        """Open the files.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
         self._target = target
         self.tracer = target.tracer
         self._file: LineFile | None = None
@@ -104,22 +99,13 @@ class StepLog:
                 self._file = LineFile(folder / STEPS_FILE)
 
     def _write(self, name: str, text: str) -> None:
-        """Write a file beside the records.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
         assert self._target.folder is not None
         with _told(self._target.folder):
             self._target.folder.mkdir(parents=True, exist_ok=True)
             (self._target.folder / name).write_text(text, encoding="utf-8")
 
     def describe(self, job: JobFacts, device: torch.device) -> None:
-        """Tell the log what no step changes. `device`: that the process groups work on.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Tell the log what no step changes. `device`: that the process groups work on."""
         self._job = (job, device)
         joint = job.pool.joint
         if self._stragglers is None and self._target.folder is not None:
@@ -132,13 +118,13 @@ class StepLog:
 
     def begin(self, step: int) -> None:
         """Start the clock of a training step; where a step runs again, the first start counts.
-
         Collective over the world if the step is traced.
         """
         self.tracer.begin(step)
         if self._begun is None:
             if self._job is not None:
-                _clear(self._job[0].pool)  # evaluation lies between two steps
+                for groups in _pools(self._job[0].pool):  # evaluation lies between two steps
+                    groups.host_times.clear()
             self._begun = time.perf_counter()
 
     def ran(
@@ -157,9 +143,8 @@ class StepLog:
         self._change = figures
 
     def finish(self, step: int, loss: float | torch.Tensor | None, grad_norm: float | torch.Tensor | None) -> None:
-        """Write the step. Collective over the joint pool if there is a folder.
-
-        `loss`: reduced; with pipeline stages only the last one needs to know it.
+        """Write the step. Collective over the joint pool if there is a folder. `loss`: reduced;
+        with pipeline stages only the last one needs to know it.
         """
         traced_s = self.tracer.finish()
         ran, begun, change = self._ran, self._begun, self._change
@@ -213,11 +198,9 @@ class StepLog:
             self._write_scalars(write, record, step)
 
     def _is_told(self, step: int) -> bool:
-        """Whether the log has a line of this step."""
         return self._untold or step % self._target.interval == 0
 
     def _move_steps_from(self, step: int, file: LineFile) -> None:
-        """Put aside what an earlier run wrote of this step and later ones: they run again."""
         self._first = False
         assert self._target.folder is not None
         moved = file.move_from(lambda line: _is_of_step(line, step), self._target.folder / REPLACED_FILE)
@@ -227,14 +210,12 @@ class StepLog:
             )
 
     def close(self) -> None:
-        """Close the files; later steps are not written."""
         self.tracer.finish()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _write_scalars(self, write: ScalarWriter, record: Json, step: int) -> None:
-        """Hand a step's scalars to a writer, whose errors end no training."""
         try:
             for name, value in _scalars(record):
                 write(name, value, step)
@@ -244,7 +225,6 @@ class StepLog:
             self._failed_writers += 1
 
     def _judge(self, step: int, gathered: Ints) -> Json:
-        """Judge the times of all ranks, for the record."""
         assert self._stragglers is not None
         times = times_of(gathered, _COUNTERS)
         self._stragglers.judge(step, times)
@@ -256,6 +236,8 @@ class StepLog:
         job, device = self._job
         joint = job.pool.joint
         times = own_times(_pools(job.pool), joint, step_s, traced_s)
+        # All that ranks tell one another of a step goes in one row of integers: counters, then
+        # times.
         mine = np.concatenate([_sums(counters), np.array(times, dtype=np.int64)])
         if joint.size == 1:
             return mine[None]
@@ -265,7 +247,6 @@ class StepLog:
         return everyone.cpu().numpy()
 
     def _from_last_stage(self, loss: float | None) -> float | None:
-        """The loss of the last pipeline stage, on all."""
         assert self._job is not None
         job, device = self._job
         if job.pool.num_stages == 1:
@@ -290,13 +271,7 @@ _COUNTERS = tuple(field.name for field in fields(Counters))
 
 
 def _pools(pool: Pool) -> tuple[Groups, ...]:
-    """All that attention may run over."""
     return pool.groups, pool.joint, pool.attention
-
-
-def _clear(pool: Pool) -> None:
-    for groups in _pools(pool):
-        groups.host_times.clear()
 
 
 def _is_of_step(line: bytes, step: int) -> bool:
@@ -310,14 +285,12 @@ def _is_of_step(line: bytes, step: int) -> bool:
 
 
 def _sums(counters: Sequence[Counters]) -> Ints:
-    """Counters of one rank [counters] int64, summed over its microbatches; pipelines differ in their
-    number.
-    """
+    """Counters of one rank [counters] int64, summed over its microbatches."""
+    # Pipelines differ in the number of their microbatches, so each rank sums its own.
     return np.array([sum(getattr(c, name) for c in counters) for name in _COUNTERS], dtype=np.int64)
 
 
 def _counted(sums: Ints) -> Json:
-    """Counters of the ranks [R, counters] as the record has them, and the mean of kernel calls."""
     kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
     return {
         "kernel_calls": float(kernel_calls.mean()),
@@ -379,3 +352,80 @@ def _log_line(record: Json) -> None:
             record["run_tokens"]["trained"],
             record["waiting_tokens"],
         )
+
+
+class LineFile:
+    """Lines appended to a file. One that cannot be written, as where the disk is full, is left out,
+    with one warning until writing works again. A line that an earlier process was killed in stays
+    as it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._torn = _is_torn(path)
+        self._left_out = 0
+
+    def move_from(self, first: Callable[[bytes], bool], aside: Path) -> int:
+        """Move the first line for which `first` holds, and all behind it, to the end of file
+        `aside`: their number. A file that cannot be read or cut stays whole.
+        """
+        if not self._path.is_file():  # a pipe or a device
+            return 0
+        try:
+            with self._path.open("rb") as stream:
+                kept = 0
+                for line in stream:
+                    if first(line):
+                        break
+                    kept += len(line)
+                else:
+                    return 0
+                moved = [line, *stream]
+            with aside.open("ab") as into:
+                into.writelines(moved)
+            os.truncate(self._path, kept)
+        except OSError as error:
+            log.warning("%s: steps that run again stay in it twice (%s)", self._path, error.strerror)
+            return 0
+        self._torn = False
+        return len(moved)
+
+    def add(self, line: str) -> None:
+        """Write a line, given without its end."""
+        # A line that was torn ends where it is, and the next one begins behind it.
+        data = (("\n" if self._torn else "") + line + "\n").encode()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+            return
+        if written != len(data):
+            self._torn = written > 0 or self._torn
+            self._failed("no space for all of a line")
+            return
+        if self._left_out:
+            log.warning("%s: written again; %d lines before this one are missing", self._path, self._left_out)
+        self._torn, self._left_out = False, 0
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            log.warning("%s: not closed in order (%s)", self._path, error.strerror)
+
+    def _failed(self, why: str) -> None:
+        if not self._left_out:
+            log.warning("%s: a line could not be written (%s); training goes on without it", self._path, why)
+        self._left_out += 1
+
+
+def _is_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            if not stream.seek(0, os.SEEK_END):
+                return False
+            stream.seek(-1, os.SEEK_END)
+            return stream.read(1) != b"\n"
+    except OSError:  # not one that can be read, such as a pipe
+        return False

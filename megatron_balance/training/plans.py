@@ -1,8 +1,5 @@
-"""Plans for the steps of a training job: ahead of time where the coming lengths are known, on the
-spot otherwise.
-
-What a trainer knows comes in as callables: samples consumed, microbatches of a step, lengths of a
-sample, and how ranks compare a fingerprint.
+"""Plans for the steps of a training job, ahead of time where the coming lengths are known, on the spot
+otherwise; and how ranks compare them.
 """
 
 from __future__ import annotations
@@ -11,11 +8,15 @@ import dataclasses
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -23,9 +24,8 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, TickPlan
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
-from megatron_balance.training.agree import check_announced
-from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import BEGINNING, HeldDocument, Ledger
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.training.ledger import BEGINNING, DataIdentity, HeldDocument, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,9 @@ class PlannedStep:
     plan_s: float
     wait_s: float
     carry: Carry = EMPTY
-    """For the next step."""
     recalled: tuple[HeldDocument, ...] = ()
     """Documents of earlier steps that this one trains, by their number in it."""
     ledger: Ledger = BEGINNING
-    """The account behind the step."""
     planner: str = ""
     """Name of the planner that was asked; it may have asked others."""
     announced: bool = False
@@ -75,7 +73,7 @@ class PlannedStep:
         return self.step.plans_of
 
     def own_plans_of(self, pipeline: int) -> tuple[range, ...]:
-        """By microbatch of a pipeline, which of `plans` are its nano-batches'."""
+        """`plans_of` of a pipeline's microbatches."""
         own = self.step.pipelines[pipeline]
         return self.step.plans_of[own.start : own.stop]
 
@@ -90,9 +88,8 @@ class PlannedStep:
 class Samples:
     """The training samples of a pool, dealt in order: `per_microbatch` to each microbatch.
 
-    `lengths`: of the sequences of one sample, known without reading it; None: they are not ours,
-    and nothing is planned ahead or held back. `remaining`: steps of the run, this one included; None:
-    nobody knows. `identity`: of all samples; None: nobody knows.
+    `lengths`: of the sequences of one sample, known without reading it; None: they are not ours, and
+    nothing is planned ahead or held back. `remaining`: steps of the run, this one included.
     """
 
     consumed: Callable[[], int]
@@ -121,10 +118,9 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The samples that a step draws: `num_microbatches` whole microbatches.
-
-    `first`: the first sample, read by its number; None: the data iterator has it next.
-    `fingerprint`: of the plan, if it is made already, to be shared with the lengths; empty: it is not.
+    """The samples that a step draws: `num_microbatches` whole microbatches. `first`: the first
+    sample, read by its number; None: the data iterator has it next. `fingerprint`: of the plan, if
+    it is made already.
     """
 
     num_microbatches: int
@@ -133,10 +129,8 @@ class Draw:
 
 
 class StepPlans:
-    """Plans of training steps, or of evaluation, on one rank.
-
-    A step is `draw`, then `plan`. Remembers the last step: on a rerun the same microbatches come
-    again, and get the same plan.
+    """Plans of training steps, or of evaluation, on one rank: `draw`, then `plan`. On a rerun the same
+    microbatches come again, and get the same plan.
     """
 
     def __init__(
@@ -163,16 +157,12 @@ class StepPlans:
         self._warned = False
 
     def draw(self, num_microbatches: int) -> Draw:
-        """The samples of the coming step, which runs `num_microbatches` microbatches.
-
-        All of them, as a rule. Where documents wait that the steps left could not train otherwise,
-        or that this run's planner did not hold back itself, as many whole microbatches as leave room
-        for them. Where their lengths are known, the plan is made here, before they are read.
-
-        Raises:
-            ConfigError: documents wait that the steps left cannot train.
+        """The samples of the coming step, which runs `num_microbatches` microbatches; where their
+        lengths are known, it is planned here. ConfigError: documents wait that the steps left
+        cannot train.
         """
         consumed = self._samples.consumed()
+        # A rerun of the step asks again, and draws the same.
         if self._drawn is not None and self._drawn[:2] == (consumed, num_microbatches):
             return self._drawn[2]
         self.end_step()
@@ -182,6 +172,8 @@ class StepPlans:
         if not self._may_wait():
             return self._draw_all(consumed, num_microbatches)
         first = consumed - self._ledger.behind
+        # First all microbatches with documents held back as the planner likes; then less and less
+        # of them, as many whole ones as leave room for what waits.
         for number, may_delay in [(num_microbatches, True), *((n, False) for n in range(num_microbatches, -1, -1))]:
             lengths = self._samples.step(first, number)
             if lengths is None:
@@ -200,7 +192,6 @@ class StepPlans:
         )
 
     def _draw_all(self, consumed: int, num_microbatches: int) -> Draw:
-        """All samples of a step; planned if their lengths are known, and were true so far."""
         lengths = None if self._warned else self._samples.step(consumed, num_microbatches)
         if lengths is None:
             return Draw(num_microbatches)
@@ -214,11 +205,10 @@ class StepPlans:
     def plan(
         self, lengths: Lengths, *, may_delay: bool = True, announced: Mapping[int, str] = MappingProxyType({})
     ) -> PlannedStep:
-        """The plan of a step of microbatches of these lengths, equal on all ranks.
+        """The plan of a step of microbatches of these lengths, as read, equal on all ranks.
 
-        `lengths`: by microbatch, as `draw` said they be read. `may_delay`: whether documents may be
-        held back that would fit; where nothing was drawn, which says so itself. `announced`: by
-        global rank, the `Draw.fingerprint` of each.
+        `may_delay`: whether documents may be held back that would fit; where nothing was drawn,
+        which says so itself. `announced`: by global rank, the `Draw.fingerprint` of each.
 
         Raises:
             InfeasibleError: a microbatch that the pool cannot hold.
@@ -228,9 +218,11 @@ class StepPlans:
         """
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
+            # What was drawn less comes as empty microbatches, so that every rank runs their number.
             lengths += ((),) * (self._drawn[1] - len(lengths))
         if self._last is not None and self._last[:2] == (consumed, lengths):
             return self._last[2]
+        # Whether the iterator brought what was drawn: then the plan is made already, and announced.
         if self._drawn is not None and self._drawn[0] == consumed and self._drawn[3] == lengths:
             planned = self._drawn[4]
         else:
@@ -246,11 +238,8 @@ class StepPlans:
         return planned
 
     def _compared(self, planned: PlannedStep, consumed: int, announced: Mapping[int, str]) -> PlannedStep:
-        """The plan, compared across ranks before any of them runs it. Collective, unless it is the one
-        that all of them announced.
-
-        Raises:
-            PlanMismatchError: on every rank; says which step, whose plan and which ranks.
+        """The plan, compared across ranks before any of them runs it. Collective, unless it is the
+        one that all of them announced.
         """
         try:
             if check_announced(announced) == planned.fingerprint:
@@ -262,12 +251,8 @@ class StepPlans:
         return planned
 
     def _check_read(self, consumed: int, planned: PlannedStep) -> None:
-        """Reject other documents than the corpus has where documents wait, since these are known by
-        where they stand in it.
-
-        Raises:
-            DataError: they are others.
-        """
+        # Documents of the corpus are known by where they stand in it, so others may not stand
+        # there.
         self._warn_of_other_lengths(consumed)
         if self._ledger.needs_corpus or planned.carry.waiting:
             raise DataError(
@@ -287,16 +272,9 @@ class StepPlans:
         return ledger.to_json(self._here())
 
     def restore(self, ledger: Ledger, data: DataIdentity | None = None, accepted: str = "") -> None:
-        """Go on with the ledger of a checkpoint.
-
-        Args:
-            ledger: the account of its documents.
-            data: what its samples are; None: nobody knows.
-            accepted: the fingerprint of other samples, or "plain", after which to go on with these.
-
-        Raises:
-            ConfigError: this run's planner cannot take over what waits, or this run reads other
-                samples.
+        """Go on with the ledger of a checkpoint, whose samples are `data` (None: nobody knows);
+        ConfigError where this run cannot. `accepted`: the fingerprint of other samples, or "plain",
+        after which to go on.
         """
         self._planner.choice.check_carry(ledger.carry)
         data, here, consumed = data or DataIdentity(), self._here(), self._samples.consumed()
@@ -319,15 +297,9 @@ class StepPlans:
         self._ledger, self._last, self._drawn = ledger, None, None
 
     def _here(self) -> DataIdentity:
-        """Identity of this run's samples."""
         return DataIdentity() if self._samples.identity is None else self._samples.identity()
 
     def _check_samples(self, data: DataIdentity, changes: list[str], accepted: str) -> None:
-        """Reject to count on in other samples than the checkpoint's, unless they are accepted by name.
-
-        Raises:
-            ConfigError: they are not.
-        """
         consumed, name = self._samples.consumed(), data.fingerprint or PLAIN
         if consumed == 0:
             return
@@ -342,9 +314,8 @@ class StepPlans:
         log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)
 
     def coming(self) -> StepPlan | None:
-        """The plan of the next step, if it is made ahead and there already. Any thread may ask.
-
-        It is likely, not certain, to be the one that `plan` gives next.
+        """The plan that is likely to come next, if it is made ahead and there already. Any thread
+        may ask.
         """
         ahead, last = self._ahead, self._last
         if ahead is None or last is None:
@@ -353,34 +324,31 @@ class StepPlans:
         return ahead.peek((consumed + len(lengths) * self._samples.per_microbatch, len(lengths)))
 
     def close(self) -> None:
-        """End the background process."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
 
     def _may_wait(self) -> bool:
-        """Whether documents wait, or may after the coming step."""
         holds = self._planner.choice.planner.plan_step is not None
         return self._samples.lengths is not None and (holds or self._ledger.needs_corpus)
 
     def _leaves_enough(self, carry: Carry, lengths: Lengths) -> bool:
-        """Whether the steps left can train what waits behind this one, and what another planner held
-        back is getting less.
-
-        A step without new documents trains at least one that waits in each microbatch.
+        """Whether the steps left can train what waits behind this one, and what another planner
+        held back is getting less.
         """
         before = self._ledger.carry
         if before.waiting and before.planner != self._planner.choice.name:
+            # Numbers below those drawn in this step: the documents that waited before it.
             oldest = -sum(map(len, lengths))
             if sum(number < oldest for number, _ in carry.waiting) == len(before.waiting):
                 return False
+        # A step without new documents trains at least one that waits in each microbatch.
         remaining = self._samples.remaining
         return remaining is None or len(carry.waiting) <= max(0, remaining() - 1) * len(lengths)
 
     def _accounted(
         self, planned: PlannedStep, lengths: Lengths, first: int, num_microbatches: int, behind: int
     ) -> PlannedStep:
-        """The plan with the account behind it."""
         if self._evaluation:
             return planned
         samples = self._samples.of_sequences(first, num_microbatches) if planned.carry.waiting else ()
@@ -451,3 +419,57 @@ class StepPlans:
                 consumed,
             )
             self._warned = True
+
+
+def check_agreement(
+    fingerprint: str,
+    groups: Groups,
+    device: torch.device | str = "cpu",
+    tensor_parallel: dist.ProcessGroup | None = None,
+) -> None:
+    """Compare `fingerprint` (16 hex digits) across the pool and the tensor-parallel group. Collective.
+
+    Raises:
+        PlanMismatchError: on every rank, naming those of the pool that differ from most others.
+    """
+    reduced = [group for group in (groups.pool, tensor_parallel) if group is not None]
+    if not reduced:
+        return
+    if dist.get_backend(reduced[0]) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
+    # One minimum of both gives the least, and of the negated ones the most: 32 bytes where all is
+    # well.
+    ends = torch.cat([mine, -mine])
+    for group in reduced:
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    # ends [2, words]: least of all, and most of all with its sign turned.
+    least, most = ends.view(2, 2).tolist()
+    if least == [-word for word in most]:
+        return
+    # All ranks come here: pools of one stage differ, or their tensor-parallel peers do.
+    every = mine.clone()[None]
+    if groups.pool is not None:
+        every = torch.empty(groups.size, 2, dtype=torch.int64, device=device)
+        dist.all_gather(list(every.unbind()), mine, group=groups.pool)
+    raise _mismatch({groups.ranks[i]: f"{a:08x}{b:08x}" for i, (a, b) in enumerate(every.tolist())})
+
+
+def check_announced(announced: Mapping[int, str]) -> str:
+    """The plan that all ranks announced (by global rank, the same on all), by fingerprint; empty:
+    none of them did. PlanMismatchError where they differ.
+    """
+    if len(set(announced.values())) > 1:
+        raise _mismatch(announced)
+    return next(iter(announced.values()), "")
+
+
+def _mismatch(fingerprints: Mapping[int, str]) -> PlanMismatchError:
+    common, count = Counter(fingerprints.values()).most_common(1)[0]
+    others = ", ".join(f"rank {rank} has {f or 'none'}" for rank, f in fingerprints.items() if f != common)
+    others = others or "their tensor-parallel peers have others"
+    return PlanMismatchError(
+        f"ranks planned differently: {count} of {len(fingerprints)} ranks have plan {common or 'none'}, but {others}. "
+        "Check that all ranks run the same version of megatron_balance with the same configuration"
+    )

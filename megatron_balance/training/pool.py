@@ -1,11 +1,8 @@
 """Pools: the ranks over which a plan may move tokens. They hold the same parameters.
 
-With pipeline stages every stage has its own pool. The pools of all stages at one tensor-parallel
-coordinate form a joint pool, stage by stage: they compute the same microbatches, so what is read
-and planned is shared over it.
-
-Under a planner whose replicas are pipelines (docs/adr/0023) the ranks of a pool read and plan
-together, and attend replica by replica: each has its own groups and its own microbatches.
+Every pipeline stage has its own. The pools of all stages at one tensor-parallel coordinate form a
+joint pool, stage by stage: what is read and planned is shared over it. Under a planner whose replicas
+are pipelines (docs/adr/0023) a pool reads and plans together, and attends replica by replica.
 """
 
 from __future__ import annotations
@@ -34,23 +31,22 @@ class Pool:
     groups: Groups
     ranks_per_node: int
     replicas: tuple[int, ...]
-    """By pool rank: the number of its replica. The ranks of a replica read the same microbatches.
-    """
+    """By pool rank: the number of its replica, whose ranks read the same microbatches."""
     readers: tuple[int, ...]
     """By replica: the pool rank whose microbatches count."""
     stage: int = 0
     num_stages: int = 1
     joint_groups: Groups | None = None
-    """Groups of the joint pool; None: there is one stage."""
+    """None: there is one stage."""
     joint_ranks_per_node: int = 0
     """Ranks of the joint pool on a node; 0: they are spread unevenly or not node by node."""
     replica_groups: Groups | None = None
-    """Groups of this rank's replica, where every replica is a pipeline that attends for itself;
-    None: the whole pool attends together."""
+    """This rank's replica, where every replica attends for itself; None: the whole pool does
+    together.
+    """
 
     @property
     def attention(self) -> Groups:
-        """The ranks of this stage that attend together."""
         return self.groups if self.replica_groups is None else self.replica_groups
 
     @property
@@ -69,7 +65,6 @@ class Pool:
         return (self.ranks_of(pipeline),)
 
     def exchanges(self, tensor_parallel: TensorParallel) -> bool:
-        """Whether this rank takes part in the exchange of tokens."""
         return self.has_tokens and tensor_parallel.is_source
 
     @property
@@ -96,21 +91,17 @@ class Pool:
 
     @property
     def replica(self) -> int:
-        """The replica of this rank."""
         return self.replicas[self.rank]
 
     @property
     def reads(self) -> bool:
-        """Whether the microbatches that this rank reads count."""
         return self.rank in self.readers
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyRanks:
-    """All ranks of a job as tokens find them under a strategy: its readers, and the first and the last
-    stage of each pipeline. The rank of TP rank 0 takes tokens, and hands them on.
-
-    `groups`: of all ranks. `readers`: ranks whose sequences count.
+    """All ranks of a job as tokens find them under a strategy; answers as `Pool` does. The rank of
+    TP rank 0 takes tokens, and hands them on. `readers`: ranks whose sequences count.
     """
 
     groups: Groups
@@ -127,7 +118,6 @@ class StrategyRanks:
 
     @property
     def reads(self) -> bool:
-        """Whether the sequences that this rank reads count."""
         return self.rank in self.readers
 
     @property
@@ -138,13 +128,12 @@ class StrategyRanks:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether this rank's stage embeds tokens or computes the loss."""
         seat = self.strategy.seat(self.rank)
         return seat is not None and seat.stage in (0, seat.scheme.pipeline - 1)
 
     def ranks_of(self, pipeline: int) -> tuple[int, ...]:
-        """The context-parallel ranks of a pipeline: those that attend with this rank, if it is one of
-        the pipeline's; else those of the first stage.
+        """The context-parallel ranks of a pipeline: those that attend with this rank, if it is one
+        of the pipeline's; else those of the first stage.
         """
         seat = self.strategy.seat(self.rank)
         if seat is None or seat.pipeline != pipeline:
@@ -152,28 +141,28 @@ class StrategyRanks:
         return self._row(pipeline, seat.stage, seat.tensor)
 
     def holders_of(self, pipeline: int) -> tuple[tuple[int, ...], ...]:
-        """As `Pool.holders_of`: of the first stage, and of the last one where there are several."""
         stages = self.strategy.pipelines[pipeline].pipeline
         return tuple(self._row(pipeline, stage, 0) for stage in dict.fromkeys((0, stages - 1)))
 
     def exchanges(self, tensor_parallel: TensorParallel) -> bool:  # noqa: ARG002  the exchange is one of all ranks
-        """Whether this rank takes part in the exchange of tokens."""
         return True
 
     def _row(self, pipeline: int, stage: int, tensor: int) -> tuple[int, ...]:
         scheme, ranks = self.strategy.pipelines[pipeline], self.strategy.ranks_of(pipeline)
+        # Ranks of a scheme lie [stage, context, tensor].
         first = stage * scheme.context
         return tuple(ranks[(first + at) * scheme.tensor + tensor] for at in range(scheme.context))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Ranks that compute the same tokens; their rank 0 reads, exchanges and hands on."""
+    """Ranks that compute the same tokens; their rank 0, `source` in the world, reads, exchanges and
+    hands on.
+    """
 
     group: dist.ProcessGroup | None = None
     """None: this rank alone."""
     source: int = 0
-    """Global rank of its rank 0."""
 
     @property
     def is_source(self) -> bool:
@@ -186,10 +175,8 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One rank's place in the job, told to all others once.
-
-    `pool`: global ranks of its pool. `replica`, `reads`: as `Pool.replicas` and `Pool.readers` have
-    it. `stages`: global ranks of all pipeline stages at its coordinate; empty or one: no pipeline.
+    """One rank's place in the job, told to all others once. `pool`, `stages`: global ranks of its
+    pool, and of all pipeline stages at its coordinate (empty or one: no pipeline).
     """
 
     pool: tuple[int, ...]
@@ -198,11 +185,6 @@ class Membership:
     stage: int = 0
     stages: tuple[int, ...] = ()
     host: str = ""
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Membership:
-        """A rank of a plain process group, in which every rank reads microbatches of its own."""
-        return cls(tuple(dist.get_process_group_ranks(group)), replica=group.rank())
 
 
 def make_pool(
@@ -214,23 +196,21 @@ def make_pool(
     safe: bool = False,
     timeout: timedelta | None = None,
 ) -> Pool:
-    """Make the process groups of all pools, and return this rank's pool.
-
-    Collective over the world, once.
+    """Make the process groups of all pools, and return this rank's pool. Collective over the world,
+    once.
 
     Args:
         mine: of this rank.
-        ranks_per_node: ranks of the job on a node, numbered node by node; None: nodes are told
-            apart by host name.
+        ranks_per_node: of the job, numbered node by node; None: nodes are told apart by host name.
         sms: as for `make_groups`.
-        attends: the ranks that attention runs over, which then have the groups and streams that it
-            takes: each stage's pool, the joint pools, or each replica's ranks of a pool.
+        attends: the ranks that have the groups and streams that attention takes: each stage's
+            pool, the joint pools, or each replica's ranks of a pool.
         safe: as for `make_groups`.
         timeout: of every group; default torch's.
 
     Raises:
-        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are
-            not numbered node by node.
+        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are not
+            numbered node by node.
     """
     mine = dataclasses.replace(mine, host=socket.gethostname())
     everyone: list[Membership] = [mine] * dist.get_world_size()
@@ -250,6 +230,7 @@ def make_pool(
     size = per_node[mine.pool]
     replicas = tuple(everyone[rank].replica for rank in mine.pool)
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
+    # Each replica's reader is the pool rank whose samples count, in the order of replicas.
     readers = tuple(first[replica] for replica in sorted(first))
     replica_groups = None
     if attends == "replica":
@@ -259,7 +240,6 @@ def make_pool(
         replica_groups = make_groups(parts, sizes.pop(), timeout=timeout, sms=sms, safe=safe)
 
     def make(pools: Sequence[tuple[int, ...]]) -> Groups:
-        """The groups of the pools: for all that attention takes, unless it runs replica by replica."""
         return (
             _plain_groups(pools, timeout)
             if attends == "replica"
@@ -271,6 +251,8 @@ def make_pool(
         return Pool(groups, size, replicas, readers, replica_groups=replica_groups)
     joints = sorted(
         {
+            # A rank's stages lie behind one another; all pool ranks' first stages come first, then
+            # their second ones: stage by stage.
             tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
             for pool in pools
         }
@@ -288,13 +270,13 @@ def make_pool(
 def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:
     """A group for each pool, for what is shared over it, and nothing that attention takes."""
     me = dist.get_rank()
+    # All ranks make all groups in one order, as torch demands.
     made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool), timeout=timeout)) for pool in pools}
     mine = next(pool for pool in pools if me in pool)
     return Groups(mine.index(me), len(mine), mine, made[mine] if len(mine) > 1 else None)
 
 
 def _common_node_size(pools: Sequence[tuple[int, ...]], nodes: Sequence[int | str]) -> int:
-    """Ranks of a pool on a node; 0 if that differs, or their ranks are not numbered node by node."""
     try:
         sizes = {node_size([nodes[rank] for rank in pool], pool) for pool in pools}
     except ConfigError:
@@ -303,12 +285,11 @@ def _common_node_size(pools: Sequence[tuple[int, ...]], nodes: Sequence[int | st
 
 
 def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
-    """Ranks per node of a pool whose ranks lie on `nodes`.
-
-    Raises:
-        ConfigError: nodes with different numbers of ranks, or ranks not numbered node by node.
+    """Ranks per node of a pool whose ranks lie on `nodes`; ConfigError: they lie unevenly, or are not
+    numbered node by node.
     """
     counts = Counter(nodes)
+    # Node by node: as many changes from one rank to the next as there are nodes, less one.
     changes = sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))
     if len(set(counts.values())) > 1 or changes + 1 != len(counts):
         shown = ", ".join(f"{node}: {count}" for node, count in counts.items())

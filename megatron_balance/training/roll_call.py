@@ -1,13 +1,10 @@
 """Find the ranks that are missing: after a collective failed, those that still run say which do not.
 
-torch's errors name a socket, or nothing. Every rank has a thread that waits for a call in the store
-through which the job's ranks found one another, and answers it, whatever its rank is busy with. A
-rank that failed or is frozen does not; one that came to the end of its training has answered.
-
-In plain PyTorch nobody catches what ends a rank, and nobody says so to the others. There the thread
-also `watches`: a rank that ends by an exception rings all others first, and what they wait for, in
-our exchanges or in collectives of their own, is broken off. An exception that somebody catches ends
-no rank, and nothing happens, unless others are left waiting in one of our calls (`RollCall.inside`).
+Every rank has a thread that waits for a call in the store through which the job's ranks found one
+another, and answers it, whatever its rank is busy with. In plain PyTorch, where nobody tells others
+what ended a rank, the thread also `watches`: a rank that ends by an exception rings all others first,
+and what they wait for is broken off. An exception that somebody catches ends no rank, and nothing
+happens, unless others are left waiting in one of our calls (`RollCall.inside`).
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -43,8 +40,8 @@ T = TypeVar("T")
 
 
 class _News(NamedTuple):
-    """A rank that `ends`, or that `left` one of our calls, or a block of the balancer, by an error,
-    its `count`th; `over`: the rank that holds the store has come to its end.
+    """A rank that `ends`, or that `left` one of our calls by an error, its `count`th; `over`: the
+    rank that holds the store has come to its end.
     """
 
     rank: int
@@ -56,9 +53,8 @@ class RollCall:
     """This rank's part: it answers the calls of others, from the start to `close`."""
 
     def __init__(self, *, watches: bool = False) -> None:
-        """Stand by, if the job has several ranks (whose process groups are made).
-
-        `watches`: see the module; then an exception that ends the process is told by `sys.excepthook`.
+        """Stand by, if the job has several ranks (whose process groups are made). `watches`: see
+        the module; then an exception that ends the process is told by `sys.excepthook`.
         """
         self._thread: Thread | None = None
         self._size = dist.get_world_size() if dist.is_initialized() else 1
@@ -106,10 +102,8 @@ class RollCall:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """One of our collective calls, in which this rank waits for others.
-
-        Raises:
-            RankFailedError: in place of an error of communication: the ranks that failed or ended.
+        """One of our collective calls, in which this rank waits for others. RankFailedError in
+        place of an error of communication: the ranks that failed or ended.
         """
         outer, self._since = self._since, self._since or time.monotonic()
         if self._left is not None and outer is None:
@@ -143,20 +137,19 @@ class RollCall:
             thread.join(PATIENCE_S)
 
     def _end(self) -> None:
-        self._store.set(_call_of(self._rank), "")
+        self._store.set(_key("call", self._rank), "")
         if self._watches and self._rank == 0 and _news(self._store) is None:
             self._store.set(_NEWS, "0 over 0")  # who waits for the store would complain of its end
             _ring(self._store, range(self._size))
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """`sys.excepthook`."""
         if isinstance(error, Exception) and os.getpid() == self._process:  # not of a fork
             self.failed(error)
         self._hooked(kind, error, trace)
 
     def _tell(self, error: Exception, what: str) -> None:
         text = " ".join(str(error).split())
-        self._store.set(_reason_of(self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
+        self._store.set(_key("reason", self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
         if self._watches:
             self._store.set(_NEWS, f"{self._rank} {what} {self._num_left}")
             _ring(self._store, range(self._size))
@@ -166,7 +159,6 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def _come_back(self) -> None:
-        """This rank left by an error, which was caught, and takes part again."""
         self._left = None
 
         def unless_newer() -> None:
@@ -190,11 +182,11 @@ class RollCall:
     def _answer(self, store: Any) -> None:
         """In the thread: answer the call, and watch. Ends with the store."""
         try:
-            store.wait([_call_of(self._rank)], _FOREVER)
+            store.wait([_key("call", self._rank)], _FOREVER)
             while True:
                 news = _news(store) if self._watches and not self._closing.is_set() else None
                 reason = reasons(store, self._size, [news.rank]) if news is not None and news.what != "over" else {}
-                store.set(_answer_of(self._rank), "")
+                store.set(_key("answer", self._rank), "")
                 if news is not None and news.what == "ends":
                     store.add(_HEARD, 1)
                 if not self._watches or (news is not None and self._ends_with(news, reason)):
@@ -216,18 +208,16 @@ class RollCall:
             return False
         self.found = in_words([], reason, self._size)
         log.error("%s", self.found)
-        break_off_all()
+        _break_off_all()
         return True
 
 
-def break_off_all() -> None:
-    """End all that this process waits for: each gloo group's transfers raise an error.
-
-    A communicator of NCCL could be aborted, and what waits for it would go on with numbers that never
-    came. So a process with one is given a while to end by itself, and ends, as torch's own watchdog
-    has it.
-    """
+def _break_off_all() -> None:
+    """End all that this process waits for: each gloo group's transfers raise an error."""
     groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+    # A communicator of NCCL could be aborted, and what waits for it would go on with numbers that
+    # never came. So a process with one is given a while to end by itself, and ends, as torch's own
+    # watchdog has it.
     if not all([break_off(group) for group in list(groups)]):  # noqa: C419  each of them
         time.sleep(PATIENCE_S)
         logging.shutdown()
@@ -239,19 +229,14 @@ def missing(
     store: Any, size: int, patience_s: float = PATIENCE_S, until: Callable[[], bool] | None = None
 ) -> list[int] | None:
     """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone.
-
-    Args:
-        store: of the job, a `torch.distributed.Store`.
-        size: of the job.
-        patience_s: see above.
-        until: wait, though all answer, until this is so.
+    `until`: wait, though all answer, until this is so.
     """
     waiting = list(range(size))
     try:
         _ring(store, waiting)
         deadline = time.monotonic() + patience_s
         while waiting:
-            waiting = [rank for rank in waiting if not store.check([_answer_of(rank)])]
+            waiting = [rank for rank in waiting if not store.check([_key("answer", rank)])]
             done = not waiting if until is None else until()
             if done or time.monotonic() > deadline:
                 break
@@ -264,8 +249,8 @@ def missing(
 def reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[int, str]:
     """By rank (of `ranks`; None: of all) that failed by itself, why."""
     try:
-        told = [rank for rank in (range(size) if ranks is None else ranks) if store.check([_reason_of(rank)])]
-        return {rank: store.get(_reason_of(rank)).decode() for rank in told}
+        told = [rank for rank in (range(size) if ranks is None else ranks) if store.check([_key("reason", rank)])]
+        return {rank: store.get(_key("reason", rank)).decode() for rank in told}
     except RuntimeError:
         return {}
 
@@ -286,17 +271,15 @@ def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> 
 
 
 def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
-    """The answer of `ask`; None: the store has ended, or says nothing for so long.
-
-    A call of the store has no timeout where its process is frozen, or where another process holds
-    the connections of one that ended.
-    """
+    """The answer of `ask`; None: the store has ended, or says nothing for so long."""
     answers: list[T] = []
 
     def asked() -> None:
         with suppress(RuntimeError):
             answers.append(ask())
 
+    # A call of the store has no timeout where its process is frozen, or where another process holds
+    # the connections of one that ended: so a thread asks, which may hang.
     thread = Thread(target=asked, daemon=True)
     thread.start()
     thread.join(patience_s)
@@ -304,9 +287,8 @@ def _in_time(ask: Callable[[], T], patience_s: float) -> T | None:
 
 
 def _of_communication(error: Exception) -> bool:
-    """Whether an error is about what another rank did: gloo's are RuntimeErrors without a class of
-    their own.
-    """
+    """Whether an error is about what another rank did."""
+    # gloo's are RuntimeErrors without a class of their own.
     by_gloo = any(words in str(error) for words in ("gloo", "imed out", "pair closure"))
     return (type(error) is RuntimeError and by_gloo) or isinstance(error, dist.DistError)
 
@@ -315,27 +297,18 @@ def _ring(store: Any, ranks: Iterable[int]) -> None:
     """Call all these ranks, which need it once: not each of a thousand that fail calls a thousand."""
     if store.add(_RUNG, 1) <= MOST_NAMED:
         for rank in ranks:
-            store.set(_call_of(rank), "")
+            store.set(_key("call", rank), "")
 
 
 def _news(store: Any) -> _News | None:
-    """The news of the rank that had some last."""
     if not store.check([_NEWS]):
         return None
     rank, what, count = [*store.get(_NEWS).decode().split(), "", "", ""][:3]
     return _News(int(rank), what, int(count)) if what else None
 
 
-def _call_of(rank: int) -> str:
-    return f"{NAME}/call/{rank}"
-
-
-def _answer_of(rank: int) -> str:
-    return f"{NAME}/answer/{rank}"
-
-
-def _reason_of(rank: int) -> str:
-    return f"{NAME}/reason/{rank}"
+def _key(what: Literal["call", "answer", "reason"], rank: int) -> str:
+    return f"{NAME}/{what}/{rank}"
 
 
 def _store() -> Any:

@@ -19,6 +19,7 @@ Both must hold in `STEPS` steps in a row before anything is measured or named.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,13 @@ from statistics import median
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.groups import SEVERAL, Groups
+from megatron_balance.runtime.transport.comm import receive, send
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +54,10 @@ Link: TypeAlias = tuple[int, int]
 
 
 class RankTimes(NamedTuple):
-    """Times of one rank in one step, in seconds.
-
-    Attributes:
-        step_s: of the step.
-        attended_s: in attention; 0: not known (NCCL, but in traced steps).
-        waited_s: blocked, for transfers of attention; 0 on NCCL, where the host waits for nothing.
-        pairs: (query, key) pairs times heads, that it attended.
-        calls: kernel calls.
-        sources: those that it waited for longest, with seconds; `SEVERAL`: a collective's ranks.
+    """Times of one rank in one step, in seconds. `attended_s`: in attention; 0: not known (NCCL,
+    but in traced steps). `waited_s`: blocked, for transfers of attention; 0 on NCCL, where the host
+    waits for nothing. `pairs`: (query, key) pairs times heads, that it attended. `sources`: those
+    that it waited for longest, with seconds; `SEVERAL`: a collective's ranks.
     """
 
     step_s: float
@@ -90,8 +89,8 @@ def own_times(pools: Sequence[Groups], joint: Groups, step_s: float, traced_s: f
 
 
 def times_of(gathered: Ints, names: Sequence[str]) -> list[RankTimes]:
-    """Times by rank. `gathered` [R, counters and times]: each rank's counters, of these `names`, then
-    its `own_times`.
+    """Times by rank. `gathered` [R, counters and times]: each rank's counters, of these `names`,
+    then its `own_times`.
     """
     found: list[RankTimes] = []
     for row in gathered.tolist():
@@ -107,8 +106,10 @@ def slow_ranks(ranks: Sequence[RankTimes]) -> dict[int, float]:
     known = [at for at, each in enumerate(ranks) if each.attended_s and each.pairs and each.calls]
     if len(known) < 2:
         return {}
+    # [known] each.
     attended_s, pairs, calls = np.array([(r.attended_s, r.pairs, r.calls) for r in (ranks[at] for at in known)]).T
     per_pair, per_call = attended_s / pairs, attended_s / calls
+    # Both must be slow: neither a rank's share of the work nor many small calls make it so.
     times = np.minimum(per_pair / median_of_others(per_pair), per_call / median_of_others(per_call))
     lost_s = attended_s * (1 - 1 / times)
     slow = (times >= SLOW_PACE) & (lost_s >= SLOW_SHARE * max(each.step_s for each in ranks))
@@ -120,12 +121,14 @@ def median_of_others(values: Floats) -> Floats:
     order, count = np.argsort(values), len(values) - 1
     ordered, place = values[order], np.empty(len(values), dtype=np.int64)
     place[order] = np.arange(len(values))
+    # Positions in the sorted values; one value left out shifts those from its own place on by one.
     middle = ((count - 1) // 2, count // 2)
+    # [n]: of each value the two that are in the middle of the others.
     low, high = (ordered[at + (place <= at)] for at in middle)
     return (low + high) / 2
 
 
-def waiting_share(ranks: Sequence[RankTimes]) -> float:
+def _waiting_share(ranks: Sequence[RankTimes]) -> float:
     """Share of the step that ranks wait for transfers, on average."""
     longest = max(each.step_s for each in ranks)
     return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
@@ -157,12 +160,9 @@ def slow_links(rates: Mapping[Link, float], node_of: Callable[[int], int]) -> di
 
 @dataclass(slots=True)
 class Stragglers:
-    """The judgement of a job so far. Ranks are those of the joint pool; the log has them as the job
-    numbers them.
-
-    `names`: by rank, its number in the job. `ranks_per_node`: 0: not known. `measure`: the rates of
-    links in bytes/s; collective over the ranks. None: they cannot be measured (NCCL). `tells`: this
-    rank writes the log.
+    """The judgement of a job so far. Ranks are those of the joint pool; `names`: their numbers in
+    the job. `ranks_per_node`: 0: not known. `measure`: the rates of links in bytes/s, collective
+    over the ranks; None: they cannot be measured (NCCL). `tells`: this rank writes the log.
     """
 
     names: Sequence[int]
@@ -176,18 +176,16 @@ class Stragglers:
     _found: list[dict[Link, tuple[float, int]]] = field(default_factory=list[dict[Link, tuple[float, int]]])
 
     def judge(self, step: int, times: Sequence[RankTimes]) -> None:
-        """Judge a step; collective where links are to be measured. Logs what changed.
-
-        `times`: by rank; the same on all ranks.
+        """Judge a step by the times of all ranks, the same on all; collective where links are to be
+        measured. Logs what changed.
         """
-        self._recent.append((slow_ranks(times), waiting_share(times)))
+        self._recent.append((slow_ranks(times), _waiting_share(times)))
         if len(self._recent) < STEPS:
             return
         self._judge_ranks(step, times)
         self._judge_links(step, times)
 
     def as_json(self) -> dict[str, list[int] | list[list[int]]]:
-        """The slow ranks and links now, as the job numbers ranks."""
         links = [[self.names[end] for end in link] for link in self.links]
         return {"ranks": [self.names[at] for at in self.ranks], "links": links}
 
@@ -216,15 +214,20 @@ class Stragglers:
         by_rank = any(found for found, _ in self._recent)
         if self.measure is None or by_rank or any(share < WAITING_SHARE for share in shares):
             return
+        # Beside the ranks' own work, so that a share near 1 does not divide by nothing.
         beside = min(shares) / (1 - min(*shares, 0.999))
         if self._measured is not None and not self._found:
             at, before = self._measured
             if beside < WORSE * before and step < at + AGAIN:
                 return
+        # Waits alone cannot tell a link: in a ring every rank soon waits as long as the one behind
+        # the slow link. So links are measured, once, and again when ranks wait longer.
         rates = self.measure(links_to_measure(times))
         slow = slow_links(rates, lambda rank: rank // self.ranks_per_node if self.ranks_per_node else 0)
         log.debug("step %d: links carry bytes/s: %s", step, rates)
         self._measured = (step, beside)
+        # One busy core can slow a measurement, and a link that loses packets is fast now and then:
+        # two of some in a row must find it.
         again = {link: than for link, than in slow.items() if any(link in found for found in self._found)}
         self._found.append(slow)
         if not again and len(self._found) < (MEASURED if any(self._found) else AT_LEAST):
@@ -270,3 +273,73 @@ def as_json(times: Sequence[RankTimes], names: Sequence[int]) -> dict[str, list[
 
 def _microseconds(seconds: float) -> int:
     return int(np.rint(1e6 * seconds))
+
+
+NUM_BYTES = 512 << 10
+
+
+REPEATS = 5
+"""All of them count: not each meets a lost packet."""
+
+
+_ASK_TAG, _ANSWER_TAG = 2**31 - 3, 2**31 - 2
+
+
+def can_measure(groups: Groups) -> bool:
+    """Whether the pool's host waits for its transfers (gloo)."""
+    return groups.pool is not None and dist.get_backend(groups.pool) == "gloo"
+
+
+def link_rates(links: Sequence[Link], groups: Groups, ranks_per_node: int) -> dict[Link, float]:
+    """Bytes/s of each link, by pool ranks, with the time of the question in it. Collective over the
+    pool. `ranks_per_node`: 0: not known, so one link at a time.
+
+    Rank by rank a link's receiver asks, and times what the other end then sends: no two clocks are
+    compared.
+    """
+    took = torch.zeros(len(links), dtype=torch.float64)
+    # Links are taken in rounds in which a rank is at one of them at most, and a node sends and
+    # receives by one link between nodes at most: none shares a NIC with another that is measured.
+    for members in rounds(links, ranks_per_node):
+        dist.barrier(groups.pool)
+        for at in members:
+            source, target = links[at]
+            if groups.rank == target:
+                took[at] = sum(_asked(source, groups) for _ in range(REPEATS))
+            elif groups.rank == source:
+                for _ in range(REPEATS):
+                    _answer(target, groups)
+    dist.all_reduce(took, group=groups.pool)
+    return {link: REPEATS * NUM_BYTES / seconds for link, seconds in zip(links, took.tolist(), strict=True)}
+
+
+def rounds(links: Sequence[Link], ranks_per_node: int) -> list[list[int]]:
+    """Links by number, in rounds whose links share no rank, and no NIC of a node in one direction."""
+    found: list[tuple[set[object], list[int]]] = []
+    for at, (source, target) in enumerate(links):
+        held: set[object] = {source, target}
+        if not ranks_per_node:
+            held.add("any")
+        elif source // ranks_per_node != target // ranks_per_node:
+            held |= {("out of", source // ranks_per_node), ("into", target // ranks_per_node)}
+        room = next((each for each in found if not each[0] & held), None)
+        if room is None:
+            found.append(room := (set(), []))
+        room[0].update(held)
+        room[1].append(at)
+    return [members for _, members in found]
+
+
+def _asked(source: int, groups: Groups) -> float:
+    answer = receive(torch.empty(NUM_BYTES, dtype=torch.uint8), source, _ANSWER_TAG, groups)
+    begin = time.perf_counter()
+    asking = send(torch.zeros(1, dtype=torch.uint8), source, _ASK_TAG, groups)
+    answer.wait(groups.timeout)
+    seconds = time.perf_counter() - begin
+    asking.wait(groups.timeout)
+    return seconds
+
+
+def _answer(target: int, groups: Groups) -> None:
+    receive(torch.empty(1, dtype=torch.uint8), target, _ASK_TAG, groups).wait(groups.timeout)
+    send(torch.zeros(NUM_BYTES, dtype=torch.uint8), target, _ANSWER_TAG, groups).wait(groups.timeout)

@@ -1,5 +1,5 @@
-"""Traces of chosen training steps: on every rank a file in `analysis.trace_format`, as simulated steps
-have it. `megatron-balance trace` joins the files of a step.
+"""Traces of chosen training steps: on every rank a file in `analysis.trace_format`, as simulated
+steps have it. `megatron-balance trace` joins the files of a step.
 """
 
 from __future__ import annotations
@@ -47,17 +47,14 @@ class StepTracer:
         """Of the step that is under way, if it is traced."""
 
     def place(self, node: Callable[[], int], streams: Callable[[], Streams | None]) -> None:
-        """Say how to find this rank's node, and the streams of its device (None: it has a CPU only).
-
-        Both are asked when a step is traced, on all ranks.
+        """Say how to find this rank's node, and the streams of its device (None: it has a CPU
+        only): asked when a step is traced.
         """
         self._node, self._streams = node, streams
 
     def begin(self, step: int) -> None:
-        """Begin a step. Collective over the world if it is traced: all clocks begin together.
-
-        A step that is begun twice (it ran again) is traced from its second beginning.
-        """
+        """Begin a step. Collective over the world if it is traced: all clocks begin together."""
+        # Begun twice: the step ran again, and is traced from its second beginning.
         if self.recorder is not None and step != self._step:
             self.finish()
         self.recorder = None
@@ -71,22 +68,20 @@ class StepTracer:
         self._begun, self._ran = self.recorder.mark(), None
 
     def planned(self, planner: str) -> None:
-        """Note that the step's plan is there."""
         if self.recorder is not None:
             self._planned = planner, self.recorder.mark()
 
     def ran(self) -> None:
-        """Note that all microbatches have run, and gradients are summed."""
         if self.recorder is not None:
             self._ran = self.recorder.mark()
 
     def finish(self) -> float | None:
-        """Write the trace of the step that is over, if there is one; none of one that failed.
-
-        What cannot be written ends no training: the log says it. Returns the seconds of this rank's
-        attention by the device's clock; None: there is no trace, or no device.
+        """Write the trace of the step that is over, if there is one; none of one that failed. What
+        cannot be written ends no training. Returns the seconds of this rank's attention by the
+        device's clock, where it has one.
         """
         recorder, self.recorder = self.recorder, None
+        # None of a step that failed: it never said that it ran.
         if recorder is None or self._folder is None or self._ran is None:
             return None
         path = self._folder / FOLDER / file_name(self._step, self._rank)
@@ -138,7 +133,6 @@ def _passes(spans: list[TrackSpan]) -> list[TrackSpan]:
 
 
 def _synchronising(spans: list[TrackSpan]) -> list[TrackSpan]:
-    """The time between the last attention call and the optimizer's beginning."""
     optimizer = next(span for span in spans if span.what == OPTIMIZER)
     last_s = max((span.stop_s for span in spans if span.track == COMPUTE), default=optimizer.start_s)
     return [TrackSpan(optimizer.rank, STEP, GRADIENT_SYNC, min(last_s, optimizer.start_s), optimizer.start_s)]

@@ -177,7 +177,7 @@ def local_layers(config: Any) -> Any:
     """The spec of Megatron's own layers with planned attention: theirs refuses context parallelism."""
     from megatron.bridge.models.gpt_provider import local_layer_spec  # pyright: ignore[reportMissingImports]
 
-    from megatron_balance.megatron.core_attention import balanced_spec
+    from megatron_balance.megatron.gpt import balanced_spec
 
     return balanced_spec(local_layer_spec(config))
 

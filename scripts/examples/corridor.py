@@ -33,7 +33,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import make_groups
-from megatron_balance.training.agree import check_agreement
+from megatron_balance.training.plans import check_agreement
 
 LENGTHS = (600, 250, 70, 33, 9)
 RANKS_PER_NODE = 2

@@ -24,8 +24,7 @@ def measured(rank: int, controller: Controller) -> list[tuple[list[tuple[int, in
     import torch.distributed as dist
 
     from megatron_balance.runtime.groups import make_groups
-    from megatron_balance.training.link_rates import link_rates
-    from megatron_balance.training.stragglers import slow_links
+    from megatron_balance.training.stragglers import link_rates, slow_links
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -21,9 +21,8 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_balance import launch
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry, flags
-from megatron_balance.megatron.arguments import add_balance_arguments, check_arguments, device_of, row_multiple
-from megatron_balance.megatron.flags import leave_out
-from megatron_balance.megatron.masks import masks_of
+from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
+from megatron_balance.megatron.planned_model import masks_of
 
 pytestmark = pytest.mark.megatron
 
@@ -440,7 +439,7 @@ def test_fp8_attention_is_refused() -> None:
 def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multiple: int) -> None:
     args = parse(*words)
     check_arguments(args)
-    assert row_multiple(args) == multiple
+    assert row_multiple(args, args.tensor_model_parallel_size) == multiple
 
 
 def test_the_configuration_must_be_named() -> None:

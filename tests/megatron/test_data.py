@@ -24,7 +24,7 @@ from megatron.training import global_vars
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
-from megatron_balance.megatron import corpora, data
+from megatron_balance.megatron import data
 from megatron_balance.training.sequences import from_bits
 from megatron_balance.workloads.documents import Corpus, CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
@@ -228,7 +228,7 @@ def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: 
     expected = [
         range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs
     ]
-    ours = split_documents(num_documents, corpora.parse_split(split))
+    ours = split_documents(num_documents, data.parse_split(split))
     assert [list(part) for part in ours] == [list(part) for part in expected]
 
 
@@ -343,7 +343,7 @@ def test_what_is_wrong_with_corpora_is_known_without_reading_them(
         Path(f"{short}.bin").write_bytes(b"\0\0")
         named = {"PREFIX": prefix, "SHORT": str(short)}
         changed = {"data_path": [named.get(word, word) for word in cast("list[str]", changed["data_path"])]}
-    found = corpora.corpus_reasons(arguments(prefix, **({"split": "50,50,0", "eval_iters": 1} | changed)))
+    found = data.corpus_reasons(arguments(prefix, **({"split": "50,50,0", "eval_iters": 1} | changed)))
     assert len(found) == len(sentences)
     for reason, sentence in zip(found, sentences, strict=True):
         assert sentence in reason
@@ -450,7 +450,7 @@ def test_a_large_corpus_is_sorted_once_and_read_as_a_small_one(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = data.build_datasets(arguments(prefix), (60, 0, 0), "split")[0]
-    monkeypatch.setattr(corpora, "CACHED_FROM", 1)
+    monkeypatch.setattr(data, "CACHED_FROM", 1)
     args = arguments(prefix, data_cache_path=str(tmp_path / "kept"))
     first = data.build_datasets(args, (60, 0, 0), "split")[0]
     assert usual is not None

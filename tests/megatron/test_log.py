@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-from megatron_balance.megatron import log
+from megatron_balance.megatron import session
 
 pytestmark = pytest.mark.megatron
 
@@ -28,12 +28,12 @@ class Writer:
 
 def test_scalars_go_to_megatrons_own_writers_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     tensorboard, wandb = Writer(), Writer()
-    monkeypatch.setattr(log, "get_tensorboard_writer", lambda: tensorboard)
-    monkeypatch.setattr(log, "get_wandb_writer", lambda: wandb)
-    writers = log.scalar_writers(interval=2)
+    monkeypatch.setattr(session, "get_tensorboard_writer", lambda: tensorboard)
+    monkeypatch.setattr(session, "get_wandb_writer", lambda: wandb)
+    writers = session.scalar_writers(interval=2)
     assert writers(7) == [], "not a step at which Megatron writes"
     for write in writers(8):
         write("balance/num_tokens", 90, 8)
     assert tensorboard.scalars == wandb.scalars == [("balance/num_tokens", 90, 8)]
-    monkeypatch.setattr(log, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(session, "get_wandb_writer", lambda: None)
     assert len(writers(8)) == 1

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from megatron_balance import Batch, Cluster, Model, make_planner
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.megatron import own_scheduler as own
+from megatron_balance.megatron import planning as own
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, hybrid, plan_with
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.step_planner import PlanSpec

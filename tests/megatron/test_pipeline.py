@@ -14,7 +14,7 @@ import torch
 from megatron_balance.errors import DataError
 from megatron_balance.megatron import planning
 from megatron_balance.runtime.groups import Groups, single
-from megatron_balance.training import lengths
+from megatron_balance.training import sequences
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.sequences import Sequences
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
@@ -76,12 +76,12 @@ def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.M
             each.copy_(row)
             each[-1] += stage  # the other stage read a longer document
 
-    monkeypatch.setattr(lengths.dist, "all_reduce", lambda *_args, **_kwargs: None)
-    monkeypatch.setattr(lengths.dist, "all_gather", gather)
+    monkeypatch.setattr(sequences.dist, "all_reduce", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(sequences.dist, "all_gather", gather)
     pool = Pool(single(), 1, (0,), (0,), stage=0, num_stages=2, joint_groups=Groups(0, 2, (4, 5), None))
     mine = [Sequences.of([torch.zeros(3)])]
     with pytest.raises(DataError, match=r"ranks \[4\].*last pipeline stage read different samples"):
-        lengths.share_lengths(mine, None, 1, pool, TensorParallel(), torch.device("cpu"))
+        sequences.share_lengths(mine, None, 1, pool, TensorParallel(), torch.device("cpu"))
 
 
 def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from megatron_balance.analysis.backward import Recompute
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron.memory import stages_of
-from megatron_balance.megatron.planned_model import planned_model
+from megatron_balance.megatron.planned_model import planned_model, stages_of
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 

@@ -30,8 +30,8 @@ from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.planning.place import aligned_nano_batches
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.groups import single
-from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.figures import tick_figures
+from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.training.pool import Pool
 
 pytestmark = pytest.mark.megatron

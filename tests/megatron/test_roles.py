@@ -15,8 +15,7 @@ import torch
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron.base_layout import base_layout, check_shards
-from megatron_balance.megatron.roles import Roles, check_strategy
+from megatron_balance.megatron.roles import Roles, base_layout, check_shards, check_strategy
 from tests.support.megatron_run import Trainer
 from tests.support.role_runs import STRATEGIES, trained
 

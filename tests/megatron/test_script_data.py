@@ -24,7 +24,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.megatron import script_data
-from megatron_balance.training.data_identity import DataIdentity
+from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.workloads.idx import CorpusWriter, bin_path
 
 pytestmark = pytest.mark.megatron

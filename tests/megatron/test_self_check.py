@@ -13,7 +13,7 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-from megatron_balance.megatron import self_check
+from megatron_balance.megatron import forward_backward
 from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training
 from tests.megatron.test_mla import FLAGS as MLA
 from tests.megatron.test_parity import two_nodes
@@ -50,10 +50,10 @@ def test_stages_experts_and_further_tokens_are_checked(train: Train) -> None:
 
 def test_its_losses_are_none_of_those_that_spikes_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
     machine: Any = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
-    monkeypatch.setattr(self_check, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(forward_backward, "get_rerun_state_machine", lambda: machine)
     leaps: Any = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
     leaps(torch.tensor(4.0))
-    with self_check._nothing_counted([]):  # pyright: ignore[reportPrivateUsage]
+    with forward_backward._nothing_counted([]):  # pyright: ignore[reportPrivateUsage]
         assert machine.get_mode() == RerunMode.DISABLED
         leaps(torch.tensor(90.0))
     assert machine.get_mode() == RerunMode.VALIDATE_RESULTS

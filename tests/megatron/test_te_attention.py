@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.core_attention import check_model
+from megatron_balance.megatron.gpt import check_model
 from tests.megatron.conftest import Train, assert_same_training, train_with
 from tests.support.megatron_run import Trainer
 

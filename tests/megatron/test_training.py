@@ -18,9 +18,8 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 
 from megatron_balance import cli
 from megatron_balance.ir.step import EMPTY, Carry
-from megatron_balance.megatron import carry
-from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import HeldDocument, Ledger
+from megatron_balance.megatron import session
+from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Run, Train, assert_same_training, started, write_corpus
 from tests.support import trace_processor, trace_reader
 from tests.support.megatron_run import Result
@@ -79,11 +78,11 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
     Megatron prefers a `common.pt` to what the checkpoint says of the same.
     """
     common = load_common_state_dict(checkpoint)
-    ledger, _ = carry.saved(common["args"])
+    ledger, _ = session.saved_ledger(common["args"])
     assert ledger.carry == EMPTY
     assert ledger.drawn == ledger.trained > 0
     waiting = Ledger(Carry.of("wlb_llm", {"remained": []}, ((-1, 7),)), (HeldDocument(-1, 0, 0, 7),), drawn=7)
-    carry.save(waiting.to_json(DataIdentity("0123456789abcdef")), common["args"])
+    session.save_ledger(waiting.to_json(DataIdentity("0123456789abcdef")), common["args"])
     torch.save(common, checkpoint / "common.pt")
 
     def refused(result: Result) -> None:

@@ -108,7 +108,7 @@ def main(kind: Kind) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_balance.megatron import entry, gpt
-    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.flags import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
 
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)

@@ -76,9 +76,8 @@ class Checker:
         from megatron.training.training import setup_model_and_optimizer
 
         from megatron_balance.megatron import gpt
-        from megatron_balance.megatron.arguments import add_balance_arguments
-        from megatron_balance.megatron.base_layout import base_layout, named_parameters
-        from megatron_balance.megatron.roles import Roles, WeightMovement
+        from megatron_balance.megatron.flags import add_balance_arguments
+        from megatron_balance.megatron.roles import Roles, WeightMovement, base_layout, named_parameters
         from megatron_balance.training.weights import Apart
 
         args: Any = parse_and_validate_args(extra_args_provider=add_balance_arguments)
@@ -114,11 +113,11 @@ class Checker:
         }
         self.whole = _gathered({name: parameter.data for name, parameter in named.items()}, self.layout.parameters)
         role = self.roles.pull(alone)
-        for number, tensor in role.weights.items():
+        for number, tensor in role.memory.weights.items():
             tensor.copy_(self.whole[number])  # the reference owes nothing to a pull
         with no_parallel_state():
             _trained(role, range(len(LENGTHS)))
-        self.wanted = {number: tensor.clone() for number, tensor in role.gradients.items()}
+        self.wanted = {number: tensor.clone() for number, tensor in role.memory.gradients.items()}
         self.before: dict[Strategy, Any] = {}
 
     def step(self, strategy: Strategy) -> dict[str, Any]:
@@ -163,7 +162,7 @@ class Checker:
         microbatches = range(0)
         if role.seat is not None:
             microbatches = range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines))
-        roles.expect(len(microbatches), lambda: None)
+        roles.moves.expect(len(microbatches), lambda: None)
         if microbatches:
             with no_parallel_state(), no_world_group():
                 _trained(role, microbatches)

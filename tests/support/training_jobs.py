@@ -17,13 +17,10 @@ from megatron_balance.ir.model import Model
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.place import nano_batches_of
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.training.agree import check_announced
-from megatron_balance.training.lengths import share_lengths
-from megatron_balance.training.microbatch import assemble
-from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.training.plans import check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
-from megatron_balance.training.sequences import Sequences
-from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.sequences import Sequences, by_nano_batch, share_lengths
+from megatron_balance.training.tokens import TokenExchange, assemble
 from tests.support.pool import World
 
 CPU, ALONE = torch.device("cpu"), TensorParallel()
@@ -70,7 +67,8 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     plan = make_planner(planner, Cluster(world.size, world.size), Model(4, 2, 8), layers, tokens_per_rank=600)
     exchange = TokenExchange(apart, [plan(each) for each in apart.lengths], pool)
     rows = exchange.to_ranks(mine, 2, ALONE, CPU)
-    back = exchange.to_readers([each[:, 0].double() for each in rows])
+    read_counts = [sum(each.lengths) for each in mine]
+    back = exchange.back(torch.cat([each[:, 0].double() for each in rows])).split(read_counts)
     ids = [[int(each.rows[start, 0]) for start in _starts(each.lengths)] for each in mine]
     everyone: list[list[list[int]]] = [ids] * world.size
     if world.size > 1:
@@ -161,5 +159,5 @@ def timeouts_of_pools(world: World, seconds: int) -> list[float]:
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:
     """Rank, size, ranks per node and readers of the pool of a plain process group."""
     assert world.groups.pool is not None
-    pool = make_pool(Membership.of_group(world.groups.pool), ranks_per_node=4)
+    pool = make_pool(Membership(tuple(range(world.size)), replica=world.rank), ranks_per_node=4)
     return pool.rank, pool.size, pool.ranks_per_node, pool.readers

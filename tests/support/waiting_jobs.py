@@ -11,8 +11,7 @@ import torch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
-from megatron_balance.training.link_rates import link_rates
-from megatron_balance.training.stragglers import Link
+from megatron_balance.training.stragglers import Link, link_rates
 from tests.support.pool import World
 
 

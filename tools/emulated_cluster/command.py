@@ -31,7 +31,7 @@ class Command:
         Raises:
             ConfigError: the module or script does not exist.
         """
-        from megatron_balance.megatron.arguments import device_of
+        from megatron_balance.megatron.flags import device_of
 
         if device_of(self.arguments) == "cpu":
             from megatron_balance.megatron import cpu

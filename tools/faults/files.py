@@ -31,8 +31,7 @@ from megatron_balance.ir.step import Carry
 from megatron_balance.lab.report.steps import read as read_steps
 from megatron_balance.planning.run import load_config
 from megatron_balance.planning.step_planner import StepPlanner
-from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import HeldDocument, Ledger
+from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from megatron_balance.workloads import documents
 from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.documents import OrderCache

@@ -128,7 +128,7 @@ def _plain(documents: Documents, *, flash: bool) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_balance.megatron.arguments import CPU_DEFAULTS
+    from megatron_balance.megatron.flags import CPU_DEFAULTS
     from megatron_balance.patches import applied, dataset_helpers
 
     def defaults(parser: Any) -> Any:

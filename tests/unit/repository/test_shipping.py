@@ -293,7 +293,7 @@ def words(path: Path) -> list[str]:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
     parser = megatrons_parser()
-    from megatron_balance.megatron.arguments import check_arguments
+    from megatron_balance.megatron.flags import check_arguments
 
     flags = [*words(SLURM / "training.args"), *words(SLURM / "models" / f"{model}.args")]
     args = parser.parse_args(
@@ -442,7 +442,7 @@ def megatrons_parser():
     pytest.importorskip("megatron.training")
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.flags import add_balance_arguments
 
     return add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 

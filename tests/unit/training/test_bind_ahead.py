@@ -52,11 +52,11 @@ def test_a_plan_prepared_in_the_thread_is_the_one_bound_on_the_spot(ahead, monke
     one.expect(PLAN, ("keep",))
     ahead.submit(lambda: None)
     ahead._prepared[next(iter(ahead._prepared))].result()
-    bound, fresh = one.bind(PLAN, "keep"), binder(None).bind(PLAN, "keep")
+    bound, fresh = one.bind(PLAN, ("keep",))[0], binder(None).bind(PLAN, ("keep",))[0]
     assert [thread is main_thread() for thread in threads] == [False, True]
     assert bound.owned.tolist() == fresh.owned.tolist()
     assert [type(step) for step in bound.forward.steps] == [type(step) for step in fresh.forward.steps]
-    one.bind(PLAN, "keep")  # taken once: the next is bound on the spot
+    one.bind(PLAN, ("keep",))[0]  # taken once: the next is bound on the spot
     assert threads[-1] is main_thread()
 
 
@@ -65,7 +65,7 @@ def test_an_error_of_the_thread_is_raised_where_the_plan_is_used(ahead):
     wrong.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].exception()
     with pytest.raises(ConfigError, match="the plan is for 2 query and 2 key-value heads") as raised:
-        wrong.bind(PLAN, "keep")
+        wrong.bind(PLAN, ("keep",))[0]
     assert raised.value.__notes__ == [
         f"raised in the thread that binds ahead, of plan {PLAN.fingerprint()}, nano-batch 0"
     ]
@@ -76,7 +76,7 @@ def test_a_plan_whose_turn_has_not_come_is_bound_on_the_spot(ahead):
     ahead.submit(lambda: gate.wait(10) and None)
     one = binder(ahead)
     one.expect(PLAN, ("keep",))
-    assert one.bind(PLAN, "keep").num_tokens == 32
+    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
     gate.set()
 
 
@@ -94,7 +94,7 @@ def test_a_job_that_fails_is_said_in_the_log_and_stops_nothing(ahead, caplog):
     one.expect(PLAN, ("keep",))
     ahead._prepared[next(iter(ahead._prepared))].result()
     assert "could not be bound ahead" in caplog.text
-    assert one.bind(PLAN, "keep").num_tokens == 32
+    assert one.bind(PLAN, ("keep",))[0].num_tokens == 32
 
 
 def test_a_plan_is_bound_by_the_policies_that_the_decision_needs(ahead):
@@ -126,13 +126,10 @@ def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch)
     counted(binding, "ship")
     bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
     assert counts == {"attention": 1, "lower_forward": 1, "backward": 2, "ship": 1}
-    layers = bounds.by_mask[CAUSAL.name]
-    kept, replayed = layers.kept, layers.replayed
-    assert kept is not None
-    assert replayed is not None
+    kept, replayed = bounds.of_layer(1, CAUSAL), bounds.of_layer(2, CAUSAL)
     assert kept.forward.steps is replayed.forward.steps
     assert not any(kept.forward.last_uses)
-    alone = binder(None).bind(PLAN, "replay")
+    alone = binder(None).bind(PLAN, ("replay",))[0]
     assert alone.forward.last_uses == replayed.forward.last_uses != kept.forward.last_uses
     assert [describe(step) for step in alone.backward.steps] == [describe(step) for step in replayed.backward.steps]
     assert (alone.query_rows, alone.key_rows) == (replayed.query_rows, replayed.key_rows)
@@ -146,7 +143,7 @@ def test_new_pairs_are_connected_and_tables_copied_in_the_training_thread(ahead,
     one.expect(PLAN, ("keep",))
     next(iter(ahead._prepared.values())).result()
     assert not threads
-    one.bind(PLAN, "keep")
+    one.bind(PLAN, ("keep",))[0]
     assert threads == [main_thread()] * 2
 
 

@@ -14,12 +14,9 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
-from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import Ledger
-from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.nano_batches import Recalled, by_nano_batch
+from megatron_balance.training.ledger import DataIdentity, Ledger
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
-from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.sequences import PoolLengths, Recalled, Sequences, by_nano_batch
 from megatron_balance.workloads.documents import DocumentPiece, DocumentStream
 
 CONTEXT = 512

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance.training.figures import imbalance_after, imbalance_before
-from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import PoolLengths
 
 
 def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:

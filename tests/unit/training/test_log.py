@@ -30,11 +30,10 @@ from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training import log
 from megatron_balance.training.figures import JobFacts
-from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.lines import LineFile
-from megatron_balance.training.log import LogTarget, StepLog
+from megatron_balance.training.log import LineFile, LogTarget, StepLog
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import PoolLengths
 
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)

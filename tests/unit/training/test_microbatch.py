@@ -9,10 +9,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.microbatch import assemble, interleave
-from megatron_balance.training.nano_batches import by_nano_batch
-from megatron_balance.training.sequences import Sequences, from_bits, to_bits
+from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, from_bits, to_bits
+from megatron_balance.training.tokens import assemble, interleave
 
 
 def test_weights_of_any_size_survive_the_exchange() -> None:

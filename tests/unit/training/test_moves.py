@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_balance.training.moves import Lane, Moves, RoleMemory
-from megatron_balance.training.stopwatch import Stopwatch
+from megatron_balance.training.weights import Lane, Moves, RoleMemory, Stopwatch
 
 CPU = torch.device("cpu")
 LANE_S = 5.0

@@ -18,8 +18,7 @@ from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.ahead import Ready
 from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
-from megatron_balance.training.data_identity import DataIdentity
-from megatron_balance.training.ledger import HeldDocument, Ledger
+from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
 
 SAMPLES = tuple((10 + n, 5) for n in range(12))

@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from megatron_balance.runtime.groups import SEVERAL, Groups
-from megatron_balance.training.link_rates import rounds
 from megatron_balance.training.stragglers import (
     AGAIN,
     Link,
@@ -20,9 +17,13 @@ from megatron_balance.training.stragglers import (
     links_to_measure,
     median_of_others,
     own_times,
+    rounds,
     slow_ranks,
     times_of,
 )
+
+pytest.importorskip("torch")
+
 
 RANKS = 4
 EVEN = RankTimes(step_s=2.0, attended_s=1.0, waited_s=0.1, pairs=1000, calls=10)
