@@ -4,7 +4,7 @@ A section (`planner`, `cluster`, `model`) is a mapping, the name of a file shipp
 a path to another YAML, relative to the file that names it. A `cluster` or `model` section may start
 from another one with `base:`. `strict_yaml` says how mistakes are told.
 
-Planners' names and options are not known here: `planning.run` loads a whole run, planner included.
+Planners' names and options are not known here: `planning.choice` loads a whole run, planner included.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class RunConfig(BaseModel):
     """One run: what to plan for (`plan` and the laboratory) and how to train (the Megatron
     adapter).
 
-    `planning.run.Run` is the same with its planner looked up.
+    `planning.choice.Run` is the same with its planner looked up.
     """
 
     model_config = STRICT

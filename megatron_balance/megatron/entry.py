@@ -68,7 +68,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     from megatron_balance.megatron.log import log_reasons
     from megatron_balance.megatron.session import Session, opened
     from megatron_balance.megatron.ways import way_reasons
-    from megatron_balance.planning.run import load_config
+    from megatron_balance.planning.choice import load_config
 
     args: Any = get_args()
     if not args.balance_config:

@@ -9,7 +9,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.data import Documents
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.training.data_identity import DataIdentity
 from megatron_balance.training.pool import Pool
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-from megatron_balance.planning.run import Run, to_yaml
+from megatron_balance.planning.choice import Run, to_yaml
 from megatron_balance.training.log import LogTarget, ScalarWriter
 from megatron_balance.training.tracing import StepTracer
 

@@ -16,8 +16,8 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners.megatron_dynamic import Scheduler, hybrid
-from megatron_balance.planners.megatron_dynamic.group import Microbatch
+from megatron_balance.planners import megatron_dynamic
+from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
 from megatron_balance.planning.choice import PlannerChoice
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class _Guarded:
                     *(len(lengths), num_ranks, tokens, type(error).__name__, error),
                 )
                 self._said = True
-            return hybrid.schedule(lengths, tokens, num_ranks)
+            return megatron_dynamic.RULES["hybrid"](lengths, tokens, num_ranks)
 
 
 def own_scheduler() -> Scheduler | None:

@@ -37,7 +37,7 @@ from megatron_balance.megatron.masks import mask_of, sink_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)

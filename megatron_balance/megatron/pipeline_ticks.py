@@ -2,7 +2,7 @@
 
 Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that
 plans ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions.
-Only the order is ours (`planning.tick_order`), and the work of a stage without a microbatch of its
+Only the order is ours (`planning.ticks`), and the work of a stage without a microbatch of its
 own: it makes the attention calls of the others' layers. All stages and chunks have the same number
 of layers, which `arguments` sees to. Where microbatches run as ping-pong nano-batches
 (`megatron.ping_pong`), a tick has a plan for each.
@@ -26,7 +26,7 @@ from megatron_balance.megatron.groups import schedule_groups
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
-from megatron_balance.planning.tick_order import neighbour, passes_on
+from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.runtime.joint import Server

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.masks import mask_of_layer, masks_of
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
 
 

@@ -1,5 +1,5 @@
 """A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks:
-`planning.tick_order` in place of 1F1B.
+`planning.ticks` in place of 1F1B.
 
 The machine has the ranks of all stages. In a tick every rank goes through the layers of one model
 chunk, its own or, while its stage has nothing to do, as a server of the others' attention; ranks
@@ -19,7 +19,7 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import Tick, TickPlan
-from megatron_balance.planning.tick_order import neighbour, passes_on
+from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens

@@ -15,7 +15,7 @@ from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.memory import stages_of
 from megatron_balance.megatron.planned_model import planned_model
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
 
 pytestmark = pytest.mark.megatron

@@ -11,9 +11,9 @@ import pytest
 from megatron_balance.config import load_scheme_table
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planning.scheme_costs import TableCosts
 from megatron_balance.planning.strategies import (
     Classes,
+    TableCosts,
     classes_of,
     continuous,
     costs_of,

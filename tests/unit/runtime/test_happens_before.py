@@ -16,8 +16,7 @@ from megatron_balance.ir.cluster import Cluster  # noqa: E402
 from megatron_balance.ir.model import Model  # noqa: E402
 from megatron_balance.ir.plan import MicrobatchPlan  # noqa: E402
 from megatron_balance.ir.rows import Rows  # noqa: E402
-from megatron_balance.planning.tick_order import ticks  # noqa: E402
-from megatron_balance.planning.ticks import plan_ticks  # noqa: E402
+from megatron_balance.planning.ticks import plan_ticks, ticks  # noqa: E402
 from megatron_balance.runtime.issue import Behind, IssueQueue  # noqa: E402
 from megatron_balance.runtime.pool import BufferPool  # noqa: E402
 from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402

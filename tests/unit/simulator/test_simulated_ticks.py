@@ -16,8 +16,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planners import distca
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.planning.tick_order import ticks
+from megatron_balance.planning.ticks import ticks
 from tools.bench.emulated import report
 from tools.bench.emulated.experiments import APART, REPLICAS, SAMPLE, TOGETHER, WARM_UP, Joint, cut
 from tools.bench.emulated.point import Kernels

@@ -38,7 +38,7 @@ from megatron_balance.planning.layers import Layers
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.tables import Tables
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.solvers.packing import nano_batches
 from megatron_balance.workloads.lengths import Lengths, draw
 from tools.bench.emulated.point import (
     BYTES_PER_ELEMENT,

@@ -16,7 +16,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.parallel import stage_transfer_s
-from megatron_balance.planners.wlb_llm.packing import workload
+from megatron_balance.planners.wlb_llm import workload
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks

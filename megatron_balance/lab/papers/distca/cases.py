@@ -25,7 +25,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners.distca import DistcaOptions, plan
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.solvers.packing import nano_batches
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths, draw
 

@@ -18,11 +18,10 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
 from megatron_balance.lab.papers.distca.cases import ROUNDS, TENSOR, DistcaCase, HeldTokens, chunks
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator.step import Setup
 from megatron_balance.simulator.ticks import simulate_ticks
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.solvers.packing import nano_batches
 
 OPTIONS = DistcaOptions()
 
@@ -60,7 +59,7 @@ def _sizes(case: DistcaCase, stages: int) -> list[int]:
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
     """Tokens that the first stage holds; in ticks up to 2 S - 1 microbatches are in flight instead
-    of S (`planning.tick_order`).
+    of S (`planning.ticks`).
     """
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
