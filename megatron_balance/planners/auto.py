@@ -57,7 +57,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
     options: AutoOptions = context.options
     candidates = _candidates(context, options)
     bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
-    ordered = sorted(((each.least(bounds), at) for at, each in enumerate(candidates)))
+    ordered = sorted(((each.tried.least(bounds), at) for at, each in enumerate(candidates)))
     priced: list[_PricedPlan] = []
     passed_over: list[str] = []
     refused: list[InfeasibleError] = []
@@ -101,14 +101,14 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
             f"auto: planners: {', '.join(options.planners)} part heads, and a latent that travels is of all of them; "
             "name others"
         )
-    return [each for each in able if options.planners or not each.left_out]
+    return [each for each in able if options.planners or not each.planner.left_out]
 
 
 def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:
-    given = dict(candidate.options)
+    given = dict(candidate.tried.options)
     if options.tokens_per_rank is not None:
         given["tokens_per_rank"] = options.tokens_per_rank
-    if candidate.spreads:
+    if candidate.planner.room is not None:
         given["slack"] = options.slack
     inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
     step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)

@@ -126,20 +126,21 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A planner of the registry with options (`Try`). `spreads`: it takes an option `slack`."""
+    """A planner of the registry, to be asked with these options."""
 
     name: str
-    options: Mapping[str, Any]
-    least: Callable[[Bounds], float]
-    spreads: bool
-    left_out: str = ""
-    parts_heads: bool = False
-    """Whether its plans may part heads (`Planner.parts_heads`)."""
+    planner: Planner
+    tried: Try
 
     @property
     def label(self) -> str:
-        given = ", ".join(f"{key} {value}" for key, value in self.options.items())
+        given = ", ".join(f"{key} {value}" for key, value in self.tried.options.items())
         return f"{self.name} ({given})" if given else self.name
+
+    @property
+    def parts_heads(self) -> bool:
+        asked = self.planner.parts_heads
+        return asked is not None and asked(self.planner.options(**self.tried.options))
 
 
 @dataclass(frozen=True, slots=True)

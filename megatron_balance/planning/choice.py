@@ -30,7 +30,7 @@ from megatron_balance.ir.mask import kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.planners import PLANNERS, parts_heads
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
 from megatron_balance.planning.place import place, place_microbatches, with_waiting
 from megatron_balance.strict_yaml import STRICT, checked, unknown_name
@@ -142,19 +142,8 @@ class PlannerChoice(PlannerSection):
 
 
 def _candidates() -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(
-            name,
-            each.options,
-            each.least,
-            planner.room is not None,
-            planner.left_out,
-            parts_heads(name, each.options),
-        )
-        for name, planner in PLANNERS.items()
-        if planner.plan is not None
-        for each in planner.tries
-    )
+    asked = ((name, planner) for name, planner in PLANNERS.items() if planner.plan is not None)
+    return tuple(Candidate(name, planner, each) for name, planner in asked for each in planner.tries)
 
 
 def _look_up(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:

@@ -57,7 +57,7 @@ class DistcaOptions:
     servers: Literal["in_place", "pool"] = "in_place"
     """`in_place`: every rank holds tokens and serves attention; `pool`: some ranks only serve."""
     pool_ranks: int | None = None
-    """Servers `pool`: how many ranks hold no tokens, _spread over the nodes; not given: one a node.
+    """Servers `pool`: how many ranks hold no tokens, spread over the nodes; not given: one a node.
     """
     empty_light_servers: bool = True
     """Whether light servers are emptied into others first, where that saves bytes."""
