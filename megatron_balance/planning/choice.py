@@ -1,5 +1,5 @@
-"""Which planner, with which options and layers: chosen from the registry, or by a configuration's
-file, and how training runs its plans.
+"""The planner, its options and layers: chosen from the registry, or by a configuration's file, and how
+training runs its plans.
 """
 
 from __future__ import annotations
