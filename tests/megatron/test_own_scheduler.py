@@ -43,7 +43,7 @@ def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
     scheduler = own.own_scheduler()
     assert scheduler is not None
     for lengths, tokens, num_ranks in batches(300):
-        assert megatron_dynamic.schedule(lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
+        assert megatron_dynamic.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
 
 
 def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:

@@ -53,7 +53,7 @@ class DistcaOptions:
     block: int = 128
     """Queries of the attention kernel's tile; shards are multiples of it."""
     shards: Literal["plain", "head_tail"] = "plain"
-    """The part that is cut off an item: a run of queries, or its innermost part as a head-tail pair."""
+    """The part that is cut off: a run of queries, or the innermost part as a head-tail pair."""
     servers: Literal["in_place", "pool"] = "in_place"
     """`in_place`: every rank holds tokens and serves attention; `pool`: some ranks only serve."""
     pool_ranks: int | None = None
