@@ -19,12 +19,12 @@ from megatron_balance.ir.plan import MicrobatchPlan
 if TYPE_CHECKING:
     from megatron_balance.ir.arrays import Ints
     from megatron_balance.ir.layers import Layers
-    from megatron_balance.planning.run import load_config
+    from megatron_balance.planning.choice import load_config
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "layout", "load_config", "make_planner", "simulate", "verify"]
 
-_LAZY = {"load_config": "megatron_balance.planning.run", "simulate": "megatron_balance.simulator"}
+_LAZY = {"load_config": "megatron_balance.planning.choice", "simulate": "megatron_balance.simulator"}
 
 # See `megatron_balance.simulator.simulate`.
 simulate: Callable[..., dict[str, Any]]

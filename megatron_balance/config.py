@@ -187,7 +187,7 @@ class RunConfig(BaseModel):
     """One run: what to plan for (`plan` and the laboratory) and how to train (the Megatron
     adapter).
 
-    `planning.run.Run` is the same with its planner looked up.
+    `planning.choice.Run` is the same with its planner looked up.
     """
 
     model_config = STRICT

@@ -34,13 +34,14 @@ from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import (
     PlannerChoice,
+    Run,
     capacity,
     choose_layers,
     choose_planner,
+    load_config,
     planning_cost,
 )
-from megatron_balance.planning.run import Run, load_config
-from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.groups import check_pool
 from megatron_balance.strict_yaml import parse_yaml
 
 REMAP_SOLVERS = get_args(Solver)

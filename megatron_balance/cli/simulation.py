@@ -133,7 +133,7 @@ class Bench:
 
     def plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps; replicas have one size: where nobody says which, the fastest that fits."""
-        from megatron_balance.solvers.replicas import context_sizes, least_context
+        from megatron_balance.solvers.groups import context_sizes, least_context
 
         given, options = self.given, choice.options
         if not choice.planner.replicas or options.strategy is not None or options.context_parallel is not None:
@@ -440,7 +440,7 @@ def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
 
 def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
     """Reject replicas of a size that was asked for and does not hold the longest sequence."""
-    from megatron_balance.solvers.replicas import check_context, least_context
+    from megatron_balance.solvers.groups import check_context, least_context
 
     options = choice.options
     if not choice.planner.replicas or options.strategy is not None or (asked := options.context_parallel) is None:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_balance.ir.cluster import Cluster
-    from megatron_balance.planning.scheme_costs import SchemeCosts
-    from megatron_balance.planning.strategies import SampledStrategy
+    from megatron_balance.planning.strategies import SampledStrategy, SchemeCosts
 
 BATCHES, SAMPLE_BATCHES = 20, 50
 MOST_RANKS = 1 << 16
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _costs(args: argparse.Namespace, cluster: Cluster) -> SchemeCosts:
     from megatron_balance.planning.choice import planning_cost
-    from megatron_balance.planning.scheme_costs import PredictedCosts, TableCosts
+    from megatron_balance.planning.strategies import PredictedCosts, TableCosts
 
     if args.schemes:
         return TableCosts(load_scheme_table(args.schemes))

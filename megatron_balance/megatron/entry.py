@@ -66,7 +66,7 @@ def training(cfg_container: Any, *, has_script: bool = True) -> Iterator[None]:
     from megatron_balance.megatron.session import Session, opened
     from megatron_balance.megatron.ways import attends_jointly, candidates_of, layout_of, log_reasons, way_reasons
     from megatron_balance.patches.selection import for_job
-    from megatron_balance.planning.run import load_config
+    from megatron_balance.planning.choice import load_config
 
     args: Any = get_args()
     if not args.balance_config:

@@ -31,7 +31,7 @@ from megatron_balance.megatron.ways import log_reasons, way_reasons
 from megatron_balance.model_config import refusal
 from megatron_balance.patches import applied
 from megatron_balance.patches.selection import for_loop
-from megatron_balance.planning.run import Run, load_config
+from megatron_balance.planning.choice import Run, load_config
 from megatron_balance.training.log import ScalarWriter
 
 log = logging.getLogger(__name__)

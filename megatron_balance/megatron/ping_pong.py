@@ -35,7 +35,7 @@ from megatron_balance.megatron.core_attention import held_number, padded, rows_o
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.planned_model import mask_of, recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Megatron's step in ticks: all pipeline stages in one phase at a time, attending together.
 
 Source: DistCA, section 4.1. Passes, loss, gradient sums and transfers between stages are Megatron's
-own functions. Only the order is ours (`planning.tick_order`), and the work of a stage without a
+own functions. Only the order is ours (`planning.ticks`), and the work of a stage without a
 microbatch of its own: it makes the attention calls of the others' layers. All stages and chunks
 have the same number of layers, which `flags` sees to.
 """
@@ -28,7 +28,7 @@ from megatron_balance.megatron.groups import schedule_groups
 from megatron_balance.megatron.planned_model import recompute_of
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
-from megatron_balance.planning.tick_order import neighbour, passes_on
+from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot, Server
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.runtime.lower.steps import PhaseName

@@ -17,7 +17,7 @@ from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.groups import job_device
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.training.keeping import Keeping, RankMemory, agree_memory
 

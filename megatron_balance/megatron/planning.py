@@ -22,8 +22,8 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.planned_model import step_memory
-from megatron_balance.planners.megatron_dynamic import Scheduler, hybrid
-from megatron_balance.planners.megatron_dynamic.group import Microbatch
+from megatron_balance.planners import megatron_dynamic
+from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
@@ -212,7 +212,7 @@ class _Guarded:
                 )
                 self._said = True
             # Whatever Megatron raises, assertions and index errors alike, our rules plan the batch.
-            return hybrid.schedule(lengths, tokens, num_ranks)
+            return megatron_dynamic.RULES["hybrid"](lengths, tokens, num_ranks)
 
 
 def own_scheduler() -> Scheduler | None:

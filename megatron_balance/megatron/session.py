@@ -47,9 +47,8 @@ from megatron_balance.megatron.ways import (
     layouts_of,
     runs_pipelines,
 )
-from megatron_balance.planning.choice import planning_cost
-from megatron_balance.planning.predicted import Predicted, predict
-from megatron_balance.planning.run import Run, to_yaml
+from megatron_balance.planning.choice import Run, planning_cost, to_yaml
+from megatron_balance.planning.step_planner import Predicted, predict
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.groups import Groups

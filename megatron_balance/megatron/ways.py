@@ -15,7 +15,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import flags, ping_pong
 from megatron_balance.planning import choice
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 
 
 def way_reasons(args: argparse.Namespace, config: Run) -> list[str]:

@@ -1,7 +1,6 @@
-"""Planners: one file per system, none imports another. A planner is a pure function of lengths.
-
-To add one, write its functions and options in a module of its own and add a line to `PLANNERS`
-(docs/planners.md). `planners.base` has the protocol and what an entry can say.
+"""The table of planners. To add one, write its functions and options in a module of its own and a
+line in `PLANNERS` (docs/planners.md); `planners.base` says what an entry can have. None imports
+another.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from megatron_balance.planners import (
     zeppelin,
 )
 from megatron_balance.planners.base import Planner, Try, slack
-from megatron_balance.planners.wlb_llm import tuning
 
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays", once_per_node=True)
 _ONCE_PER_NODE = Layers(once_per_node=True)
@@ -41,7 +39,6 @@ def _always(_: Any) -> bool:
 
 
 def _parted_within(options: Any) -> bool:
-    """Whether the planner inside a microbatch parts heads."""
     return parts_heads(options.within, options.within_options)
 
 
@@ -118,7 +115,7 @@ PLANNERS: dict[str, Planner] = {
         plan_step=wlb_llm.plan_step,
         parts_heads=_parted_within,
         takes_waiting=True,
-        tune=tuning.tune,
+        tune=wlb_llm.tune,
         room=slack,
         left_out="it moves sequences between microbatches; inside one it is the planner named by its option within",
     ),

@@ -1,20 +1,11 @@
-"""auto: the best of all planners for each microbatch, by one estimate.
+"""auto: the best of all planners for each microbatch, by one estimate (`analysis.estimate`). No
+paper.
 
-No paper: every system here is the fastest somewhere, by lengths, model and links. What we
-implement: planners of the registry are asked in the order of a bound that is known before they plan
-(`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
-Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
-fastest one that fits is taken; where none fits, the fastest of those that need about the least memory
-(`analysis.estimate.best_first`), and the note says so. Planners say in their entry with which options
-they are asked, or why they are left out unless named: they plan for longer than a step hides, or
-another one's search has their plans too.
-
-What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
-decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
-comm patterns does that inside.
-
-A choice is a function of lengths, cluster, model, cost and the step's memory alone, of which all ranks
-are told the same, so all choose alike.
+Planners of the registry are asked in the order of a bound that is known before they plan; one whose
+bound is no better than the best plan so far is not asked. The fastest plan that fits memory is
+taken; where none fits, the fastest of those that need about the least memory, and the note says so.
+Parts of a microbatch by different planners are left out: a zone's ranks follow from the load of all
+the others.
 """
 
 from __future__ import annotations
@@ -30,14 +21,12 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
 from megatron_balance.planners.base import Candidate, StepContext
 
+# Plans beside the chosen one that a note names.
 _MOST_NAMED = 3
-"""Plans beside the chosen one that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoOptions:
-    """Options of auto."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; `slack` decides if not given."""
     slack: float = 1.5
@@ -49,14 +38,11 @@ class AutoOptions:
     """
 
     def __post_init__(self) -> None:
-        """Keep a list from a YAML as a tuple, equal to one given in Python."""
         object.__setattr__(self, "planners", tuple(self.planners))
 
 
 @dataclass(frozen=True, slots=True)
 class _PricedPlan:
-    """A plan and its estimate, by the label of who made it."""
-
     label: str
     plan: MicrobatchPlan
     estimate: Estimate
@@ -67,12 +53,11 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
 
     Raises:
         InfeasibleError: no planner that is asked can place the batch; the error of the first one.
-        ConfigError: an option out of range, or a planner in `planners` that is not there to ask.
     """
     options: AutoOptions = context.options
     candidates = _candidates(context, options)
     bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost, context.memory)
-    ordered = sorted(((each.least(bounds), at) for at, each in enumerate(candidates)))
+    ordered = sorted(((each.tried.least(bounds), at) for at, each in enumerate(candidates)))
     priced: list[_PricedPlan] = []
     passed_over: list[str] = []
     refused: list[InfeasibleError] = []
@@ -116,14 +101,14 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
             f"auto: planners: {', '.join(options.planners)} part heads, and a latent that travels is of all of them; "
             "name others"
         )
-    return [each for each in able if options.planners or not each.left_out]
+    return [each for each in able if options.planners or not each.planner.left_out]
 
 
 def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:
-    given = dict(candidate.options)
+    given = dict(candidate.tried.options)
     if options.tokens_per_rank is not None:
         given["tokens_per_rank"] = options.tokens_per_rank
-    if candidate.spreads:
+    if candidate.planner.room is not None:
         given["slack"] = options.slack
     inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
     step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)
@@ -138,7 +123,6 @@ def _nothing(candidates: Sequence[Candidate], options: AutoOptions) -> str:
 
 
 def _note(priced: Sequence[_PricedPlan], least_s: float, passed_over: Sequence[str]) -> str:
-    """The choice and why, in a sentence or two."""
     best, *others = priced
     decision = best.estimate.backward
     text = f"{best.label}: {1e3 * best.estimate.layer_s:.2f} ms a layer by estimate"

@@ -1,15 +1,14 @@
 """The protocol every planner meets: `plan_step(lengths, context, carry) -> (StepPlan, carry)`.
 
-Most planners only place one microbatch, `plan(batch, cluster, model, cost, options)`;
-`planning.place` lifts them to steps. A planner of whole steps (one that deals sequences into
-microbatches itself, holds some back, or asks other planners) gives `plan_step` instead.
-Whatever else is particular to a planner is a field of its entry, never its name in another file.
+Most planners place one microbatch and `planning.place` lifts them to steps; others give
+`plan_step`. Whatever is particular to a planner is a field of its entry, never its name in another
+file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_balance.analysis.change import Layouts
@@ -28,9 +27,9 @@ from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()
 
+# From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
+# from the first rank on: the number of ranks and the sequences of each.
 Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[tuple[tuple[int, tuple[int, ...]], ...]]]
-"""From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
-from the first rank on: the number of ranks and the sequences of each."""
 
 
 @runtime_checkable
@@ -53,7 +52,7 @@ class PlanStep(Protocol):
         ...
 
 
-class Lookup(Protocol):
+class _Lookup(Protocol):
     """Another planner from the registry, with options and layers (default: that planner's own)."""
 
     def __call__(self, name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep: ...
@@ -75,10 +74,7 @@ def _no_registry(name: str, options: Mapping[str, Any], layers: Layers | None = 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """All that steps are planned for, beside their lengths.
-
-    `cluster`: the ranks of one pipeline stage; `cost`: of that cluster.
-    """
+    """All that steps are planned for beside lengths. `cluster`: the ranks of one pipeline stage."""
 
     cluster: Cluster
     model: Model
@@ -114,7 +110,7 @@ class StepContext:
     """Of the planner that is asked, as its own dataclass."""
     layers: Layers = NO_LAYERS
     """Around the planner that is asked."""
-    planner: Lookup = _no_registry
+    planner: _Lookup = _no_registry
     """The registry, for planners that ask other planners."""
     candidates: tuple[Candidate, ...] = ()
     """Of the registry, for planners that choose among all others."""
@@ -122,9 +118,7 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Options with which a planner is worth asking, and the seconds of a layer that no plan it then
-    makes comes below.
-    """
+    """Options worth trying; `least`: seconds of a layer that no plan made with them comes below."""
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     least: Callable[[Bounds], float] = Bounds.even
@@ -132,23 +126,21 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A planner of the registry with options (`Try`). `spreads`: it takes an option `slack`;
-    `left_out`: as in its entry.
-    """
+    """A planner of the registry, to be asked with these options."""
 
     name: str
-    options: Mapping[str, Any]
-    least: Callable[[Bounds], float]
-    spreads: bool
-    left_out: str = ""
-    parts_heads: bool = False
-    """Whether its plans may part heads (`Planner.parts_heads`)."""
+    planner: Planner
+    tried: Try
 
     @property
     def label(self) -> str:
-        """Name and options, for people."""
-        given = ", ".join(f"{key} {value}" for key, value in self.options.items())
+        given = ", ".join(f"{key} {value}" for key, value in self.tried.options.items())
         return f"{self.name} ({given})" if given else self.name
+
+    @property
+    def parts_heads(self) -> bool:
+        asked = self.planner.parts_heads
+        return asked is not None and asked(self.planner.options(**self.tried.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +153,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Thresholds that were tried on a sample of steps.
-
-    `imbalance`: largest work of a microbatch over the mean; `delay`: mean steps that a token waits;
-    `delayed`: share of the tokens that wait at all.
+    """Thresholds tried on a sample of steps. `imbalance`: largest work of a microbatch over the
+    mean; `delay`: mean steps that a token waits; `delayed`: share of the tokens that wait at all.
     """
 
     thresholds: tuple[int, ...]
@@ -176,10 +166,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """An entry of the registry: how a system plans, and its traits.
-
-    `options`: a frozen dataclass of plain fields with defaults, always with `tokens_per_rank: int |
-    None = None`, the capacity of a rank. `layers`: remapping and routing that the system comes with.
+    """An entry of the registry. `options`: a frozen dataclass of plain fields with defaults, always
+    with `tokens_per_rank: int | None = None`; `layers`: remapping and routing that the system comes
+    with.
     """
 
     plan: Callable[[Batch, Cluster, Model, MachineCost, Any], MicrobatchPlan] | None
@@ -195,15 +184,14 @@ class Planner:
     """Make microbatches of the system's own from a batch that may be larger than the pool; None: as
     dealt."""
     plan_owned: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
-    """Plan attention for tokens wherever they are owned, so also for those of several pipeline
-    stages at once: from lengths, and rows (rank, seq, start, stop) of owners, to a plan with these
-    owners, whatever ranks have none."""
+    """Plan attention for tokens wherever they are owned: from lengths, and rows (rank, seq, start,
+    stop) of owners, to a plan with these owners."""
     replicas: bool = False
     """Whether the ranks are data-parallel replicas of `context_parallel` ranks each, an option that
     the planner has; None there: the fewest that hold the longest sequence."""
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
-    carry without a state); planners of microbatches need not care (`planning.waiting`)."""
+    carry without a state); planners of microbatches need not care (`planning.place`)."""
     tune: Callable[[Sequence[Lengths], StepContext, Tuning], tuple[Trial, ...]] | None = None
     """Choose options from a sample of steps, and show what was weighed."""
     pipelines: bool = False
@@ -236,7 +224,7 @@ class Planner:
     idle: Callable[[Any, Cluster], str | None] | None = None
     """Why options leave a planner of microbatches nothing to choose on these ranks, for the log; None:
     they do not."""
-    plan_with: Callable[[Any], PlanWith | None] | None = None
+    plan_with: Callable[[Any], _PlanWith | None] | None = None
     """Plan by another scheduler of context-parallel groups, if the options allow one: training
     hands it Megatron's own."""
 
@@ -247,14 +235,27 @@ class Planner:
 
 
 @runtime_checkable
-class PlanWith(Protocol):
-    """Place one microbatch by a scheduler of context-parallel groups."""
-
+class _PlanWith(Protocol):
     def __call__(
         self, scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: Any, /
     ) -> MicrobatchPlan: ...
 
 
 def slack(options: Any) -> float:
-    """The room of a planner that spreads tokens unevenly by its option `slack`."""
     return float(options.slack)
+
+
+def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) -> PlanStep:
+    """A planner that places microbatches, with the capacity and the layers of the one that asks."""
+    options = dict(given)
+    if context.options.tokens_per_rank is not None:
+        options["tokens_per_rank"] = context.options.tokens_per_rank
+    # Layers that somebody asked for go inside; otherwise that planner comes with its own.
+    asked = Layers(align=context.layers.align)
+    return context.planner(name, options, None if context.layers == asked else context.layers)
+
+
+def renumbered(step: StepPlan, numbers: Sequence[int]) -> StepPlan:
+    """The step with members that were places in `numbers`."""
+    members = tuple(tuple(tuple(numbers[at] for at in part) for part in each) for each in step.members)
+    return replace(step, members=members)

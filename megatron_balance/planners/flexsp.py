@@ -1,28 +1,18 @@
-"""flexsp: sequence-parallel groups of different sizes, chosen by an integer program (FlexSP).
+"""flexsp: sequence-parallel groups of different sizes, chosen by an integer program.
 
 Paper: FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism (Wang et
-al., arXiv 2412.01523), its parallelism planner, sequence bucketing and sequence blaster; the
-baseline "FlexSP+" of DistCA, section 6.1.
+al., arXiv 2412.01523): planner, bucketing, blaster. What we implement: disjoint groups of one to
+all ranks (powers of two, and all), Ulysses inside; the program chooses groups and sequences so that
+the longest group is as short as possible. HiGHS (in SciPy) solves it within a number of nodes, so
+that a plan depends on no clock; a greedy answer stands where the program does not beat it, where
+SciPy is missing (one warning), and where the program would be too large. `plan_batch` is the
+blaster.
 
-What we implement: disjoint groups of one to all ranks (powers of two, and all), tokens contiguous
-in a group and heads exchanged around attention (Ulysses). A group's time is its attention, linear
-modules and all-to-all; no group holds more than its ranks' capacity; the program chooses groups and
-sequences so that the longest group is as short as possible. Sequences are told apart by bucket, at
-most 16, cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that
-a plan does not depend on a clock. It has to beat a greedy answer, which stands where it does not,
-where SciPy is missing (one warning), and where the program would be too large (`most_variables`,
-`most_cells`: some hundred ranks). The first plan of a process also pays for importing SciPy.
-`plan_batch` is the sequence blaster: sequences sorted by length and cut into microbatches of about
-equal tokens, for the least number that fits and the next ones, of which the fastest is taken.
+What we leave out: model states in the memory constraint, ZeRO's communication, solving ahead.
 
-What we leave out: model states in the memory constraint (the capacity in tokens is what is left
-after them), ZeRO's communication, and solving ahead on other machines (the training adapter plans
-ahead for every planner).
-
-Where we differ and why: ranks may stay idle, where the published code, which has no groups of one
-rank, uses all. Seconds come from our cost model instead of its fitted constants; a group of more
-ranks than heads has ranks without attention, and its time says so. Where nothing holds the batch,
-all sequences go over all ranks.
+Where we differ and why: ranks may stay idle. Seconds come from our cost model instead of fitted
+constants, and count ranks without heads. Where nothing holds the batch, sequences go over all
+ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +31,8 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.capacity import check_each, check_pool
-from megatron_balance.solvers.groups import arrange, sizes
+from megatron_balance.solvers.groups import Frame, arrange, capacity_of, check_each, check_pool, sizes
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
-from megatron_balance.solvers.placed import Frame
 from megatron_balance.solvers.sized_groups import (
     Groups,
     GroupsProblem,
@@ -56,20 +44,16 @@ from megatron_balance.solvers.sized_groups import (
 
 log = logging.getLogger(__name__)
 
+# Numbers of microbatches that `plan_batch` tries, from the least that fits on.
 BLASTS = 3
-"""Numbers of microbatches that `plan_batch` tries, from the least that fits on."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlexSpOptions:
-    """Options of flexsp."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
-    1.
-    """
+    """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
     solver: Literal["highs", "greedy"] = "highs"
     """`highs` improves the greedy answer by the integer program; `greedy` does without SciPy."""
     node_limit: int = 50
@@ -83,25 +67,16 @@ class FlexSpOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> MicrobatchPlan:
-    """One microbatch: a zone per group.
-
-    Raises:
-        InfeasibleError: a sequence or the batch is larger than what the ranks hold.
-        ConfigError: an option out of range.
-    """
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     groups = _GroupSeconds(cluster, model, cost).groups(batch.lengths, capacity, options)
-    return _frame(cluster, model).microbatch(batch.lengths, _placement(groups, len(batch.lengths), cluster))
+    return Frame("flexsp", cluster, model, "head_exchange").microbatch(
+        batch.lengths, _placement(groups, len(batch.lengths), cluster)
+    )
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> StepPlan:
-    """The microbatches of the sequence blaster; the batch may be larger than the pool.
-
-    Raises:
-        InfeasibleError: a sequence is larger than what the ranks hold.
-        ConfigError: as `plan`.
-    """
+    """The microbatches of the blaster: the fastest of the least numbers that fit."""
     capacity = _capacity(batch, cluster, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     pricing = _GroupSeconds(cluster, model, cost)
@@ -127,13 +102,11 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     for index, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ()):
         for seq, ranks in zip(seqs, _placement(groups, len(seqs), cluster), strict=True):
             placement[seq], microbatch_of[seq] = ranks, index
-    return _frame(cluster, model).batch(batch.lengths, placement, microbatch_of)
+    return Frame("flexsp", cluster, model, "head_exchange").batch(batch.lengths, placement, microbatch_of)
 
 
 def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Sequences sorted by length and cut into at most `count` consecutive microbatches of about
-    equal tokens.
-    """
+    """Sequences by length, cut into at most `count` runs of about equal tokens."""
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
     total = sum(lengths)
     microbatches: list[list[int]] = [[] for _ in range(count)]
@@ -146,17 +119,12 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [seqs for seqs in microbatches if seqs]
 
 
-def _frame(cluster: Cluster, model: Model) -> Frame:
-    return Frame("flexsp", cluster, model, "head_exchange")
-
-
 def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
-    if options.slack < 1:
-        raise ConfigError(f"flexsp: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+    capacity = capacity_of("flexsp", options, batch.num_tokens, cluster.num_ranks)
     for name in ("node_limit", "num_buckets", "most_variables", "most_cells"):
         if getattr(options, name) < 1:
             raise ConfigError(f"flexsp: {name} {getattr(options, name)}: must be at least 1")
-    return options.tokens_per_rank or max(1, ceil(options.slack * batch.num_tokens / cluster.num_ranks))
+    return capacity
 
 
 def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[int, ...]]:
@@ -171,8 +139,6 @@ def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class _GroupSeconds:
-    """Seconds of a sequence in a group of some size: one layer, forward."""
-
     cluster: Cluster
     model: Model
     cost: CostModel
@@ -203,11 +169,9 @@ class _GroupSeconds:
         return GroupsProblem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
 
     def _seconds(self, length: int, size: int) -> float:
-        """Attention with the most heads that a rank has, linear modules on its tokens, and the
-        exchanges of q, k, v and outputs.
-        """
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
         busy_s = heads * self.cost.attention_s(self.model.mask.num_pairs(length)) + self.cost.linear_s(length / size)
+        # Peers on the node and beyond it; each pair exchanges 1 / size^2 of the sequence.
         inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)
         part = (
             length / size / size

@@ -1,27 +1,16 @@
-"""hybrid_dp: short sequences on one rank each, as in data parallelism, long ones in a ring, FLOPs
-even (ByteScale-like).
+"""hybrid_dp: short sequences on one rank each, long ones in a ring, FLOPs even (ByteScale-like).
 
-Paper: ByteScale (Ge et al., arXiv 2502.21231), hybrid data parallelism and its balance scheduler,
-as Zeppelin (arXiv 2509.21841, sections 2.2 and 5, "Hybrid DP") describes it as its baseline: data
-parallelism for short and ring context parallelism for long sequences, FLOPs balanced over ranks,
-and where the short sequences of a rank exceed its memory, further microbatches.
+Paper: ByteScale (Ge et al., arXiv 2502.21231), hybrid data parallelism, as Zeppelin (arXiv
+2509.21841, sections 2.2 and 5) describes it as its baseline. What we implement: a limit on a rank's
+FLOPs, the mean and `tolerance` more. Sequences, longest first, take the fewest ranks (a power of
+two, or all) that pass neither it nor the capacity: of the runs of neighbouring ranks, inside a node
+where it fits, the fullest. If that cannot be, the limit is raised. `plan_batch`: as many
+microbatches as memory asks for, and only the sum of FLOPs over them is limited.
 
-What we implement: a limit on a rank's FLOPs (attention and linear modules, `ir.model`), the mean
-and `tolerance` more. Sequences, longest first, take the fewest ranks (a power of two, or all) on
-which neither this limit nor the capacity is passed: of the runs of neighbouring ranks, inside a
-node where it fits, the fullest. If that cannot be, the limit is raised. `plan_batch` is the
-system's own form: tokens go to as many microbatches as memory asks for, and only the sum of FLOPs
-over them is limited.
+What we leave out: offloading of activations; its variant for pipelines.
 
-What we leave out: offloading of activations, which lets ByteScale use fewer ranks for a long
-sequence; pipeline stages of equal length (its pipeline variant of the scheduler).
-
-Where we differ and why: `plan` makes one microbatch, which is what one step of the pool runs, so a
-rank with long sequences may serve short ones in the same microbatch and memory bounds the balance;
-without slack hardly anything fits, and all sequences go over all ranks. ByteScale sizes groups by
-memory alone and lets the number of microbatches even out the rest, which one microbatch cannot;
-here FLOPs widen a group, too. ByteScale's own text, which says more of its scheduler than the
-description followed here, was not at hand.
+Where we differ and why: `plan` makes one microbatch, so memory bounds the balance, and FLOPs widen
+a group, too (ByteScale sizes groups by memory alone).
 """
 
 from __future__ import annotations
@@ -29,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
@@ -38,63 +27,45 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.capacity import check_each, check_pool
-from megatron_balance.solvers.groups import blocks, rank_tokens, sizes
-from megatron_balance.solvers.placed import Frame
+from megatron_balance.solvers.groups import Frame, blocks, capacity_of, check_each, check_pool, rank_tokens, sizes
 
+# Factors on the limit of a rank's FLOPs, tried in turn.
 _RAISES = (1.0, 1.2, inf)
-"""Factors on the limit of a rank's FLOPs, tried in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class HybridDpOptions:
-    """Options of hybrid_dp."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
-    1.
-    """
+    """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
     tolerance: float = 0.05
-    """FLOPs of the most loaded rank above the mean, relatively, at most; more only if there is no
-    other way.
-    """
+    """FLOPs of the busiest rank above the mean, relatively, at most; more only if there is no other
+    way."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> MicrobatchPlan:
-    """One microbatch; where nothing fits, all sequences over all ranks.
-
-    Raises:
-        InfeasibleError: a sequence or the batch is larger than what the ranks hold.
-        ConfigError: a slack below 1 or a negative tolerance.
-    """
-    del cost  # FLOPs are what this system balances, whatever they take
+    """One microbatch; where nothing fits, all sequences over all ranks."""
+    # FLOPs are what this system balances, whatever they take.
+    del cost
     problem = _problem(batch, cluster, model, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placed = _search(problem, options.tolerance, most_microbatches=1)
     everywhere = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
-    return _frame(cluster, model).microbatch(batch.lengths, placed.ranks if placed is not None else everywhere)
+    return Frame("hybrid_dp", cluster, model).microbatch(
+        batch.lengths, placed.ranks if placed is not None else everywhere
+    )
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> StepPlan:
-    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger
-    than the pool.
-
-    Raises:
-        InfeasibleError: a sequence is larger than what the ranks hold.
-        ConfigError: as `plan`.
-    """
+    """As many microbatches as memory asks for; the batch may be larger than the pool."""
     del cost
     problem = _problem(batch, cluster, model, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placed = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
-    assert placed is not None  # each sequence may have a microbatch of its own
-    return _frame(cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
-
-
-def _frame(cluster: Cluster, model: Model) -> Frame:
-    return Frame("hybrid_dp", cluster, model)
+    # Each sequence may have a microbatch of its own.
+    assert placed is not None
+    return Frame("hybrid_dp", cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +83,16 @@ class _DealProblem:
 
 
 def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _DealProblem:
-    if options.slack < 1:
-        raise ConfigError(
-            f"hybrid_dp: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
-        )
+    capacity = capacity_of("hybrid_dp", options, batch.num_tokens, cluster.num_ranks)
     if options.tolerance < 0:
         raise ConfigError(f"hybrid_dp: tolerance {options.tolerance}: must be at least 0")
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
     work = tuple(model.mask.num_pairs(n) * pair + n * token for n in batch.lengths)
-    capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
     return _DealProblem(batch.lengths, work, cluster, capacity)
 
 
 def _search(problem: _DealProblem, tolerance: float, most_microbatches: int) -> _Placing | None:
-    """The placement with the lowest limit on FLOPs that is found, or None if none fits the
-    capacity.
-    """
+    """The placement with the lowest limit on FLOPs that is found; None: none fits the capacity."""
     for factor in _RAISES:
         placing = _Placing(problem, (1 + tolerance) * factor * problem.mean, most_microbatches)
         if placing.place_all():
@@ -136,10 +101,7 @@ def _search(problem: _DealProblem, tolerance: float, most_microbatches: int) -> 
 
 
 class _Placing:
-    """A placement in the making.
-
-    `work`: FLOPs of each rank (`by_work`: in order); `tokens`: of each rank, by microbatch.
-    """
+    """A placement in the making. `work`: FLOPs of each rank; `tokens`: by microbatch."""
 
     def __init__(self, problem: _DealProblem, most_work: float, most_microbatches: int) -> None:
         self.problem, self.most_work, self.most_microbatches = problem, most_work, most_microbatches
@@ -150,10 +112,7 @@ class _Placing:
         self.microbatch = [0] * len(problem.lengths)
 
     def place_all(self) -> bool:
-        """Place every sequence on the fewest ranks that can take it.
-
-        Returns False if one finds none.
-        """
+        """Place every sequence on the fewest ranks that can take it; False if one finds none."""
         lengths, cluster = self.problem.lengths, self.problem.cluster
         order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
         allowed = sizes(cluster.num_ranks)
@@ -165,21 +124,15 @@ class _Placing:
         )
 
     def _place_alone(self, seq: int) -> bool:
-        """Place a sequence on the fullest rank that can take it (without a limit, the emptiest).
-
-        Returns False if there is none.
-        """
+        """Place a sequence on the fullest rank that can take it (without a limit, the emptiest)."""
         most = self.most_work - self.problem.work[seq]
         if most == inf:
             return any(self._put(seq, (rank,)) for _, rank in self.by_work.copy())
+        # The fullest that stays below the limit: entries before `at`, from the last down.
         at = bisect_right(self.by_work, (most, len(self.work)))
         return any(self._put(seq, (self.by_work[i][1],)) for i in range(at - 1, -1, -1))
 
     def _place(self, seq: int, size: int, runs: Sequence[tuple[int, ...]]) -> bool:
-        """Place a sequence on the fullest run of `size` neighbouring ranks that can take it.
-
-        Returns False if there is none.
-        """
         most = self.most_work - self.problem.work[seq] / size
         if most < 0:
             return False
@@ -189,15 +142,12 @@ class _Placing:
         return any(self._put(seq, run) for _, run in ordered)
 
     def _put(self, seq: int, run: tuple[int, ...]) -> bool:
-        """Put a sequence on these ranks in the first microbatch that has room.
-
-        Returns False if there is none.
-        """
         share = rank_tokens(self.problem.lengths[seq], len(run))
         microbatch = self._with_room(run, share)
         if microbatch is None:
             return False
         for rank in run:
+            # `by_work` stays sorted: the old entry goes before the load changes.
             del self.by_work[bisect_left(self.by_work, (self.work[rank], rank))]
             self.work[rank] += self.problem.work[seq] / len(run)
             self.tokens[microbatch][rank] += share

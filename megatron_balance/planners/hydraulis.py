@@ -1,25 +1,17 @@
 """hydraulis: pipelines side by side, each with microbatches of its own in number and length.
 
-Paper: Hydraulis: Balancing Large Transformer Model Training via Co-designing Parallel Strategies and
-Data Assignment (Li et al., arXiv 2412.07894), sections 4 to 6: Eq. 1 (packing), Eq. 3 (dispatch), and
-the choice among candidate strategies at every step.
+Paper: Hydraulis: Balancing Large Transformer Model Training via Co-designing Parallel Strategies
+and Data Assignment (Li et al., arXiv 2412.07894), sections 4 to 6. What we implement: sequences of
+a step are dispatched to the pipelines of a strategy (Eq. 3), then packed into microbatches (Eq. 1).
+Of several candidates that hold the longest sequence, by MaxLen (C.1) and `tokens_per_rank`, the
+step takes the one whose slowest pipeline ends first, with what pipelines do not cover of pulling
+weights and pushing gradients (5.2, 5.3). In training without candidates the command line's layout
+is the only strategy.
 
-What we implement: sequences of a step are dispatched to the pipelines of a strategy by seconds, then
-packed into each pipeline's microbatches (`solvers.dispatch`, `solvers.microbatches`); as options by
-the paper's Alg. 1 and its integer programs. Of several
-candidates the step takes the one whose slowest pipeline ends first, among those whose longest
-microbatch, by MaxLen (Appendix C.1) and `tokens_per_rank`, holds the longest
-sequence. In training the command line's layout is the only strategy, and its memory the user's.
-Inside a microbatch the planner named by `within` places sequences on the pipeline's
-context-parallel ranks.
-
-The choice counts what pipelines do not cover of pulling weights and pushing gradients (sections 5.2
-and 5.3; `analysis.change`).
-
-Where we differ and why: context parallelism is a degree of a scheme like the others (the authors'
-code has none). A pipeline without sequences runs one microbatch without any, since it still meets
-the others where gradients are summed. Without a strategy there is one pipeline of all ranks, and
-its microbatches are as dealt.
+Where we differ and why: context parallelism is a degree like the others, and `within` names the
+planner inside a microbatch. A pipeline without sequences runs an empty microbatch, since it meets
+the others where gradients are summed. Without a strategy there is one pipeline, with microbatches
+as dealt.
 """
 
 from __future__ import annotations
@@ -35,7 +27,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.base import StepContext, planner_within
 from megatron_balance.planners.pipelines import (
     CandidateMovement,
     Dispatching,
@@ -45,19 +37,16 @@ from megatron_balance.planners.pipelines import (
     fastest,
     holders,
     pipelines_of,
-    planner_within,
     side_by_side,
 )
 
 NAME = "hydraulis"
+# Strategies to be proposed for the lengths at hand, by whoever knows them all.
 AUTO = "auto"
-"""Strategies to be proposed for the lengths at hand, by whoever knows them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class HydraulisOptions:
-    """Options of hydraulis."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; a microbatch has at most this times the context-parallel ranks of
     its pipeline. Unlimited if not given."""
@@ -87,18 +76,12 @@ class HydraulisOptions:
     """Of a search by HiGHS; a limit in seconds would differ between ranks."""
 
     def __post_init__(self) -> None:
-        """Keep a list from a YAML as a tuple, equal to one given in Python."""
         if not isinstance(self.strategies, str):
             object.__setattr__(self, "strategies", tuple(self.strategies))
 
 
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-    """Dispatch and pack the sequences of a step, those that wait first, under the best candidate.
-
-    Raises:
-        InfeasibleError: a sequence that no candidate holds.
-        ConfigError: options out of range; strategies that do not fit the ranks.
-    """
+    """Dispatch and pack the sequences of a step, those that wait first, under the best candidate."""
     options: HydraulisOptions = context.options
     if options.within == NAME:
         raise ConfigError(f"within: expected the planner of one microbatch, such as te_ring, got {NAME}")
@@ -112,7 +95,7 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
         )
     within = options.within, options.within_options
     trains = context.strategy is not None
-    given = () if trains and options.strategies == AUTO else read_strategies(options.strategies)
+    given = () if trains and options.strategies == AUTO else _read_strategies(options.strategies)
     candidates = candidates_of(given, context, "strategies")
     if not candidates:
         return planner_within(context, *within)(lengths, context, carry)
@@ -121,16 +104,12 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
     solvers = Solvers(options.dispatching, options.packing, options.node_limit)
     costs = [each.with_overhead(options.microbatch_s).costs for each in held]
-    best, microbatches, _ = fastest(sizes, costs, solvers, moving_of([each.strategy for each in held], context))
+    best, microbatches, _ = fastest(sizes, costs, solvers, _moving_of([each.strategy for each in held], context))
     return side_by_side(every, held[best], microbatches, within), EMPTY
 
 
-def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[CandidateMovement]:
-    """The moves of weights and gradients of each strategy; empty where all run the base layout.
-
-    Raises:
-        ConfigError: as `layouts_of`.
-    """
+def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[CandidateMovement]:
+    """The moves of weights and gradients of each strategy; empty where all run the base layout."""
     layouts = layouts_of(context.options, context.cluster.num_ranks, context.base)
     if context.strategy is not None or layouts is None:
         return []
@@ -149,12 +128,7 @@ def moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Cand
 
 def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None = None) -> Layouts | None:
     """The base layout and the candidates on so many ranks; None: there is no other than the base.
-
     `base`: of a training job.
-
-    Raises:
-        ConfigError: option `base` beside a training job's, or one that is not pipelines of one
-            scheme on all ranks; else as `read_strategies`.
     """
     candidates = strategies_of(options)
     named = None if options.base is None else Strategy.parse(options.base)
@@ -171,20 +145,12 @@ def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None 
 
 
 def strategies_of(options: HydraulisOptions) -> tuple[Strategy, ...]:
-    """The candidates of a training run; none: it runs the command line's layout.
-
-    Raises:
-        ConfigError: as `read_strategies`.
-    """
-    return () if options.strategies == AUTO else read_strategies(options.strategies)
+    """The candidates of a training run; none: it runs the command line's layout."""
+    return () if options.strategies == AUTO else _read_strategies(options.strategies)
 
 
-def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
-    """The candidates of an option: texts, or the file that names one a line.
-
-    Raises:
-        ConfigError: a text that is no strategy, or a file that cannot be read.
-    """
+def _read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
+    """The candidates of an option: texts, or the file that names one a line."""
     if given == AUTO:
         raise ConfigError(
             "strategies: auto: 'simulate' and 'compare' propose them for all their batches; elsewhere name the FILE of "

@@ -1,53 +1,42 @@
-"""megatron: microbatches as full as they get, as many for every replica: Megatron-LM's way with packed
-samples, and the baseline of systems that balance replicas.
+"""megatron: microbatches as full as they get, as many for every replica: packed samples on CP x DP,
+the baseline of systems that balance replicas.
 
-Source: Megatron-LM with packed sequences (`THD`), context parallelism inside a replica and data
-parallelism over replicas. Hydraulis (arXiv 2412.07894), section 8.3, compares with it as "max-length
-packing and even dispatching of packed sequences".
+Source: Megatron-LM with packed sequences (`THD`); "max-length packing and even dispatching of
+packed sequences" of Hydraulis (arXiv 2412.07894), section 8.3. What we implement: all sequences of
+a step are packed by first fit, the longest first, into samples that are dealt to the replicas in
+turn (those of `context_parallel`, or the pipelines of a `strategy`); inside one every sequence goes
+over all ranks (`te_ring`). What we leave out: cutting documents where a sample ends; padding.
 
-What we implement: all sequences of a step are packed by first fit, the longest first, into samples
-that are dealt to the replicas in turn. Inside a sample every sequence goes over the replica's
-context-parallel ranks (`te_ring`). Replicas are those of `context_parallel`, with tensor parallelism
-as every planner has it, or the pipelines of a `strategy`.
-
-What we leave out: cutting documents where a sample ends, so that samples are full to the last token;
-padding, and microbatches without sequences that would make numbers equal.
-
-Where we differ and why: Megatron packs when the data set is built, so that a document meets the ones
-beside it in the file. Samples are as long as the step's tokens fill so many of them, up to the
-capacity, as a job's --seq-length and global batch are chosen for each other. Microbatches that are
-dealt already keep their sequences, and replicas of all ranks hold those that do not pack.
+Where we differ and why: Megatron packs when the data set is built. Samples are as long as the
+step's tokens fill so many of them. Microbatches that are dealt already keep their sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.base import StepContext, planner_within, renumbered
 from megatron_balance.planners.pipelines import (
     UNLIMITED,
     candidates_of,
     holders,
     pipelines_of,
-    planner_within,
     side_by_side,
 )
+from megatron_balance.solvers.groups import context_sizes, least_context, microbatches_of, samples_of
 from megatron_balance.solvers.packing import first_fit_decreasing
-from megatron_balance.solvers.replicas import context_sizes, least_context, microbatches_of, samples_of
 
 WITHIN: tuple[str, dict[str, Any]] = ("te_ring", {})
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronOptions:
-    """Options of megatron."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; a full microbatch has this times the context-parallel ranks of a
     pipeline."""
@@ -61,12 +50,7 @@ class MegatronOptions:
 
 
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-    """Pack the sequences of a step, those that wait first, and deal the microbatches in turn.
-
-    Raises:
-        InfeasibleError: a sequence that no microbatch holds.
-        ConfigError: a strategy that does not fit the ranks, or microbatches without a limit.
-    """
+    """Pack the sequences of a step, those that wait first, and deal the microbatches in turn."""
     options: MegatronOptions = context.options
     given = () if options.strategy is None else (Strategy.parse(options.strategy),)
     candidates = candidates_of(given, context, "strategy")
@@ -90,7 +74,6 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
 
 
 def _replicas(lengths: Lengths, context: StepContext, carry: Carry) -> tuple[StepPlan, Carry]:
-    """The step on replicas of context-parallel ranks that share each microbatch, a sample each."""
     options: MegatronOptions = context.options
     own = context.own_microbatches and not carry.waiting
     if options.context_parallel is not None:
@@ -103,15 +86,11 @@ def _replicas(lengths: Lengths, context: StepContext, carry: Carry) -> tuple[Ste
     pooled = tuple(chain.from_iterable(lengths))
     chosen = microbatches_of(pooled, size, context.cluster, options.tokens_per_rank)
     step, after = within(tuple(tuple(pooled[seq] for seq in each) for each in chosen), context, carry)
-    order = tuple(chain.from_iterable(chosen))
-    members = tuple(tuple(tuple(order[at] for at in part) for part in each) for each in step.members)
-    return replace(step, members=members), after
+    return renumbered(step, tuple(chain.from_iterable(chosen))), after
 
 
 def _least_context(lengths: Lengths, context: StepContext, *, own: bool) -> int:
-    """The fewest ranks of a replica that hold the longest sequence and, where microbatches are as
-    dealt, all of each.
-    """
+    """The fewest ranks of a replica that hold the longest sequence and each dealt microbatch."""
     cluster, each = context.cluster, context.options.tokens_per_rank
     least = least_context(lengths, cluster, each)
     if own:

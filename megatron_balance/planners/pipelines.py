@@ -1,10 +1,8 @@
-"""The pipelines of a strategy on the ranks that a step is planned for: what they hold, what they cost,
-which sequences go where, and the step that this makes. For planners whose replicas are pipelines.
-"""
+"""The pipelines of a strategy: what they hold and cost, which sequences go where."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -17,35 +15,31 @@ from megatron_balance.cost.perturbed import of_share, on_cluster
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planners.base import PlanStep, StepContext
+from megatron_balance.planners.base import StepContext, planner_within, renumbered
 from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, exact, greedy, least_s
 from megatron_balance.solvers.microbatches import microbatch_s, pack
 
+# Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
-"""Tokens of a microbatch where nobody says what a rank holds."""
 
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
 
+# Sequences to pipelines: ours; the paper's Alg. 1; Eq. 3 as an integer program.
 Dispatching = Literal["search", "trials", "ilp"]
-"""Sequences to pipelines: ours; the paper's Alg. 1; Eq. 3 as an integer program."""
+# A pipeline's sequences into microbatches: ours; Eq. 1 as an integer program.
 Packing = Literal["longest_first", "ilp"]
-"""A pipeline's sequences into microbatches: ours; Eq. 1 as an integer program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solvers:
-    """Ways to dispatch and to pack. `node_limit`: of a search by an integer program."""
-
     dispatching: Dispatching = "search"
     packing: Packing = "longest_first"
     node_limit: int = 200
 
     def dispatch(self, lengths: Sequence[int], costs: Sequence[PipelineCost]) -> Assigned:
-        """As `solvers.dispatch.dispatch`."""
         match self.dispatching:
             case "search":
                 return dispatch(lengths, costs, filled=True)
@@ -56,7 +50,6 @@ class Solvers:
 
     @property
     def pack_nodes(self) -> int:
-        """For `solvers.microbatches.pack`."""
         return self.node_limit if self.packing == "ilp" else 0
 
 
@@ -65,10 +58,8 @@ OURS = Solvers()
 
 @dataclass(frozen=True, slots=True)
 class CandidateMovement:
-    """A candidate's way to its weights, and of its gradients.
-
-    `change`: from the base layout; None: it is the base layout, whose own all-gather and
-    reduce-scatter take `sync_s`. `layers`: of the model. `overlap`: whether layers move beside the
+    """A candidate's way to its weights. `change`: from the base layout; None: it is the base
+    layout, whose own all-gather and reduce-scatter take `sync_s`. `overlap`: layers move beside the
     work of others.
     """
 
@@ -78,7 +69,6 @@ class CandidateMovement:
     overlap: bool
 
     def added_s(self, lengths: Sequence[int], made: Microbatches, costs: Sequence[PipelineCost]) -> float:
-        """Seconds that it adds to a step of these microbatches (as `deal` gives them)."""
         if self.change is None:
             return self.sync_s
         works: list[PipelineWork] = []
@@ -98,19 +88,16 @@ class CandidateMovement:
 
     @property
     def least_s(self) -> float:
-        """Seconds that it adds to any step."""
         return self.sync_s if self.change is None else self.change.least_s(overlap=self.overlap)
 
 
+# Of a microbatch's seconds; the backward of a matrix product is two of them.
 FORWARD_SHARE = 1 / 3
-"""Of a microbatch's seconds; the backward of a matrix product is two of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelines:
-    """A strategy with the cost of each of its pipelines, and the context of the planner inside a
-    microbatch of each.
-    """
+    """A strategy with each pipeline's cost and the context of the planner inside it."""
 
     strategy: Strategy
     costs: tuple[PipelineCost, ...]
@@ -122,16 +109,13 @@ class Pipelines:
         return max(cost.max_tokens for cost in self.costs) if min(cost.max_tokens for cost in self.costs) else 0
 
     def of_one_size(self) -> Pipelines:
-        """These pipelines with microbatches of the most tokens that all of them hold."""
         most = min(cost.max_tokens for cost in self.costs)
         return replace(self, costs=tuple(replace(cost, max_tokens=most) for cost in self.costs))
 
     def with_overhead(self, microbatch_s: float) -> Pipelines:
-        """These pipelines where each microbatch takes a stage so many seconds more."""
         return replace(self, costs=tuple(replace(cost, c=cost.c + microbatch_s) for cost in self.costs))
 
     def longer_with(self, length: int) -> str:
-        """Advice on how to make a sequence fit."""
         limits = [
             inside.options.tokens_per_rank * inside.cluster.num_ranks if inside.options.tokens_per_rank else UNLIMITED
             for inside in self.inside
@@ -145,13 +129,9 @@ class Pipelines:
 def deal(
     lengths: Sequence[int], costs: Sequence[PipelineCost], solvers: Solvers = OURS
 ) -> tuple[Microbatches, tuple[float, ...]]:
-    """Dispatch sequences to pipelines, and pack those of each.
-
-    Returns:
-        By pipeline and microbatch, positions in `lengths`; and seconds of each pipeline.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline holds.
+    """Dispatch sequences to pipelines, and pack those of each: by pipeline and microbatch,
+    positions in `lengths`; and seconds of each pipeline. InfeasibleError: a sequence that no
+    pipeline holds.
     """
     return packed(lengths, costs, solvers.dispatch(lengths, costs), solvers)
 
@@ -175,14 +155,8 @@ def fastest(
     solvers: Solvers = OURS,
     moving: Sequence[CandidateMovement] = (),
 ) -> tuple[int, Microbatches, tuple[float, ...]]:
-    """The candidate whose slowest pipeline ends first, with what moves weights and gradients, if
-    that is given for each: its number, and as `deal`.
-
-    Sequences are dispatched under every candidate. Packing adds to what that leaves at least, so
-    candidates are packed from the least on, until one can no longer win.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline of a candidate holds.
+    """The candidate whose slowest pipeline ends first, with what moves weights (`moving`): its
+    number, and as `deal`.
     """
     assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [
@@ -202,17 +176,14 @@ def fastest(
 
 
 def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
-    """Seconds of a pipeline's microbatches, by their lengths: their stage times, and the fullest one
-    through the other stages (Eq. 2); 0 without any.
-    """
+    """Seconds of a pipeline: its stage times, and the fullest through the other stages (Eq. 2)."""
     times = [microbatch_s(lengths, cost) for lengths in microbatches]
     return sum(times) + (cost.stages - 1) * max(times, default=0.0)
 
 
 def candidates_of(given: Sequence[Strategy], context: StepContext, key: str) -> tuple[Strategy, ...]:
-    """The strategies to choose from; empty: one pipeline of all ranks, with microbatches as dealt.
-
-    `key`: the option that names those `given`.
+    """The strategies to choose from; empty: one pipeline of all ranks. `key`: the option that names
+    `given`.
 
     Raises:
         ConfigError: strategies beside a training job's own layout, or for a microbatch alone.
@@ -233,11 +204,7 @@ def candidates_of(given: Sequence[Strategy], context: StepContext, key: str) -> 
 
 
 def holders(known: Sequence[Pipelines], sizes: Sequence[int]) -> list[Pipelines]:
-    """Those that hold the longest of sequences of `sizes` tokens.
-
-    Raises:
-        InfeasibleError: there is none.
-    """
+    """Those that hold the longest of sequences of `sizes` tokens; InfeasibleError: there is none."""
     longest = max(sizes, default=0)
     held = [each for each in known if each.max_tokens >= max(longest, 1)]
     if not held:
@@ -265,34 +232,17 @@ def side_by_side(
         _pipeline_step([length for _, length in every], own, inside, within)
         for own, inside in zip(microbatches, pipelines.inside, strict=True)
     ]
-    planned = StepPlan.side_by_side(pipelines.strategy, steps)
-    members = tuple(tuple(tuple(every[seq][0] for seq in part) for part in each) for each in planned.members)
-    return replace(planned, members=members)
+    return renumbered(StepPlan.side_by_side(pipelines.strategy, steps), [number for number, _ in every])
 
 
 def _pipeline_step(
     sizes: Sequence[int], microbatches: Sequence[Sequence[int]], inside: StepContext, within: tuple[str, Any]
 ) -> StepPlan:
-    """The microbatches of one pipeline, one empty one where there are none; their members are
-    positions in `sizes`.
-    """
     chosen = tuple(tuple(each) for each in microbatches) or ((),)
     lengths = tuple(tuple(sizes[at] for at in each) for each in chosen)
     step, carried = planner_within(inside, *within)(lengths, inside, EMPTY)
     assert carried.is_empty, "nothing may be carried inside a microbatch"
-    flat = list(chain.from_iterable(chosen))
-    members = tuple(tuple(tuple(flat[seq] for seq in part) for part in of) for of in step.members)
-    return StepPlan(members, step.plans)
-
-
-def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) -> PlanStep:
-    """A planner that places microbatches, with the capacity and the layers of the one that asks."""
-    options = dict(given)
-    if context.options.tokens_per_rank is not None:
-        options["tokens_per_rank"] = context.options.tokens_per_rank
-    # Layers that somebody asked for go inside; otherwise that planner comes with its own.
-    asked = Layers(align=context.layers.align)
-    return context.planner(name, options, None if context.layers == asked else context.layers)
+    return renumbered(step, list(chain.from_iterable(chosen)))
 
 
 def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
@@ -301,10 +251,11 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     Raises:
         ConfigError: a strategy that the ranks or the model cannot be split by.
     """
-    if context.of_ranks:  # whose model is cut by Megatron's own rules
+    # Whose model is cut by Megatron's own rules.
+    if context.of_ranks:
         strategy.check(context.cluster.num_ranks, context.cluster.node_size)
     elif context.strategy is None:
-        check_strategy(strategy, context.cluster, context.model)
+        _check_strategy(strategy, context.cluster, context.model)
     known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
     for scheme in strategy.pipelines:
         if scheme not in known:
@@ -313,30 +264,25 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     return Pipelines(strategy, costs, inside)
 
 
-def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
-    """Reject a strategy that the ranks or the model cannot be split by.
-
-    Raises:
-        ConfigError: says what does not divide, how many ranks are missing, or which TP group would
-            cross nodes.
-    """
+def _check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
     strategy.check(cluster.num_ranks, cluster.node_size)
     for scheme in dict.fromkeys(strategy.pipelines):
         check_scheme(scheme, model, f"strategy {strategy}: ")
 
 
 def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:
-    """The cost of a pipeline, and the context of the planner inside its microbatches."""
     # The ranks of a training job are tensor-parallel groups already.
     tensor = None if context.strategy is not None else scheme.tensor
     options = context.options
     if options.tokens_per_rank is not None and tensor is not None:
         options = replace(options, tokens_per_rank=options.tokens_per_rank * tensor)
     most = UNLIMITED if options.tokens_per_rank is None else options.tokens_per_rank * scheme.context
-    if tensor is not None:  # a training job's memory is its own: recomputation, offloading
+    # a training job's memory is its own: recomputation, offloading.
+    if tensor is not None:
         most = min(most, max_len(scheme, context.model, context.cluster.memory_bytes, context.cluster.num_ranks))
     gpus = context.cluster
-    if context.of_ranks and gpus.num_ranks <= gpus.node_size:  # each pipeline lies on the one node whole
+    # Each pipeline lies on the one node whole.
+    if context.of_ranks and gpus.num_ranks <= gpus.node_size:
         own = scheme.tensor * scheme.context
         gpus = replace(gpus, num_ranks=own, ranks_per_node=own)
     ranks = gpus if tensor is None else wide_ranks(joined_nodes(gpus, tensor), tensor)
@@ -365,10 +311,11 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
 
 def _memory(scheme: Scheme, context: StepContext, model: Model, num_groups: int) -> StepMemory | None:
     """The memory of a pipeline's step around its plans; `num_groups`: tensor-parallel groups of the
-    job, which share out the optimizer's state, stage by stage; `model`: of a rank.
+    job, which share out the optimizer's state; `model`: of a rank.
     """
     told = context.memory
-    if told is None or context.strategy is not None:  # which is the layout that it is of
+    # Which is the layout that it is of.
+    if told is None or context.strategy is not None:
         return told
     tensor = scheme.tensor if context.of_ranks else 1
     stages = stages_of(context.model, max(scheme.context, num_groups // scheme.pipeline), pipeline=scheme.pipeline)
@@ -379,11 +326,7 @@ def _memory(scheme: Scheme, context: StepContext, model: Model, num_groups: int)
 
 
 def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
-    """The first `num_ranks` of a cluster's ranks, which any of its pipelines' stages are like.
-
-    Raises:
-        ConfigError: pipelines of so many ranks would lie on nodes unevenly.
-    """
+    """The first `num_ranks` of a cluster, like any of its stages; ConfigError: they lie unevenly."""
     size = cluster.node_size
     if size % num_ranks and num_ranks % size:
         raise ConfigError(

@@ -1,31 +1,18 @@
 """wlb_sharding: every sequence over all ranks, cut on its own or packed with the others, whichever
-attention does sooner (WLB-LLM).
+attention does sooner.
 
-Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training (Wang et al., OSDI
-2025, arXiv 2503.17924), section 5, and what its section 8 leaves as future work. What we implement:
+Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training (Wang et al.,
+OSDI 2025, arXiv 2503.17924), sections 5 and 8. What we implement: `document`, each sequence in 2G
+chunks, chunk i and 2G - 1 - i on rank i, tokens left over dealt round robin (5.1); `sequence`, all
+packed to one and cut like that (3.1); `adaptive`, the one predicted sooner (5.3); `mixed`, those of
+some length or longer on their own, the rest packed (8). Keys and values are gathered by all ranks
+before one launch a zone.
 
-- `document`: each sequence (the paper's document) in 2G chunks, chunk i and 2G - 1 - i on rank i,
-  no padding, the tokens left over dealt round robin over the microbatch (section 5.1);
-- `sequence`: all of them packed to one and cut like that (section 3.1; Llama 3's context
-  parallelism);
-- `adaptive`: the one of the two whose slowest rank is predicted to be done sooner (section 5.3);
-- `mixed`: the choice for each document inside one packed sequence (section 8): those of some length
-  or longer on their own, the rest packed, the length that is predicted to take the shortest. All
-  documents and none are among the lengths that are tried, so it is never predicted above
-  `adaptive`.
+What we leave out: packing and delay, which is `wlb_llm`.
 
-Keys and values are gathered by all ranks before one launch a zone, their gradients reduce-scattered.
-Ranks differ by one token at most, whichever is chosen, with both kinds in one microbatch too.
-
-What we leave out: packing and delay, which is the planner that deals documents into microbatches;
-any planner may follow inside one.
-
-Where we differ and why: tokens left over lengthen a rank's chunks instead of being fragments of
-their own (`patterns.even_chunks`). Kernel time is that of the cost model, forward and backward
-together, where the paper predicts the forward: tiles and blocks of the kernel from data sheets, or
-what `profile` measured. A sequence that lies on one rank does not travel, where the paper gathers
-all. So a packed sequence moves less than one cut document by document, and the choice weighs what
-is gathered, too.
+Where we differ and why: tokens left over lengthen a rank's chunks (`patterns.even_chunks`). Kernel
+time counts forward and backward. A sequence on one rank does not travel, where the paper gathers
+all; so the choice weighs what is gathered, too.
 """
 
 from __future__ import annotations
@@ -45,34 +32,25 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.groups import check_pool, plan_of
 
+# Gradients of keys and values travel in fp32.
 GRADIENT_BYTES = 4
-"""Gradients of keys and values travel in fp32."""
 
 SHARDINGS = ("document", "sequence", "adaptive", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
 class WlbShardingOptions:
-    """Options of wlb_sharding."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
-    """The unit that is cut: each sequence, all packed to one, the better of the two by predicted
-    time, or a mixture by length.
-    """
+    """The unit that is cut: each sequence, all packed to one, the better by predicted time, or a
+    mixture."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WlbShardingOptions) -> MicrobatchPlan:
-    """One zone over all ranks, or two where some sequences are cut on their own and others are
-    packed.
-
-    Raises:
-        ConfigError: a sharding that there is not.
-        InfeasibleError: the batch has more tokens than the ranks hold.
-    """
+    """One zone over all ranks, or two where some sequences are cut alone and others packed."""
     if options.sharding not in SHARDINGS:
         raise ConfigError(
             f"wlb_sharding: sharding {options.sharding!r} is not known; choose one of {', '.join(SHARDINGS)}"
@@ -90,23 +68,13 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
             mask=model.mask,
         )
         zones = min(tried, key=lambda zones: predicted_s(zones, context, cluster, model, cost))
-    return MicrobatchPlan(
-        "wlb_sharding",
-        batch.lengths,
-        cluster.num_ranks,
-        cluster.node_size,
-        model.num_heads,
-        model.num_kv_heads,
-        zones,
-        mask=model.mask,
-    )
+    return plan_of("wlb_sharding", batch.lengths, (cluster, model), zones)
 
 
 def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tuple[Zone, ...]]:
-    """The zones that a sharding chooses among; of equally good ones the first counts.
-
-    With `mixed` the longest documents are cut on their own: none, one, two, three, four, six and so
-    on, up to all. A document too short to give every chunk a token is not, unless all are.
+    """The zones that a sharding chooses among; of equally good ones the first counts. With `mixed`
+    the longest documents are cut on their own: none, one, two, three, four, six and so on, up to
+    all.
     """
     num_seqs = len(lengths)
     if not num_seqs:
@@ -132,10 +100,7 @@ def _counts(most: int) -> list[int]:
 
 
 def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tuple[Zone, ...]:
-    """The zone of the sequences `alone`, each cut on its own, and that of the others, packed.
-
-    Each zone has a token more on its first ranks, so the second begins where these end.
-    """
+    """The zone of the sequences `alone`, each cut on its own, and that of the others, packed."""
     own = set(alone)
     packed = tuple(seq for seq in range(len(lengths)) if seq not in own)
     first = sum(lengths[seq] for seq in own) % num_ranks
@@ -149,8 +114,8 @@ def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tupl
 
 
 def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model: Model, cost: CostModel) -> float:
-    """Predicted seconds of attention, forward and backward: the kernels of the slowest rank, and
-    the gathers and reduce-scatters of all zones, which nothing hides.
+    """Seconds of attention, forward and backward: kernels of the slowest rank, and all gathers and
+    reduce-scatters, which nothing hides.
     """
     both = 1 + GRADIENT_BYTES / model.bytes_per_element
     moved_s = sum(
@@ -160,14 +125,12 @@ def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model
 
 
 def _widest(zone: Zone, context: Context) -> int:
-    """Tokens of the largest block that a zone gathers."""
     return max(
         (int(each.rows[:, Message.TOKENS].max()) for each in pattern_of(zone).messages(zone, context)), default=0
     )
 
 
 def _ring_s(num_bytes: float, num_ranks: int, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds in which a block of every rank goes round a ring over all NICs."""
     if not num_bytes:
         return 0.0
     steps = num_ranks - 1
@@ -179,9 +142,7 @@ def _ring_s(num_bytes: float, num_ranks: int, cluster: Cluster, cost: CostModel)
 
 
 def kernel_s(zones: Sequence[Zone], context: Context, cost: CostModel) -> Floats:
-    """Predicted seconds of each rank's attention kernels, forward and backward: float64
-    [num_ranks].
-    """
+    """Seconds of each rank's attention kernels, forward and backward: float64 [num_ranks]."""
     seconds = np.zeros(context.num_ranks)
     for zone in zones:
         launches = pattern_of(zone).rounds(zone, context).launches

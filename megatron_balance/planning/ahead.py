@@ -1,10 +1,8 @@
 """Planning ahead: a background process that plans the coming steps while the current one runs.
 
-The process is spawned, imports neither torch nor Megatron, and is never forked from a process that
-talks to others. What goes through its two pipes is numbered frames of JSON, over descriptors that
-nothing else writes to. It answers in the order it was asked, so a result does not depend on timing,
-and each step is planned with what the one before carried. A process that dies or is silent for too
-long is started again, once; then all is planned on the spot.
+It is spawned, imports neither torch nor Megatron, and answers numbered frames of JSON over two
+pipes in the order it was asked, so a result does not depend on timing. A process that dies or is
+silent for too long is started again, once; then all is planned on the spot.
 """
 
 from __future__ import annotations
@@ -32,23 +30,21 @@ from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
 
+# Of a frame: its number, and the bytes that follow.
 HEADER = struct.Struct("<QQ")
-"""Of a frame: its number, and the bytes that follow."""
+# Requests that wait to be written to a process that does not read; others are not asked at all.
 MOST_UNSENT = 8
-"""Requests that wait to be written to a process that does not read; others are not asked at all."""
+# How long the first answer is waited for.
 PATIENCE_S = 60.0
-"""How long the first answer is waited for."""
+# Later ones: so many seconds, or so many times the longest planning so far, whichever is more.
 LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
-"""Later ones: so many seconds, or so many times the longest planning so far, whichever is more."""
 RESTARTS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer: a step that was planned with the carry `before`, and what it carries on, `after`.
-
-    `step`: None if the planner refused (planning on the spot will say why). `plan_s`: seconds of
-    planning; `waited_s`: seconds that the training process waited for it.
+    """A step that was planned with the carry `before`, and what it carries on. `step`: None: the
+    planner refused. `waited_s`: seconds that the training process waited for it.
     """
 
     step: StepPlan | None
@@ -60,15 +56,11 @@ class Ready:
 
 @dataclass(slots=True)
 class _ComingAnswer:
-    """An answer that comes, or that the process left out."""
-
     done: Event = field(default_factory=Event)
     answer: bytes = b""
 
 
 class _Process:
-    """One planning process, a thread that writes to it and one that reads."""
-
     def __init__(self, spec: PlanSpec) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
@@ -80,7 +72,8 @@ class _Process:
         os.close(theirs_in)
         os.close(theirs_out)
         self._slots: dict[int, _ComingAnswer] = {}
-        self._unsent: Queue[tuple[int, bytes] | None] = Queue(MOST_UNSENT + 1)  # the spec is one more
+        # The spec is one more.
+        self._unsent: Queue[tuple[int, bytes] | None] = Queue(MOST_UNSENT + 1)
         self._asked = 0
         self._unsent.put((0, spec.to_json().encode()))
         self._reader = Thread(target=self._read, args=(os.fdopen(ours_in, "rb"),), daemon=True)
@@ -90,7 +83,6 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether answers may still come."""
         return self._reader.is_alive()
 
     def ask(self, request: str) -> _ComingAnswer | None:
@@ -118,7 +110,8 @@ class _Process:
             return self._process.wait()
 
     def _write(self, stream: IO[bytes]) -> None:
-        with suppress(OSError), stream:  # it died; whoever takes an answer says so
+        # It died; whoever takes an answer says so.
+        with suppress(OSError), stream:
             while (frame := self._unsent.get()) is not None:
                 write_frame(stream, *frame)
 
@@ -133,12 +126,9 @@ class _Process:
 
 
 class PlanAhead:
-    """The background process. Requests are answered in order; `take` waits for one only if it is
-    not there yet.
-    """
+    """The background process. Requests are answered in order."""
 
     def __init__(self, spec: PlanSpec) -> None:
-        """Start the process (about a tenth of a second of its own, none of the caller's)."""
         self._spec = spec
         self._process: _Process | None = _Process(spec)
         self._restarts = 0
@@ -149,13 +139,7 @@ class PlanAhead:
 
     def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
         """Ask for the plan of a step of these microbatches, to be taken by `key`. Never waits.
-
-        A step that was not asked for, because the process is gone or does not read, has no answer.
-
-        Args:
-            key: of the step.
-            lengths: of its sequences, by microbatch.
-            carry: what the step before left; None: what the step that was asked for last leaves.
+        `carry`: what the step before left; None: what the step that was asked for last leaves.
         """
         if self._process is None or (carry is None and not self._chained):
             return
@@ -168,14 +152,12 @@ class PlanAhead:
             self._slots[key] = slot
 
     def forget(self) -> None:
-        """Drop all answers that were not taken."""
         self._slots.clear()
 
     def take(self, key: Hashable, timeout_s: float | None = None) -> Ready | None:
-        """The answer to `key`, waited for if need be; None if `key` was never asked, or the process
-        died or was silent for `timeout_s` (said in the log).
-
-        `timeout_s`: by default what earlier answers took, and much more.
+        """The answer to `key`, waited for if need be; None: it was never asked, or the process died
+        or was silent (said in the log) for `timeout_s`, by default what earlier answers took and
+        much more.
         """
         slot = self._slots.pop(key, None)
         if slot is None or self._process is None:
@@ -199,7 +181,6 @@ class PlanAhead:
 
     @property
     def proofs(self) -> Proofs:
-        """Outcomes of all proofs, as the last answer that was taken had them."""
         return self._earlier_proofs + self._proofs
 
     def peek(self, key: Hashable) -> StepPlan | None:
@@ -211,7 +192,6 @@ class PlanAhead:
         return None if body["step"] is None else from_body(body["step"])
 
     def close(self) -> None:
-        """End the process; safe to call twice."""
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -221,7 +201,6 @@ class PlanAhead:
         return PATIENCE_S if self._longest_s is None else max(LEAST_PATIENCE_S, TIMES_LONGEST * self._longest_s)
 
     def _again(self, why: str) -> None:
-        """Start another process, or none where that was done before."""
         assert self._process is not None
         self._process.end(0.0)
         self._earlier_proofs, self._proofs = self.proofs, Proofs()
@@ -237,14 +216,12 @@ class PlanAhead:
 
 
 def write_frame(stream: IO[bytes], number: int, body: bytes) -> None:
-    """Write a frame of this number, and flush."""
     stream.write(HEADER.pack(number, len(body)))
     stream.write(body)
     stream.flush()
 
 
 def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
-    """Number and body of the next frame; None: the stream ends before the frame does."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -254,12 +231,7 @@ def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first frame is a PlanSpec, each other one a step; an answer has the
-    number of its request.
-
-    After a step that could not be planned, what it would have carried is unknown: steps that follow
-    it are not planned either, until one comes with a carry of its own.
-    """
+    """The process itself: the first frame is a PlanSpec, each other one a step."""
     first = read_frame(requests)
     if first is None:
         return

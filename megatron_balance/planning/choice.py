@@ -1,5 +1,5 @@
-"""A planner chosen from the registry: its options checked, its layers around it, and how training
-runs its plans.
+"""The planner, its options and layers: chosen from the registry, or by a configuration's file, and how
+training runs its plans.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+import yaml
+from pydantic import InstanceOf
+
 from megatron_balance.analysis.backward import Stage, state_bytes
 from megatron_balance.analysis.step_memory import most_tokens, stages_of
-from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
+from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice, RunConfig, read_config
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.measured import MeasuredCost
@@ -27,11 +30,10 @@ from megatron_balance.ir.mask import kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.planners import PLANNERS, parts_heads
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.place import place, place_microbatches
-from megatron_balance.planning.waiting import with_waiting
-from megatron_balance.strict_yaml import checked, unknown_name
+from megatron_balance.planning.place import place, place_microbatches, with_waiting
+from megatron_balance.strict_yaml import STRICT, checked, unknown_name
 
 PingPong: TypeAlias = bool | Literal["auto"]
 Stages: TypeAlias = Literal["joint", "stages"] | None
@@ -39,25 +41,16 @@ Stages: TypeAlias = Literal["joint", "stages"] | None
 
 @dataclass(frozen=True, slots=True)
 class PlannerChoice(PlannerSection):
-    """A planner by name, its options as that planner's own frozen dataclass, and the layers around
-    it.
-
-    `given`: the options that somebody set; the others are defaults, or follow from the layers.
+    """A planner by name, its options as its own dataclass, and the layers around it. `given`: the
+    options that somebody set.
     """
 
     options: Any = None
     layers: Layers = NO_LAYERS
     planner: Planner = field(kw_only=True)
-    """Its entry of the registry."""
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
-        """The plan of one microbatch, layers included.
-
-        Raises:
-            InfeasibleError: a batch that the ranks cannot hold.
-            ConfigError: as `num_holders`, or options out of range.
-            InvalidProgramError: a plan of other sequences.
-        """
+        """The plan of one microbatch, layers included; raises as `plan_step`."""
         self.check_mask(model)
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
         if self.planner.plan is not None:
@@ -72,16 +65,14 @@ class PlannerChoice(PlannerSection):
 
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
-            ConfigError: as `num_holders`; stages that the planner cannot plan together; interleaved
-                stages, and microbatches that do not come in whole groups; waiting sequences of
-                another planner that this one cannot train.
+            ConfigError: options, stages, a mask or waiting sequences that the planner cannot plan.
             InvalidProgramError: a step that trains a sequence twice, by another length, or loses one.
         """
         self.num_holders(context.cluster)
         self.check_mask(context.model)
         if context.joint is not None and not self.planner.joint:
             raise ConfigError(
-                f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}"
+                f"planner {self.name} cannot plan several pipeline stages together; these can: {_joint_planners()}"
             )
         self.check_carry(carry)
         if carry.planner != self.name:
@@ -104,11 +95,7 @@ class PlannerChoice(PlannerSection):
         return step, after
 
     def check_carry(self, carry: Carry) -> None:
-        """Reject sequences that another planner held back, if this one cannot train them.
-
-        Raises:
-            ConfigError: there are some.
-        """
+        """Reject sequences that another planner held back, if this one cannot train them."""
         of_another = carry.waiting and carry.planner != self.name
         if of_another and self.planner.plan_step is not None and not self.planner.takes_waiting:
             raise ConfigError(
@@ -118,11 +105,7 @@ class PlannerChoice(PlannerSection):
             )
 
     def check_mask(self, model: Model) -> None:
-        """Reject a model whose attention the planner cannot plan.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Reject (ConfigError) a model whose attention the planner cannot plan."""
         kind = kind_of(model.mask)
         if kind not in self.planner.masks:
             able = ", ".join(name for name, planner in PLANNERS.items() if kind in planner.masks)
@@ -132,12 +115,7 @@ class PlannerChoice(PlannerSection):
             )
 
     def num_holders(self, cluster: Cluster) -> int:
-        """Number of ranks of the cluster that hold tokens; the others only serve attention.
-
-        Raises:
-            ConfigError: options that leave no rank for either, or a remap, which would give tokens
-                to those that are to hold none.
-        """
+        """Ranks that hold tokens; ConfigError: none, or a remap would give some to others."""
         of = self.planner.num_holders
         num_holders = cluster.num_ranks if of is None else of(cluster, self.options)
         if self.layers.remap and num_holders < cluster.num_ranks:
@@ -151,7 +129,6 @@ class PlannerChoice(PlannerSection):
         return num_holders
 
     def _most_tokens(self, context: StepContext) -> float:
-        """Tokens that a microbatch may have."""
         each = self.options.tokens_per_rank
         return inf if each is None else each * self.num_holders(context.cluster)
 
@@ -165,39 +142,26 @@ class PlannerChoice(PlannerSection):
 
 
 def _candidates() -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(
-            name,
-            each.options,
-            each.least,
-            planner.room is not None,
-            planner.left_out,
-            parts_heads(name, each.options),
-        )
-        for name, planner in PLANNERS.items()
-        if planner.plan is not None
-        for each in planner.tries
-    )
+    asked = ((name, planner) for name, planner in PLANNERS.items() if planner.plan is not None)
+    return tuple(Candidate(name, planner, each) for name, planner in asked for each in planner.tries)
 
 
 def _look_up(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:
     return choose_planner(name, options, f"planner {name}", layers).plan_step
 
 
-def joint_planners() -> str:
-    """Names of the planners that plan several pipeline stages together."""
+def _joint_planners() -> str:
     return ", ".join(name for name, planner in PLANNERS.items() if planner.joint) or "none"
 
 
 def choose_planner(
     name: str, given: Mapping[str, Any], where: str = "planner", layers: Layers | None = None
 ) -> PlannerChoice:
-    """The planner `name` with options checked against that planner's own dataclass, and with
-    `layers` or the planner's own.
+    """The planner `name` with options checked against its own dataclass, and with `layers` or its
+    own.
 
     Raises:
-        ConfigError: no such planner or option, or a wrong type; `where` says in which file or
-            option.
+        ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
     """
     if name not in PLANNERS:
         raise ConfigError(
@@ -237,11 +201,7 @@ def choose_layers(
 
 @dataclass(frozen=True, slots=True)
 class StepMode:
-    """How training runs a step.
-
-    `ping_pong`: microbatches of two sequences or more run as two nano-batches. `pipeline`: whether
-    its stages attend together or each for itself; None: there is one.
-    """
+    """How training runs a step. `pipeline`: whether stages attend together; None: there is one."""
 
     ping_pong: bool = False
     pipeline: Stages = None
@@ -252,12 +212,7 @@ class StepMode:
 
 
 def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> StepMode:
-    """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a
-    configuration.
-
-    Raises:
-        ConfigError: stages shall attend together, which the planner cannot plan.
-    """
+    """How training runs a planner's plans under a configuration's `ping_pong` and `pipeline`."""
     ping_pong = choice.planner.ping_pong if ping_pong == "auto" else ping_pong
     if num_stages == 1:
         return StepMode(ping_pong)
@@ -266,38 +221,27 @@ def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "aut
 
 def attends_jointly(choice: PlannerChoice, stages: Stages, otherwise: str) -> bool:
     """Whether several pipeline stages attend together under the key `pipeline`; `otherwise`: how to
-    ask for the opposite.
-
-    Raises:
-        ConfigError: they shall, and the planner cannot plan that.
+    ask for the opposite. ConfigError: they shall, and the planner cannot plan that.
     """
     if stages == "joint" and not choice.planner.joint:
         raise ConfigError(
-            f"pipeline: joint: planner {choice.name} plans each stage for itself; choose {joint_planners()}, or "
+            f"pipeline: joint: planner {choice.name} plans each stage for itself; choose {_joint_planners()}, or "
             f"{otherwise}"
         )
     return choice.planner.joint and stages != "stages"
 
 
 def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> AnalyticCost | MeasuredCost:
-    """The cost model planners plan by: the cost table of that file, or data sheets.
-
-    Raises:
-        ConfigError: no such table, or one measured for another head dim.
-    """
+    """The cost model planners plan by: the cost table of that file, or data sheets."""
     if table is None:
         return AnalyticCost(cluster, model, exchanges=True)
     return MeasuredCost(load_table(Path(table)), cluster, model, exchanges=True)
 
 
 def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_microbatches: int = 1) -> int:
-    """Tokens of a microbatch that a rank can hold, when nobody says: as many as fit by the memory
-    model (`analysis.room.most_tokens`). A training job knows better (`--tokens-per-rank`).
-
-    `stages`: pipeline stages of the step; none: one of all layers.
-
-    Raises:
-        ConfigError: the model's state alone does not fit.
+    """Tokens of a microbatch that a rank can hold by the memory model
+    (`analysis.room.most_tokens`). `stages`: of the step; none: one of all layers. ConfigError: the
+    model's state alone does not fit.
     """
     stages = stages or stages_of(model, cluster.num_ranks)
     tokens = most_tokens(model, cluster.num_ranks, cluster.memory_bytes, stages, num_microbatches)
@@ -310,3 +254,69 @@ def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_m
             "or say --tokens-per-rank"
         )
     return tokens
+
+
+class Run(RunConfig):
+    model_config = STRICT
+
+    planner: InstanceOf[PlannerChoice] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  models are frozen
+
+
+def load_config(path: str | Path, *, planner: str | None = None, cluster: str | None = None) -> Run:
+    """The configuration in a YAML file; `planner` and `cluster`: in place of its own sections.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or
+            mistyped key.
+    """
+    instead = {"planner": planner, "cluster": cluster}
+    config = read_config(path, tuple(PLANNERS), {key: name for key, name in instead.items() if name is not None})
+    section, chosen = config.planner, None
+    if section is not None:
+        where = f"{section.source}: {section.where or 'planner'}"
+        given = section.given
+        if section.name in PLANNERS:
+            given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
+        chosen = choose_planner(section.name, given, where)
+        layers = choose_layers(section.name, config.routing, config.remap, config.once_per_node)
+        chosen = dataclasses.replace(chosen, layers=layers)
+    keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    keys["planner"] = chosen
+    return Run(**keys)
+
+
+def resolved(config: Run) -> dict[str, Any]:
+    """All that the run was told and every default, as plain data, written beside results."""
+    planner, cluster, model = config.planner, config.cluster, config.model
+    told = (
+        {"routing", "remap", "once_per_node"} if planner is not None else set[str]()
+    )  # then the planner's layers say so
+    body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
+    sections: dict[str, Any] = {}
+    if planner is not None:
+        sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
+        layers = planner.layers
+        how = RemapChoice(when=layers.remap_when, solver=layers.solver)
+        sections["routing"] = RoutingChoice(when=layers.routing, pieces=layers.pieces).model_dump()
+        sections["remap"] = how.model_dump() if layers.remap else False
+        sections["once_per_node"] = layers.once_per_node
+    if cluster is not None:
+        sections["cluster"] = dict(cluster.given)
+    if model is not None:
+        # The run's.
+        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}
+    return {**sections, **body}
+
+
+def as_yaml(facts: Cluster | Model) -> str:
+    """A cluster or a model as YAML that `--cluster` and `--model` read back."""
+    # a key of the run.
+    of_run = "gradient_wire"
+    keys = {key: value for key, value in dataclasses.asdict(facts).items() if value is not None and key != of_run}
+    return yaml.safe_dump(keys, sort_keys=False)
+
+
+def to_yaml(config: Run) -> str:
+    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(
+        resolved(config), sort_keys=False
+    )

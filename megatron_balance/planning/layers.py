@@ -1,22 +1,12 @@
-"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections
-3.4 and 3.3).
+"""The two layers around any planner's decision: remapping and routing (Zeppelin, sections 3.4 and
+3.3).
 
-A planner says where attention runs. `with_layers` adds to its plan where tokens live outside
-attention (`MicrobatchPlan.moves`) and which transfers between nodes go over all NICs
-(`MicrobatchPlan.routing`); `compile.pipeline` carries both out.
-
-When routing pays (`routing: pays`): Eq. (1) holds the direct transfer of n bytes against its three
-legs,
-
-    n b_inter    against    n b_intra (x1 - 1) / x1
-                            + n b_inter max(1 / x1, 1 / x2)
-                            + n b_intra (x2 - 1) / x2.
-
-Divided by n that does not depend on n, but each leg has its own latency, so short transfers go
-directly (`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle, which depends on the comm
-pattern (`CommPattern.routing`): it holds for a ring, which leaves a node at one rank; where every
-rank uses its own NIC already, only `always` routes. Elsewhere, and for a remap, the load of each
-NIC decides.
+`with_layers` adds to a plan where tokens live outside attention (`moves`) and which transfers
+between nodes go over all NICs (`routing`). Eq. (1) holds the direct transfer of n bytes against its
+three legs, n b_intra (x1 - 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2; each
+leg has its own latency, so short transfers go directly (`Routing.min_tokens`). Eq. (1) takes the
+other NICs to be idle, which holds for a ring; elsewhere, and for a remap, the load of each NIC
+decides.
 """
 
 from __future__ import annotations
@@ -50,18 +40,15 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layer
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
         zones = tuple(_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
-        plan = plan if zones == plan.zones else replace(plan, zones=zones)  # the same one is estimated once
+        # The same one is estimated once.
+        plan = plan if zones == plan.zones else replace(plan, zones=zones)
     routing = _routing(plan, cluster, cost, layers.routing)
     routing = None if routing is None else replace(routing, pieces=layers.pieces)
     return plan if routing == plan.routing else replace(plan, routing=routing)
 
 
 def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: MachineCost) -> AnyPlanZone:
-    """The zone, or one that sends rows once to a node if its busiest NIC gains more than the ranks
-    that pass them on take.
-
-    Judged by the forward: in the backward gradients, of twice the bytes, go the same ways.
-    """
+    """The zone, or one that sends rows once to a node, if that pays at the busiest NIC."""
     zone = plan.zones[index]
     if zone.pattern not in ONCE_PER_NODE or not _shares_rows(zone, plan):
         return zone
@@ -77,9 +64,6 @@ def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: Mac
 
 
 def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
-    """Whether ranks of another node may need the same rows. By heads they do not where each has
-    key-value heads of its own, nor inside a node.
-    """
     if not isinstance(zone, Zone):
         return True
     ranks, node = zone.ranks, plan.ranks_per_node
@@ -87,9 +71,7 @@ def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
 
 
 def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
-    """Bytes of a head exchange over the busiest NIC, as it is and once per node, and those that the
-    rank that passes on most does.
-    """
+    """Bytes of a head exchange over the busiest NIC, direct and once per node; passed on."""
     head_bytes = cost.query_bytes(1) / plan.num_heads, cost.kv_bytes(1) / plan.num_kv_heads
     heads, node = (plan.num_heads, plan.num_kv_heads), (plan.ranks_per_node, cluster.ranks_per_nic)
     before, after, passed_on = head_exchange_once.rates(zone.ranks, heads, node, head_bytes)
@@ -104,20 +86,19 @@ def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel
     tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
     before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
     rows = pattern_of(once).sends(once, Context.of(plan)).messages()
-    rows = rows[rows[:, Message.EXCHANGE] == 1]  # passed on
+    # Passed on.
+    rows = rows[rows[:, Message.EXCHANGE] == 1]
     tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
     return before, after, cost.kv_bytes(float(tokens))
 
 
 def _busiest_nic(loads: Sequence[Ints], cluster: Cluster) -> float:
-    """The most bytes of a NIC in an exchange, over all exchanges and both ways."""
     nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
     ranks = np.arange(cluster.num_ranks)
     return max((float(nics.sums(ranks, load).max()) for load in loads), default=0.0)
 
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
-    """Rows (src, dst, tokens) that even out `held` tokens a rank."""
     solved = remap.solve(
         held,
         cluster.node_size,
@@ -130,19 +111,13 @@ def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Row
 
 
 def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear
-    parts, less what moving them takes.
-    """
+    """Seconds of a layer's forward that evening out `tokens` a rank saves, net."""
     largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
 
 
 def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
-    """Seconds per token of a remap, which moves its query, keys and values one way and its output
-    the other; latency left out.
-
-    Ranks that share a NIC move their tokens over it at the same time.
-    """
+    """Seconds per token of a remap, without latency."""
     num_bytes = _token_bytes(cost)
     if inter_node:
         return cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic)
@@ -167,9 +142,7 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
 
 
 def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
-    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with
-    latencies); None: never.
-    """
+    """Tokens of keys from which a lone transfer is faster routed (Eq. 1); None: never."""
     num_bytes = cost.kv_bytes(1)
     extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
     saved_s = cost.inter_node_s(num_bytes) - cost.routed_s(num_bytes, 1, num_nics) + extra_s
@@ -182,12 +155,10 @@ def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
 
 
 def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a
-    lone transfer is.
-    """
     if index == REMAP:
         if not _moves_across(plan, cluster).size:
-            return True  # an owner makes the first hop of a ring, which `fewest_routed_tokens` prices
+            # An owner makes the first hop of a ring, which `fewest_routed_tokens` prices.
+            return True
         loads = _remap_loads(plan, cluster, cost)
     else:
         zone = plan.zones[index]
@@ -199,18 +170,14 @@ def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, n
 
 
 def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R]
-    each.
-    """
+    """Bytes that each rank sends to other nodes, and that it receives from them [R]."""
     moves = _moves_across(plan, cluster)
     num_bytes = np.rint(moves[:, Move.TOKENS] * _token_bytes(cost)).astype(np.int64)
     return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
 
 
 def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """Bytes that each rank sends to other nodes, and that it receives from them, of each exchange
-    of a zone.
-    """
+    """As `_remap_loads`, of each exchange of a zone."""
     loads: list[Ints] = []
     zone = plan.zones[index]
     for messages in pattern_of(zone).messages(zone, Context.of(plan), across=True):
@@ -220,6 +187,7 @@ def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostMo
         heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(
             is_kv, plan.num_kv_heads, plan.num_heads
         )
+        # Bytes of a token, by kind, for the share of heads that the row carries.
         each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
         num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
         for step in np.unique(rows[:, Message.EXCHANGE]):
@@ -230,9 +198,8 @@ def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostMo
 
 
 def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than
-    that costs inside the node.
-    """
+    """Whether the busiest NIC gains more from sharing its bytes than that costs."""
+    # [nodes, ranks]; padded so that a last NIC with fewer ranks has a column too.
     by_node = load.reshape(-1, cluster.node_size)
     padded = np.zeros((len(by_node), num_nics * cluster.ranks_per_nic), dtype=np.int64)
     padded[:, : cluster.node_size] = by_node

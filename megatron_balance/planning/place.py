@@ -1,7 +1,6 @@
-"""Lift a planner that places microbatches to a planner of steps: the one adapter there is.
-
-Microbatches are as dealt, or the system's own; they run whole or as two nano-batches
-(docs/adr/0013); pipeline stages attend each for itself or together, tick by tick (docs/adr/0014).
+"""Lift a planner that places microbatches to a planner of steps: whole or as nano-batches
+(docs/adr/0013), stages each for itself or tick by tick (docs/adr/0014), with sequences that another
+planner held back.
 """
 
 from __future__ import annotations
@@ -15,29 +14,28 @@ from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
-from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt
-from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt, held_back
+from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext, renumbered
 from megatron_balance.planning.layers import with_layers
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import PlanOwned, plan_ticks
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
+from megatron_balance.solvers.packing import fewest_tokens, nano_batches
 
+# Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
 NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
-"""
 
 
 def place_microbatches(planner: Planner) -> PlanStep:
     """`plan_step` of a planner that places one microbatch at a time and carries nothing."""
 
     def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        assert carry.is_empty, carry  # `planning.waiting` takes what waits
+        # `with_waiting` takes what waits.
+        assert carry.is_empty, carry
         return _place(planner, lengths, context), EMPTY
 
     return plan_step
@@ -51,11 +49,7 @@ def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
 
 
 def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """Every microbatch in as many nano-batches as the others, since their sequences meet in one
-    attention call.
-
-    The second nano-batch of a microbatch may be empty.
-    """
+    """Every microbatch in as many nano-batches: their sequences meet in one attention call."""
     if ping_pong and any(len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches):
         return tuple(nano_batches(lengths) for lengths in microbatches)
     return tuple(nano_batches_of(lengths, ping_pong=False) for lengths in microbatches)
@@ -68,7 +62,7 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
         own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
         if not context.ping_pong:
             context = _of_microbatches(context, len(own.plans))
-            plans = tuple(layered(plan, context) for plan in own.plans)
+            plans = tuple(_layered(plan, context) for plan in own.plans)
             return _with_ticks(planner, replace(own, plans=plans), context)
         members = tuple(nano_batch for (nano_batch,) in own.members)
     context = _of_microbatches(context, len(members))
@@ -85,16 +79,11 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
 
 
 def _of_microbatches(context: StepContext, number: int) -> StepContext:
-    """`context` for a step of so many microbatches, unless it is for one with its own already."""
     return context if context.memory is None else replace(context, memory=context.memory.of_microbatches(number))
 
 
 def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
-    """The plan of one microbatch or nano-batch, layers included.
-
-    Raises:
-        InvalidProgramError: it is of other sequences.
-    """
+    """The plan of one microbatch or nano-batch, layers included."""
     if planner.plan_by_others is not None:
         return planner.plan_by_others(batch, context)
     assert planner.plan is not None
@@ -107,16 +96,10 @@ def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPla
             f"planner {plan.planner} was given {batch.num_tokens} tokens in {len(batch.lengths)} sequences, and its "
             f"plan has {plan.num_tokens} in {len(plan.lengths)}; expected the same sequences"
         )
-    return layered(plan, context)
+    return _layered(plan, context)
 
 
-def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
-    """The plan with its layers, under the mask of the model.
-
-    A remap that is made where it pays saves time in the modules outside attention
-    (`planning.layers`); it is left out where the whole layer, by estimate, is faster without: ranks
-    with more tokens may have less attention.
-    """
+def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     cluster, cost, layers = context.cluster, context.cost, context.layers
     plan = _under(plan, context.model)
     made = with_layers(plan, cluster, cost, layers)
@@ -131,14 +114,12 @@ def layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:
-    """The planner's placement with the zones of the model's mask (`compile.halo`)."""
     if not isinstance(model.mask, SlidingWindow):
         return plan
     return under(replace(plan, mask=CAUSAL), model.mask)
 
 
 def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepPlan:
-    """The step with its ticks, where all stages attend together."""
     if context.joint is None:
         return step
     num_stages = context.joint.cluster.num_ranks // context.cluster.num_ranks
@@ -167,5 +148,43 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
             joint.cost,
             layers,
         )
+
+    return plan
+
+
+def with_waiting(plan_step: PlanStep, most_tokens: float) -> PlanStep:
+    """`plan_step` of a planner that carries nothing, with the sequences that wait before each step.
+
+    They join the microbatches as dealt, of at most `most_tokens`: the longest first, each in the
+    one with the fewest tokens. What finds no room waits on; training draws less then.
+    """
+
+    def plan(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+        if not carry.waiting:
+            return plan_step(lengths, context, EMPTY)
+        longest = max(length for _, length in carry.waiting)
+        if longest > most_tokens:
+            raise InfeasibleError(
+                f"a sequence of {longest} tokens was held back, and a microbatch has at most {most_tokens:.0f}; raise "
+                "tokens_per_rank, or use more ranks"
+            )
+        new = iter(enumerate(chain.from_iterable(lengths)))
+        joined = [[next(new) for _ in microbatch] for microbatch in lengths]
+        late = sorted(carry.waiting, key=lambda each: (-each[1], each[0]))
+        bins = fewest_tokens([length for _, length in late], [sum(each) for each in lengths], most_tokens)
+        for sequence, at in zip(late, bins, strict=True):
+            if at is not None:
+                joined[at].append(sequence)
+        inner, _ = plan_step(tuple(tuple(n for _, n in microbatch) for microbatch in joined), context, EMPTY)
+        step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
+        waiting = held_back(step, lengths, carry.waiting)
+        if waiting and not context.may_carry:
+            raise InfeasibleError(
+                f"{len(waiting)} sequences that were held back do not fit {len(lengths)} microbatches of "
+                f"{most_tokens:.0f} tokens, and no step follows that takes them; raise tokens_per_rank"
+            )
+        trained = sum(map(len, chain.from_iterable(step.members)))
+        assert trained + len(waiting) == sum(map(len, lengths)) + len(carry.waiting), (trained, waiting)
+        return step, Carry(waiting=waiting)
 
     return plan

@@ -1,11 +1,8 @@
 """Proof of some plans of a running job: of the first ones, and then of every so many.
 
-The planning process forks a child of least priority for one step at a time. Nobody waits for it: a
-plan that shall be proved while another one still is gives way to the next that comes afterwards.
-
+The planning process forks a child of least priority for one step at a time; nobody waits for it.
 Ranks have equal plans, so rank 0 proves them. But the proof of a ring grows with the square of its
-ranks: where a plan has many, each rank proves its own part (`compile.proof.one_rank`), which grows
-with their number.
+ranks: where a plan has many, each rank proves its own part (`compile.proof.one_rank`).
 """
 
 from __future__ import annotations
@@ -28,16 +25,16 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import StepPlan
 
+# Steps at the beginning, each of which is proved if no other still is.
 FIRST = 3
-"""Steps at the beginning, each of which is proved if no other still is."""
+# Processor time of the proof of a step, and memory beside what the planning process holds.
 LIMIT_S, LIMIT_BYTES = 300, 4 << 30
-"""Processor time of the proof of a step, and memory beside what the planning process holds."""
+# Ranks of a plan from which on each of them proves its own part.
 BY_RANK = 64
-"""Ranks of a plan from which on each of them proves its own part."""
 POLICIES: tuple[Policy, Policy] = ("keep", "replay")
 NICENESS = 19
+# Exit code of a proof that reached a limit.
 _LEFT_OUT = 3
-"""Exit code of a proof that reached a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +54,7 @@ NONE = Proofs()
 
 
 def prove_step(step: StepPlan, rank: int | None = None, masks: Sequence[Mask] = (CAUSAL,)) -> None:
-    """Prove all plans of a step, with either way of the backward. `rank`: as in `Prover`.
-
-    `masks`: of the model's layers, the one that the plans were made for first.
+    """Prove all plans of a step, with either way of the backward. `masks`: of the model's layers.
 
     Raises:
         InvalidProgramError: one that does not hold.
@@ -96,9 +91,7 @@ class Prover:
     def __init__(
         self, every: int, check: Callable[[StepPlan, int | None], None] = prove_step, *, rank: int | None = None
     ) -> None:
-        """`every`: 0: none at all. `check`: raises what is wrong with a step. `rank`: of the pool,
-        whose planning process this is; None: the only one that proves.
-        """
+        """`every`: 0: none. `rank`: of the pool; None: the only one that proves."""
         self._every, self._check, self._rank = every, check, rank
         self._offered = 0
         self._due = False
@@ -106,7 +99,6 @@ class Prover:
         self._outcomes = Proofs()
 
     def offer(self, step: StepPlan) -> None:
-        """Begin the proof of a step, if one is due and none runs."""
         if not self._every:
             return
         self._due = self._due or self._offered < FIRST or self._offered % self._every == 0
@@ -132,7 +124,6 @@ class Prover:
         return self._outcomes
 
     def close(self) -> None:
-        """End the proof that runs."""
         if self._child is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._child[0], signal.SIGKILL)
@@ -151,7 +142,8 @@ class Prover:
         """Prove, tell what is wrong, and end, whatever happens; with the parent at the latest."""
         code = _LEFT_OUT
         try:
-            os.closerange(3, answer)  # what the parent talks through ends with it alone
+            # What the parent talks through ends with it alone.
+            os.closerange(3, answer)
             os.closerange(answer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             _limit_self()
             end_with(parent, _LEFT_OUT)
@@ -170,7 +162,6 @@ class Prover:
 
 
 def _limit_self() -> None:
-    """Take what nobody else wants, and no more than the limits."""
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
     if sys.platform == "linux":
@@ -180,10 +171,7 @@ def _limit_self() -> None:
 
 
 def end_with(parent: int, code: int) -> None:
-    """Look every second whether the parent is still there; end with `code` once it is not.
-
-    A pipe to the parent does not tell: processes that it forked may hold the other end, too.
-    """
+    """End with `code` once the parent is gone; looks every second."""
 
     def look(*_: object) -> None:
         if os.getppid() != parent:

@@ -6,17 +6,20 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
+from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages, StepContext
-from megatron_balance.planners.pipelines import Pipelines, pipelines_of
+from megatron_balance.planners.pipelines import Pipelines, pipelines_of, stage_cluster
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
 
 
@@ -30,12 +33,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """All that another process needs to plan the same steps: a planner, and what it plans for.
-
-    The number of microbatches is as dealt, unless the planner chooses a strategy, too.
-
-    `pipeline`: stages that attend together, None: each for itself.
-    """
+    """All that another process needs to plan the same steps."""
 
     name: str
     cluster: Cluster
@@ -59,7 +57,6 @@ class PlanSpec:
     """As `StepContext.memory`."""
 
     def to_json(self) -> str:
-        """One line of JSON."""
         body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
             "options": dict(self.options)
         }
@@ -67,7 +64,6 @@ class PlanSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PlanSpec:
-        """The spec that `to_json` wrote."""
         body = json.loads(text)
         body |= {
             "cluster": Cluster(**body["cluster"]),
@@ -81,11 +77,6 @@ class PlanSpec:
         return cls(**body)
 
     def choice(self) -> PlannerChoice:
-        """The planner of the registry that the spec names.
-
-        Raises:
-            ConfigError: no such planner or option.
-        """
         return choose_planner(self.name, dict(self.options), "planner", self.layers)
 
 
@@ -93,7 +84,6 @@ class StepPlanner:
     """Plans the steps of a spec; `choice`: the planner, where it is not the registry's own."""
 
     def __init__(self, spec: PlanSpec, choice: PlannerChoice | None = None) -> None:
-        """Look up the planner and read its cost table."""
         self.choice = choice or spec.choice()
         joint = None
         if spec.pipeline is not None:
@@ -114,11 +104,6 @@ class StepPlanner:
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 
     def candidates(self) -> list[Pipelines]:
-        """The strategies that the planner chooses from, with the costs of their pipelines.
-
-        Raises:
-            ConfigError: a strategy that the ranks or the model cannot be split by.
-        """
         assert self.choice.planner.strategies is not None, "asked of planners that choose among strategies"
         context = dataclasses.replace(self._context, options=self.choice.options)
         return [pipelines_of(each, context) for each in self.choice.planner.strategies(self.choice.options)]
@@ -126,19 +111,13 @@ class StepPlanner:
     def plan(
         self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, may_delay: bool = True
     ) -> tuple[StepPlan, Carry]:
-        """The plan of a training step, and what the next one is planned with; as
-        `PlannerChoice.plan_step`. `may_delay`: as in its context.
-
-        Raises:
-            InvalidProgramError: a plan that does not hold together (`compile.proof.structure`).
-        """
+        """The plan of a training step, proved to hold together, and what it carries on."""
         context = self._context if may_delay else dataclasses.replace(self._context, may_delay=False)
         step, carried = self.choice.plan_step(_frozen(lengths), context, carry)
         verify_plans(step)
         return step, carried
 
     def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:
-        """The plan of a step without a backward pass, which carries nothing."""
         step = self.choice.plan_step(_frozen(lengths), self._evaluation)[0]
         verify_plans(step)
         return step
@@ -146,3 +125,34 @@ class StepPlanner:
 
 def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(n) for n in microbatch) for microbatch in lengths)
+
+
+class Predicted(NamedTuple):
+    """Of a layer, modules outside attention included; less is better."""
+
+    too_large: bool
+    """Whether a rank's memory does not hold the step."""
+    layer_s: float
+    """Infinite where nobody can tell."""
+
+
+def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
+    """The step of these lengths (tokens, by microbatch), planned as `spec` says and priced by
+    closed forms.
+
+    Raises:
+        InfeasibleError: a microbatch that the ranks cannot hold.
+        ConfigError: as `StepPlanner.plan`, of the planner's options.
+    """
+    step, _ = StepPlanner(spec).plan(lengths)
+    too_large, total = False, 0.0
+    for plan in step.plans:
+        ranks = spec.cluster
+        # Of a pipeline's own.
+        if plan.num_ranks != ranks.num_ranks:
+            ranks = stage_cluster(ranks, plan.num_ranks)
+        cost = planning_cost(ranks, spec.model, spec.plan_costs)
+        found = estimate(plan, PricedMachine.of(ranks, spec.model, cost, spec.memory))
+        total += inf if found is None else found.layer_s
+        too_large |= found is not None and not found.backward.fits
+    return Predicted(too_large, total)

@@ -1,30 +1,38 @@
-"""Strategies worth keeping for a data set (Hydraulis, arXiv 2412.07894, section 7).
+"""Strategies worth keeping for a data set, and what their pipelines cost (Hydraulis, arXiv
+2412.07894, section 7, Appendix C).
 
-Eq. 4 gives intervals of lengths to kinds of pipelines, GPUs in steps, by dynamic programming. With
-steps that go to zero its optimum has a closed form: each length goes to the scheme of least
-GPU-seconds that holds it. We start there, with the (PP - 1) T that fill each pipeline, which Eq. 4
-leaves out; round the numbers of pipelines to all neighbours; and rank those by dispatch and packing
-of sampled batches.
+Eq. 4 gives intervals of lengths to kinds of pipelines by dynamic programming. With steps that go to
+zero each length goes to the scheme of least GPU-seconds that holds it. We start there, with the (PP
+- 1) T that fill each pipeline; round the numbers of pipelines to all neighbours; and rank those by
+dispatch and packing of sampled batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from statistics import fmean
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.analysis.step_memory import MARGIN, max_len
+from megatron_balance.config import SchemeTable
+from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.parallel import joined_nodes
+from megatron_balance.cost.perturbed import on_cluster
+from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO
 from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch
 from megatron_balance.solvers.microbatches import EFFICIENCY
 
@@ -32,30 +40,27 @@ Floats = NDArray[np.float64]
 Lengths = Sequence[int]
 Counts = tuple[int, ...]
 
+# Intervals of lengths, besides the ends at every scheme's MaxLen.
 NUM_BINS = 32
-"""Intervals of lengths, besides the ends at every scheme's MaxLen."""
 HALVINGS = 13
+# Rounds of the duality bound; few of them leave this many times the strategies wanted.
 PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
-"""Rounds of the duality bound; few of them leave this many times the strategies wanted."""
+# A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D).
 FULL = 1 / EFFICIENCY
-"""A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D)."""
+# Best roundings around which pipelines of one scheme are exchanged for another's.
 EXCHANGED = 8
-"""Best roundings around which pipelines of one scheme are exchanged for another's."""
+# Schemes of one continuous solution that are rounded; the least used are dropped.
 MOST_CLASSES = 4
-"""Schemes of one continuous solution that are rounded; the least used are dropped."""
+# Batches of the first rounds of the ranking, each of which leaves a third.
 FIRST_ROUNDS, FEWER = (2, 5), 3
-"""Batches of the first rounds of the ranking, each of which leaves a third."""
+# Longest lengths that strategies are proposed for, as shares of the longest of all.
 LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
-"""Longest lengths that strategies are proposed for, as shares of the longest of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStrategy:
-    """A strategy as it did on sampled batches.
-
-    `max_tokens`: the longest sequence that it holds; `held_batches`: batches without longer ones;
-    `seconds`: mean propagation of those, 0 without any; `best_share`: of all batches, those it was
-    fastest on.
+    """A strategy on sampled batches. `held_batches`: those without longer sequences than
+    `max_tokens`; `seconds`: mean of those; `best_share`: of all batches, those it was fastest on.
     """
 
     strategy: Strategy
@@ -67,10 +72,9 @@ class SampledStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Costs of a step's sequences under each scheme.
-
-    `work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval, and
-    of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus` [schemes].
+    """`work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval,
+    and of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus`
+    [schemes].
     """
 
     schemes: tuple[Scheme, ...]
@@ -80,8 +84,8 @@ class Classes:
 
 
 def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
-    """The costs of a step of `num_tokens` tokens, distributed as `lengths`, under every scheme but
-    those that another one beats in all: GPUs, GPU-seconds and filling at every length.
+    """The costs of a step of `num_tokens` tokens under every scheme but those that another one
+    beats in all.
 
     Raises:
         InfeasibleError: a sequence that no scheme holds.
@@ -121,6 +125,7 @@ def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: Sch
 
 def _undominated(prices: Floats) -> list[int]:
     """Rows of `prices` [schemes, what] that no other row is nowhere above and somewhere below."""
+    # [schemes, schemes]: does row dominate column in every price, and in one strictly.
     no_dearer: NDArray[np.bool_] = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
     cheaper: NDArray[np.bool_] = np.asarray(prices[:, None] < prices[None]).any(axis=2)
     beaten: NDArray[np.bool_] = np.logical_and(no_dearer, cheaper).any(axis=0)
@@ -128,19 +133,13 @@ def _undominated(prices: Floats) -> list[int]:
 
 
 def _full_s(b: Floats, c: Floats, most_tokens: Floats) -> Floats:
-    """Seconds of a stage for a microbatch of many short sequences that uses it well."""
     tokens = np.minimum(c / np.maximum(b * (FULL - 1), 1e-30), most_tokens)
     return b * tokens + c
 
 
 def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
-    """Seconds of a step, and numbers of pipelines [schemes] that need not be whole.
-
-    Args:
-        classes: what a step costs.
-        num_ranks: GPUs.
-        fixed: a scheme of which there is one whole pipeline at least; it takes the longest sequences
-            first.
+    """Seconds of a step, and numbers of pipelines [schemes] that need not be whole. `fixed`: a
+    scheme with one whole pipeline at least; it takes the longest sequences first.
 
     Raises:
         InfeasibleError: that pipeline does not hold the longest, or leaves no GPU for the rest.
@@ -148,7 +147,8 @@ def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tu
     if fixed is not None and (classes.gpus[fixed] > num_ranks or np.isinf(classes.fill_s[fixed, -1])):
         raise InfeasibleError(f"one pipeline {classes.schemes[fixed]} cannot take the longest sequences")
     gpu_seconds = np.where(np.isfinite(classes.fill_s), classes.gpus[:, None] * classes.work_s, np.inf)
-    low = float(gpu_seconds.min(axis=0).sum()) / num_ranks  # without filling
+    # Without filling.
+    low = float(gpu_seconds.min(axis=0).sum()) / num_ranks
     high = 1.25 * low
     while _needed(classes, high, fixed)[0] > num_ranks:
         low, high = high, 2 * high
@@ -170,6 +170,7 @@ def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float,
         room = left[fixed, -1]
         if room <= 0:
             return np.inf, count
+        # Seconds of an interval and all longer ones: the fixed pipeline takes the longest first.
         done = np.cumsum(classes.work_s[fixed][::-1])[::-1]
         before = done - classes.work_s[fixed]
         taken = np.clip((room - before) / classes.work_s[fixed], 0.0, 1.0)
@@ -181,10 +182,8 @@ def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float,
 
 
 def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
-    """Whole numbers of pipelines [schemes] near `count` on at most `num_ranks` GPUs.
-
-    Of the schemes with most GPUs each number down, up, and one further down; GPUs that are left over
-    go to more pipelines of one scheme, then of the others that fit.
+    """Whole numbers of pipelines [schemes] near `count`: each down, up and one further down; GPUs
+    that are left over go to more pipelines of one scheme, then of the others that fit.
     """
     used = [int(k) for k in np.argsort(-gpus * count, kind="stable") if count[k] > 1e-6][:MOST_CLASSES]
     sizes = [int(gpus[k]) for k in used]
@@ -206,12 +205,9 @@ def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
 
 
 def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
-    """Seconds of a step [strategies], sequences cut at will; infinite where the longest fits nowhere.
-
-    By duality: for weights w of schemes, sum(pipelines x w) = 1, no step takes less than its
-    sequences' least w_k T_k and the weighted filling. Schemes with more work than others get dearer.
-    """
-    number = np.array(counts, dtype=np.float64)  # [S, K]
+    """Seconds of a step [strategies], sequences cut at will; infinite: the longest fits nowhere."""
+    # [S, K].
+    number = np.array(counts, dtype=np.float64)
     used = number.any(axis=0)
     number, work_s = number[:, used], classes.work_s[used]
     there = number > 0
@@ -224,13 +220,17 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
     # A strategy has few of all schemes: its own first, as many columns as any has [S, U].
     own = np.argsort(~there, axis=1, kind="stable")[:, : int(there.sum(axis=1).max())]
     is_own = there[rows, own]
-    own_s = np.where(is_own[:, :, None] & fits[own], work_s[own], np.inf)  # [S, U, M]
+    # [S, U, M].
+    own_s = np.where(is_own[:, :, None] & fits[own], work_s[own], np.inf)
     for at in range(rounds):
+        # [strategies, own schemes, intervals].
         price = np.where(is_own, weight[rows, own], 1.0)[:, :, None] * own_s
-        first = price.argmin(axis=1)  # [S, M]
+        # [S, M].
+        first = price.argmin(axis=1)
         cheapest = own[rows, first]
         bound = price[rows, first, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
         best = np.maximum(best, bound)
+        # Flat index into [strategies, schemes], so that one bincount sums all loads.
         cell = rows * number.shape[1] + cheapest
         load = np.bincount(cell.ravel(), work_s[cheapest, columns].ravel(), number.size).reshape(number.shape)
         each = np.where(there, load / np.maximum(number, 1) + fill_s, 0.0)
@@ -243,14 +243,8 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
 def propose(
     lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int, keep: int = 12
 ) -> dict[int, tuple[Strategy, ...]]:
-    """Promising strategies by the longest length that they are for, the most promising first.
-
-    Args:
-        lengths: of the data set's sequences, or many drawn from it.
-        num_tokens: of a step.
-        costs: of pipelines.
-        num_ranks: GPUs.
-        keep: how many strategies for a longest length.
+    """Promising strategies by the longest length that they are for, the most promising first,
+    `keep` of each.
 
     Raises:
         InfeasibleError: a sequence that no scheme holds.
@@ -278,7 +272,6 @@ def propose(
 
 
 def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
-    """Those that hold the longest sequence and promise the shortest step."""
     whole = sorted(counts)
     if whole:
         holds = (np.array(whole)[:, np.isfinite(classes.fill_s[:, -1])] > 0).any(axis=1)
@@ -326,16 +319,7 @@ def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
 
 
 def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], context: StepContext) -> PlannerChoice:
-    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`.
-
-    Args:
-        choice: the planner.
-        steps: lengths of each, by microbatch; the proposal sees them all, and they rank it.
-        context: the GPUs that are planned for, and their costs.
-
-    Raises:
-        InfeasibleError: a sequence that no scheme holds.
-    """
+    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`."""
     if not choice.planner.pipelines or choice.given.get("strategies") != AUTO:
         return choice
     batches = [list(chain.from_iterable(step)) for step in steps]
@@ -349,20 +333,12 @@ def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], con
 
 
 def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
-    """Seconds of each pipeline for a batch that is dispatched and packed.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline holds.
-    """
+    """Seconds of each pipeline for a batch that is dispatched and packed."""
     return deal(lengths, pipelines)[1]
 
 
 def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:
-    """The cost of each pipeline of a strategy.
-
-    Raises:
-        ConfigError: more ranks than there are, or a scheme without costs.
-    """
+    """The cost of each pipeline; ConfigError: more ranks than there are, or a scheme without costs."""
     if strategy.num_ranks > num_ranks:
         raise ConfigError(f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {num_ranks}")
     return tuple(costs.pipeline(scheme, num_ranks) for scheme in strategy.pipelines)
@@ -371,10 +347,8 @@ def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[Pi
 def rank(
     proposed: dict[int, tuple[Strategy, ...]], batches: Sequence[Lengths], costs: SchemeCosts, num_ranks: int
 ) -> tuple[SampledStrategy, ...]:
-    """The strategies that are best for some longest length, as they do on sampled batches, the one
-    that holds the longest sequence first.
-
-    For a longest length the batches without their longer sequences decide.
+    """The strategies that are best for some longest length, on the batches without longer
+    sequences; the one that holds the longest sequence first.
     """
     kept: dict[Strategy, tuple[PipelineCost, ...]] = {}
     for longest, strategies in proposed.items():
@@ -403,7 +377,6 @@ def rank(
 def _fastest(
     strategies: Sequence[Strategy], known: Mapping[Strategy, Sequence[PipelineCost]], batches: Sequence[Lengths]
 ) -> Strategy:
-    """The strategy of the least mean seconds, by rounds in which fewer are tried on more batches."""
     left = list(strategies)
     for count in (*FIRST_ROUNDS, len(batches)):
         if len(left) > 1:
@@ -413,5 +386,137 @@ def _fastest(
 
 
 def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
-    """Seconds of a batch of which one dispatch is tried: enough to compare strategies by."""
     return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1, filled=True))[1])
+
+
+# Nodes that a tensor-parallel group may span.
+MOST_NODES_OF_TENSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TableCosts:
+    """Costs from a table of fitted coefficients."""
+
+    table: SchemeTable
+    _milliseconds: dict[Scheme, list[float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found: dict[Scheme, list[float]] = {}
+        for name, numbers in self.table.milliseconds.items():
+            schemes = Strategy.parse(name).pipelines
+            if len(schemes) != 1:
+                raise ConfigError(f"{self.table.name}: milliseconds: {name}: expected one scheme, such as tp4-pp2-cp1")
+            found[schemes[0]] = numbers
+        object.__setattr__(self, "_milliseconds", found)
+
+    def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
+        fit = (scheme for scheme in self._milliseconds if scheme.num_ranks <= num_ranks)
+        return tuple(scheme for scheme in fit if self._max_tokens(scheme, num_ranks) > 0)
+
+    def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
+        if scheme not in self._milliseconds:
+            known = ", ".join(map(str, self._milliseconds))
+            raise ConfigError(f"{self.table.name} has no coefficients for {scheme}; it has {known}")
+        a, b, c = (number / 1e3 for number in self._milliseconds[scheme])
+        return PipelineCost(a, b, c, scheme.pipeline, self._max_tokens(scheme, num_ranks))
+
+    def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
+        """MaxLen by C.1, two vocabulary tables where one stage holds both."""
+        table, tensor = self.table, scheme.tensor
+        if tensor not in table.activation_bytes:
+            raise ConfigError(
+                f"{table.name} has no activation_bytes for tensor parallelism {tensor}; add it beside "
+                f"{', '.join(map(str, table.activation_bytes))}"
+            )
+        hidden, sharded = table.hidden_size, table.sharded_share
+        layers = table.num_layers * hidden**2 * table.state_bytes
+        vocabulary = hidden * table.vocab_size * table.vocabulary_bytes
+        ends = 2 if scheme.pipeline == 1 else 1
+        states = (layers + 2 * vocabulary) * sharded / num_ranks
+        states += (layers / scheme.pipeline + ends * vocabulary) * (1 - sharded) / tensor
+        free = table.gpu_memory_bytes - table.reserved_bytes - states
+        per_token = table.num_layers * hidden / (tensor * scheme.context) * table.activation_bytes[tensor]
+        return max(0, int(free / per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedCosts:
+    """Costs by data sheets or a measured table. `cost`: of one GPU. Tensor parallelism beyond a
+    node takes nodes together. `tokens_per_rank`: most tokens of a GPU, beside what its memory
+    holds.
+    """
+
+    cost: MachineCost
+    cluster: Cluster
+    model: Model
+    margin: float = MARGIN
+    tokens_per_rank: int | None = None
+    _known: dict[tuple[Scheme, int], PipelineCost] = field(
+        default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
+    )
+    _most: dict[tuple[Scheme, int], int] = field(
+        default_factory=dict[tuple[Scheme, int], int], init=False, repr=False, compare=False
+    )
+
+    def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
+        """As in `SchemeCosts`: degrees of tensor and context parallelism are powers of two."""
+        tensors = [
+            degree
+            for degree in _powers_of_two(min(num_ranks, MOST_NODES_OF_TENSOR * self.cluster.node_size))
+            if self._splits(degree)
+        ]
+        found = [
+            Scheme(tensor, stages, context)
+            for tensor in tensors
+            for stages in _divisors(self.model.num_layers, num_ranks // tensor)
+            for context in _powers_of_two(num_ranks // tensor // stages)
+            if self._lies_well(tensor, context)
+        ]
+        return tuple(scheme for scheme in found if self._max_tokens(scheme, num_ranks) > 0)
+
+    def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
+        if (scheme, num_ranks) not in self._known:
+            check_scheme(scheme, self.model)
+            most = self._max_tokens(scheme, num_ranks)
+            lengths = lengths_to_fit(most)
+            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), self._cost_of, lengths)
+            found = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
+            self._known[scheme, num_ranks] = found
+        return self._known[scheme, num_ranks]
+
+    def _cost_of(self, wide: Cluster, tensor: int) -> MachineCost:
+        return on_cluster(self.cost, wide, tensor)
+
+    def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
+        if (scheme, num_ranks) not in self._most:
+            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+            if self.tokens_per_rank is not None:
+                most = min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
+            self._most[scheme, num_ranks] = most
+        return self._most[scheme, num_ranks]
+
+    def _splits(self, tensor: int) -> bool:
+        model = self.model
+        return not (model.num_heads % tensor or model.num_kv_heads % tensor)
+
+    def _lies_well(self, tensor: int, context: int) -> bool:
+        """Whether context-parallel ranks fill nodes, or parts of one."""
+        wide = max(1, self.cluster.node_size // tensor)
+        return context % wide == 0 or wide % context == 0
+
+    def _cluster_for(self, scheme: Scheme) -> Cluster:
+        joined = joined_nodes(self.cluster, scheme.tensor)
+        return replace(joined, num_ranks=-(-scheme.num_ranks // joined.node_size) * joined.node_size)
+
+
+# `schemes`: those with costs that so many GPUs can run; `pipeline`: of one in a job of so many, which
+# split the optimizer's state (ConfigError: none is known).
+SchemeCosts: TypeAlias = TableCosts | PredictedCosts
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

@@ -1,5 +1,5 @@
 """A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks:
-`planning.tick_order` in place of 1F1B.
+`planning.ticks` in place of 1F1B.
 
 The machine has the ranks of all stages. In a tick every rank goes through the layers of one model
 chunk, its own or, while its stage has nothing to do, as a server of the others' attention; ranks
@@ -28,19 +28,11 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Tick, TickPlan
-from megatron_balance.planning.tick_order import neighbour, passes_on
+from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
 from megatron_balance.simulator.attention import attention_call, coupled, in_step, linear_s
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.setup import (
-    PLAIN,
-    Microbatch,
-    Setup,
-    StageSetup,
-    added_s,
-    parts_of,
-    peaks,
-)
+from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 from megatron_balance.simulator.step import PHASES, Step
 
 

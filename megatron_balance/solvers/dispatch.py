@@ -1,11 +1,7 @@
 """Sequences to pipelines, so that the slowest ends early (Hydraulis, arXiv 2412.07894, Eq. 3).
 
-Three ways: `dispatch`, longest first with moves and swaps (`solvers.makespan`), which is what plans
-use; `greedy`, the paper's Alg. 1; `exact`, Eq. 3 as an integer program.
-
-Eq. 2 charges a pipeline for all its sequences, and PP - 1 times for its longest. The constant c of a
-time T(l) = a l^2 + b l + c belongs to a microbatch, not to each of its sequences, as which the printed
-equations count it (the authors' code does not).
+Eq. 2 charges a pipeline for all its sequences, and PP - 1 times for its longest. The constant c of
+T(l) = a l^2 + b l + c belongs to a microbatch, not to each of its sequences as printed.
 """
 
 from __future__ import annotations
@@ -18,21 +14,18 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan, milp
-from megatron_balance.solvers.machines import NOT_HELD, Floats, MachinesProblem
-from megatron_balance.solvers.makespan_bound import lower_bound
+from megatron_balance.solvers.makespan_bound import NOT_HELD, Floats, MachinesProblem
 
+# Of Alg. 1, as in the paper's experiments.
 TRIALS = 100
-"""Of Alg. 1, as in the paper's experiments."""
 
+# By pipeline, the numbers of its sequences, ascending.
 Assigned = tuple[tuple[int, ...], ...]
-"""By pipeline, the numbers of its sequences, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """Times and room of one pipeline.
-
-    One stage runs one sequence of l tokens in `a` l^2 + `b` l seconds, forward and backward, and
+    """One stage runs one sequence of l tokens in `a` l^2 + `b` l seconds, forward and backward;
     each microbatch adds `c`. `max_tokens`: most tokens of a microbatch, MaxLen.
     """
 
@@ -51,12 +44,7 @@ class PipelineCost:
         return (self.a * length + self.b) * length
 
     def bound_s(self, lengths: Sequence[int]) -> float:
-        """Seconds that these sequences take at least (Eq. 2, Appendix E.1), c spread over the tokens
-        of full microbatches; 0: there are none.
-
-        It bounds Eq. 1. The clock of a pipeline whose microbatches are uneven may be below it, since
-        not every stage waits for the longest one.
-        """
+        """Seconds at least (Eq. 2, E.1), c spread over full microbatches; bounds Eq. 1."""
         if not lengths:
             return 0.0
         spread = self.c / max(self.max_tokens, 1)
@@ -64,10 +52,7 @@ class PipelineCost:
         return behind + sum(self._load_s(length, spread) for length in lengths)
 
     def least_s(self, lengths: Sequence[int]) -> float:
-        """Seconds that no packing of these sequences comes below (Eq. 1); 0: there are none.
-
-        `bound_s` less the part of c that it counts again for the longest.
-        """
+        """Seconds that no packing comes below (Eq. 1): `bound_s`, c of the longest once."""
         if not lengths:
             return 0.0
         return self.bound_s(lengths) - (self.stages - 1) * self.c / max(self.max_tokens, 1) * max(lengths)
@@ -77,7 +62,6 @@ class PipelineCost:
 
 
 def slowest_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
-    """Seconds of the slowest pipeline, by Eq. 2."""
     return max(
         pipeline.bound_s([lengths[seq] for seq in seqs]) for pipeline, seqs in zip(pipelines, assigned, strict=True)
     )
@@ -97,11 +81,12 @@ def dispatch(
     *,
     filled: bool = False,
 ) -> Assigned:
-    """Sequences by pipeline: each to one that holds it, the slowest as fast as was found.
+    """Sequences by pipeline: each to one that holds it, the slowest as fast as was found; equal on
+    every host.
 
-    The same for equal input, on every host. `searches`: of few sequences, starts that are searched
-    from; 1: the longest first alone. `filled`: later stages wait for the fullest microbatch that
-    packing will make, not for the longest sequence alone as in Eq. 3.
+    `searches`: starts that are searched from; 1: the longest first alone. `filled`: later stages
+    wait for the fullest microbatch that packing will make, not for the longest sequence alone as in
+    Eq. 3.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
@@ -111,20 +96,8 @@ def dispatch(
     return _by_pipeline(makespan.assign(problem, searches=searches).tolist(), len(pipelines))
 
 
-def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
-    """Seconds that the slowest pipeline takes at least, by Eq. 2, whatever goes where.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline holds.
-    """
-    _check(lengths, pipelines)
-    return lower_bound(problem_of(lengths, pipelines))
-
-
 def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> MachinesProblem:
-    """The pipelines as machines. c is spread over the tokens of full microbatches. `filled`: as in
-    `dispatch`.
-    """
+    """The pipelines as machines; c is spread over the tokens of full microbatches."""
     kinds = list(dict.fromkeys(pipelines))
     tokens = np.array(lengths, dtype=np.int64)
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
@@ -141,11 +114,7 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, fil
 
 
 def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[PipelineCost]) -> Floats:
-    """Seconds of the fullest microbatch of a pipeline of each kind [kinds] with short sequences alone.
-
-    W seconds in microbatches of m seconds take W + c W / m + (PP - 1) (m + c), least where m is the
-    root of W c / (PP - 1). W is about the same for all: what they take if all share evenly.
-    """
+    """Seconds of the fullest microbatch of each kind [kinds] with short sequences alone."""
     done = np.where(work < NOT_HELD, work, 0.0).sum(axis=1)
     counts = np.array([pipelines.count(each) for each in kinds])
     step_s = 1 / (counts / np.maximum(done, 1e-30)).sum()
@@ -158,13 +127,9 @@ def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[
 
 
 def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: int = TRIALS, seed: int = 0) -> Assigned:
-    """Alg. 1: sequences in random order, each where the slowest pipeline then is least slow; the best
-    of `trials`.
-
-    Its l_j in the line of l_max is read as l_i, and an empty pipeline takes no time.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline holds.
+    """Alg. 1: sequences in random order, each where the slowest pipeline then is least slow; the
+    best of `trials`. Its l_j in the line of l_max is read as l_i, and an empty pipeline takes no
+    time.
     """
     _check(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
@@ -173,12 +138,7 @@ def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: in
 
 
 def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit: int = 200) -> Assigned:
-    """The better of `dispatch` and what HiGHS (in SciPy) finds for Eq. 3 within `node_limit` nodes.
-
-    Raises:
-        InfeasibleError: a sequence that no pipeline holds.
-        milp.NoSolverError: SciPy is missing.
-    """
+    """The better of `dispatch` and what HiGHS (in SciPy) finds for Eq. 3 within `node_limit` nodes."""
     known = dispatch(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
     found = _solved(problem, node_limit) if lengths else None
@@ -189,16 +149,12 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
 
 
 def _solved(problem: MachinesProblem, node_limit: int) -> list[int] | None:
-    """The machine of each item in the best answer that was found; None: none was found.
-
-    Columns: item by machine; then of each machine its largest item and whether it has any; last the
-    seconds of the slowest.
-    """
     work = problem.work[problem.kind]
     machines, items = problem.num_machines, problem.num_items
     able = work < NOT_HELD
     scale = float(work[able].max())
     work = np.where(able, work / scale, 0.0)
+    # Columns: item by machine; of each machine its largest item, whether it has any; the slowest.
     cells, end = machines * items, machines * (items + 2)
     row = np.repeat(np.arange(machines), items)
     cell, item = np.arange(cells), np.tile(np.arange(items), machines)

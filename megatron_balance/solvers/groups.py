@@ -1,10 +1,20 @@
-"""Groups of ranks: which sizes there are, where they lie, and how much of a sequence a rank of one
-holds.
+"""Groups of ranks: which sizes there are and where they lie, what they hold, replicas among them,
+and the plan in which sequences share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol, TypeAlias
+
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Zone
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.solvers.packing import first_fit_evenly
 
 
 def sizes(num_ranks: int) -> tuple[int, ...]:
@@ -13,16 +23,12 @@ def sizes(num_ranks: int) -> tuple[int, ...]:
 
 
 def needed(length: int, tokens: float, allowed: Sequence[int]) -> int:
-    """The smallest of the `allowed` sizes (ascending) whose ranks hold `tokens` each and the
-    sequence together; else the largest.
-    """
+    """The smallest allowed size (ascending) whose ranks hold the sequence; else the largest."""
     return next((size for size in allowed if length <= size * tokens), allowed[-1])
 
 
 def rank_tokens(length: int, size: int) -> int:
-    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks
-    (`patterns.zigzag`: p <= length / 2).
-    """
+    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks."""
     parts = max(1, min(size, length // 2))
     return length if parts == 1 else min(length, 2 * -(-length // (2 * parts)))
 
@@ -36,11 +42,8 @@ def blocks(size: int, num_ranks: int, node_size: int) -> list[range]:
 
 
 def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple[int, ...]]:
-    """Disjoint ranks for groups of the `wanted` sizes, whose sum is at most `num_ranks`; inside a
-    node where there is room for it.
-
-    Larger groups choose first, each the fullest node that has room; a group that no node holds
-    takes the emptiest nodes.
+    """Disjoint ranks for groups of the `wanted` sizes: larger ones choose first, each the fullest
+    node that has room; a group that no node holds takes the emptiest nodes.
     """
     free = [list(range(first, min(first + node_size, num_ranks))) for first in range(0, num_ranks, node_size)]
     chosen: list[tuple[int, ...]] = [()] * len(wanted)
@@ -54,3 +57,189 @@ def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple
             del node[:count]
         chosen[i] = tuple(sorted(taken))
     return chosen
+
+
+# The ranks that share each sequence: ascending, so that a ring crosses each node's border once.
+Placement: TypeAlias = Sequence[tuple[int, ...]]
+
+
+INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    planner: str
+    cluster: Cluster
+    model: Model
+    pattern: str = "ring"
+
+    def microbatch(self, lengths: Sequence[int], placement: Placement) -> MicrobatchPlan:
+        return plan_of(self.planner, lengths, (self.cluster, self.model), zones(placement, self.cluster, self.pattern))
+
+    def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> StepPlan:
+        """The step of microbatches 0, 1, ..., each whole; `microbatch_of`: by sequence."""
+        ids: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
+        for seq, microbatch in enumerate(microbatch_of):
+            ids[microbatch].append(seq)
+        plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in ids)
+        return StepPlan.whole(tuple(plans), ids)
+
+
+def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:
+    return grouped([(seq, ranks) for seq, ranks in enumerate(placement) if len(ranks) >= fewest])
+
+
+def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ...], list[int]]:
+    """The sequences, ascending, that share a set of ranks; `placed`: ascending, with ranks."""
+    # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer
+    # than all the rest.
+    alike: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+    for seq, ranks in placed:
+        alike.setdefault(id(ranks), (ranks, []))[1].append(seq)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for ranks, seqs in alike.values():
+        groups.setdefault(ranks, []).extend(seqs)
+    return {ranks: sorted(seqs) for ranks, seqs in groups.items()}
+
+
+def zones(placement: Placement, cluster: Cluster, pattern: str = "ring") -> tuple[Zone, ...]:
+    """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks."""
+    groups = members(placement)
+
+    def spread(ranks: tuple[int, ...]) -> int:
+        return 2 if len(ranks) == 1 else int(cluster.node(ranks[0]) == cluster.node(ranks[-1]))
+
+    ordered = sorted(groups, key=lambda ranks: (spread(ranks), -len(ranks), ranks))
+    names = (INTER_NODE, INTRA_NODE, LOCAL)
+    return tuple(Zone(names[spread(ranks)], pattern, ranks, tuple(groups[ranks])) for ranks in ordered)
+
+
+def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
+    """Check that ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence alone."""
+    if tokens_per_rank is None or not lengths:
+        return
+    pool_tokens = num_ranks * tokens_per_rank
+    seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
+    if lengths[seq] > pool_tokens:
+        raise InfeasibleError(
+            f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of "
+            f"{tokens_per_rank} tokens; "
+            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {pool_tokens}). Use more "
+            "ranks, raise "
+            f"--tokens-per-rank (tokens_per_rank) to at least {-(-lengths[seq] // num_ranks)}, or cut the sequence"
+        )
+
+
+def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
+    """Check that ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence and the
+    batch.
+
+    Raises:
+        InfeasibleError: says what would hold it.
+    """
+    check_each(lengths, num_ranks, tokens_per_rank)
+    if tokens_per_rank is None or (total := sum(lengths)) <= num_ranks * tokens_per_rank:
+        return
+    raise InfeasibleError(
+        f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold "
+        f"{num_ranks * tokens_per_rank}. "
+        f"Use at least {-(-total // tokens_per_rank)} ranks, "
+        f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
+    )
+
+
+def with_rounding(tokens_per_rank: int, num_seqs: int) -> int:
+    """The most tokens that a plan may put on a rank of a capacity."""
+    return tokens_per_rank + max(2 * num_seqs, tokens_per_rank // 100)
+
+
+def context_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of context-parallel ranks that make even replicas: part of a node, or whole nodes."""
+    size, ranks = cluster.node_size, range(1, cluster.num_ranks + 1)
+    return tuple(each for each in ranks if not cluster.num_ranks % each and not (size % each and each % size))
+
+
+def check_context(context: int, cluster: Cluster) -> None:
+    """Reject replicas that the ranks do not make; ConfigError lists those that they make."""
+    if context not in context_sizes(cluster):
+        raise ConfigError(
+            f"context_parallel {context}: {cluster.num_ranks} ranks on nodes of {cluster.node_size} make replicas of "
+            f"{', '.join(map(str, context_sizes(cluster)))} ranks; use one of these"
+        )
+
+
+def samples_of(
+    lengths: Sequence[int], context: int, cluster: Cluster, tokens_per_rank: int | None
+) -> list[tuple[int, ...]]:
+    """Sequences of a microbatch's sample of each replica, ascending.
+
+    Raises:
+        InfeasibleError: they do not pack into one sample a replica.
+        ConfigError: as `check_context`.
+    """
+    check_context(context, cluster)
+    if context == cluster.num_ranks:
+        return [tuple(range(len(lengths)))]
+    check_each(lengths, context, tokens_per_rank)
+    most = None if tokens_per_rank is None else context * tokens_per_rank
+    samples = first_fit_evenly(lengths, cluster.num_ranks // context, most)
+    if samples is None:
+        raise InfeasibleError(
+            f"the microbatch's {sum(lengths)} tokens in {len(lengths)} sequences do not pack into "
+            f"{cluster.num_ranks // context} samples of {most} tokens ({context} context-parallel ranks of "
+            f"{tokens_per_rank}); raise --tokens-per-rank (tokens_per_rank) or context_parallel, or plan a smaller "
+            "microbatch"
+        )
+    return [tuple(sorted(each)) for each in samples]
+
+
+def microbatches_of(
+    lengths: Sequence[int], context: int, cluster: Cluster, tokens_per_rank: int | None
+) -> list[tuple[int, ...]]:
+    """Sequences of each microbatch: the fewest of one sample a replica that hold them all."""
+    check_context(context, cluster)
+    check_each(lengths, context, tokens_per_rank)
+    replicas = cluster.num_ranks // context
+    most = None if tokens_per_rank is None else context * tokens_per_rank
+    count = 1 if most is None else max(1, -(-sum(lengths) // (replicas * most)))
+    while (samples := first_fit_evenly(lengths, count * replicas, most)) is None:
+        count += 1
+    parts = [samples[at * replicas : (at + 1) * replicas] for at in range(count)]
+    return [tuple(sorted(seq for sample in part for seq in sample)) for part in parts]
+
+
+def least_context(microbatches: Sequence[Sequence[int]], cluster: Cluster, tokens_per_rank: int | None) -> int:
+    """The fewest ranks of a replica that hold the longest sequence; else all ranks."""
+    longest = max((length for lengths in microbatches for length in lengths), default=0)
+    return next(
+        (size for size in context_sizes(cluster) if tokens_per_rank and longest <= size * tokens_per_rank),
+        cluster.num_ranks,
+    )
+
+
+class _WithSlack(Protocol):
+    @property
+    def tokens_per_rank(self) -> int | None: ...
+    @property
+    def slack(self) -> float: ...
+
+
+def capacity_of(planner: str, options: _WithSlack, num_tokens: int, num_ranks: int) -> int:
+    """Tokens that a rank may hold: as given, or `slack` times the mean.
+
+    Raises:
+        ConfigError: a slack below 1.
+    """
+    if options.slack < 1:
+        raise ConfigError(
+            f"{planner}: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
+        )
+    return options.tokens_per_rank or max(1, ceil(options.slack * num_tokens / num_ranks))
+
+
+def plan_of(
+    planner: str, lengths: Sequence[int], on: tuple[Cluster, Model], zones: tuple[AnyPlanZone, ...]
+) -> MicrobatchPlan:
+    cluster, model = on
+    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
+    return MicrobatchPlan(planner, tuple(lengths), *size, *heads, zones, mask=model.mask)

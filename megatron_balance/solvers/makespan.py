@@ -1,8 +1,5 @@
 """Items to machines of unlike speed so that the last machine is done early: the longest first, then
 moves and swaps from the slowest machine until none helps.
-
-Beside its items a machine may be charged for its largest one again (`behind` times): the first
-microbatch of a pipeline goes through all its stages alone.
 """
 
 from __future__ import annotations
@@ -15,45 +12,41 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, MachinesProblem
-from megatron_balance.solvers.makespan_bound import Opened, Stairs, by_weights
+from megatron_balance.solvers.makespan_bound import NOT_HELD, Floats, Ints, MachinesProblem, Opened, Stairs, by_weights
 
+# Seconds by which a machine comes behind others for an item above its limit.
 CAPPED = 1e9
-"""Seconds by which a machine comes behind others for an item above its limit."""
+# Share above the bound at which a search ends; with more than `MANY` items, where the bound
+# itself is known to a few thousandths.
 CLOSE, CLOSE_MANY = 5e-4, 3e-3
-"""Share above the bound at which a search ends; with more than `MANY` items, where the bound itself
-is known to a few thousandths."""
+# Least busy machines whose items are looked at for swaps.
 PARTNERS = 8
-"""Least busy machines whose items are looked at for swaps."""
+# Moves and swaps of one search.
 MOST_STEPS = 400
-"""Moves and swaps of one search."""
+# Share of the seconds that a move or swap must gain.
 LEAST_GAIN, LEAST_GAIN_MANY = 1e-9, 3e-4
-"""Share of the seconds that a move or swap must gain."""
+# Items from which fewer searches do.
 MANY = 150
-"""Items from which fewer searches do."""
+# Starts of a problem that is not large: Hydraulis' Alg. 1 in random orders, and almost the
+# longest first with random limits.
 TRIALS, SHAKEN = 100, 40
-"""Starts of a problem that is not large: Hydraulis' Alg. 1 in random orders, and almost the longest
-first with random limits."""
+# Starts that are searched from, the earliest done first.
 IMPROVED = 10
-"""Starts that are searched from, the earliest done first."""
+# Share of the bound from which the longest item alone makes it.
 ALONE = 0.97
-"""Share of the bound from which the longest item alone makes it."""
+# By how much stairs are higher than the bound, with many items.
 HEIGHT = 0.003
-"""By how much stairs are higher than the bound, with many items."""
+# Heights with fewer items, which are less like fractional ones; all are tried.
 HEIGHTS = (0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.16)
-"""Heights with fewer items, which are less like fractional ones; all are tried."""
+# Items up to which a depth-first search follows, of at most `NODES` nodes.
 FEW = 24
-"""Items up to which a depth-first search follows, of at most `NODES` nodes."""
 NODES = 20_000
+# Corrections of the machines' weights ahead of a search, fewer with many items.
 ROUNDS_FEW, ROUNDS_AHEAD = 24, 8
-"""Corrections of the machines' weights ahead of a search, fewer with many items."""
 
 
 def assign(problem: MachinesProblem, seed: int = 0, searches: int = IMPROVED) -> Ints:
-    """The machine of each item [items]. `searches`: starts that are searched from, at most.
-
-    Equal on every host for equal input: ties go to the machine and the item with the lower number.
-    """
+    """The machine of each item, equal on every host. `searches`: starts to search from."""
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
     few = problem.num_items <= MANY
@@ -97,27 +90,20 @@ def _of_many(problem: MachinesProblem, longest_first: Ints, stairs: Stairs | Non
 
 
 def _alone_s(problem: MachinesProblem) -> float:
-    """Seconds of the item that takes longest alone, on the machine that does it first."""
     kind, first = np.unique(problem.kind, return_index=True)
     again = problem.behind[first][:, None] * problem.again[kind]
     return float((problem.work[kind] + again + problem.start_s[first][:, None]).min(axis=0).max())
 
 
 def _by_price(problem: MachinesProblem, longest_first: Ints, weights: Floats) -> Ints:
-    """The longest first, each among the machines of the kind with the least weighted work; `weights`:
-    of a machine of each kind.
-
-    Where all machines end together, what is left to gain is that items lie where they are cheap.
-    """
+    """The longest first, each among the machines of the kind with the least weighted work."""
     kind = (weights[:, None] * problem.work).argmin(axis=0)
     only = np.where(np.arange(len(weights))[:, None] == kind, problem.work, NOT_HELD)
     return greedy(replace(problem, work=only), longest_first.tolist())
 
 
 def _limits(problem: MachinesProblem, longest_first: Ints, stairs: Stairs, least_s: float) -> Floats:
-    """Sizes of the largest item of each machine where stairs of different heights open it [limits,
-    machines].
-    """
+    """Largest items of each machine where stairs of different heights open it [limits, machines]."""
     found = [np.full(problem.num_machines, np.inf)]
     for height in HEIGHTS:
         opened = stairs.climb((1 + height) * least_s)
@@ -130,9 +116,6 @@ def _limits(problem: MachinesProblem, longest_first: Ints, stairs: Stairs, least
 
 
 def _starts(problem: MachinesProblem, longest_first: Ints, limits: Floats | None, seed: int) -> list[Ints]:
-    """Assignments to search from, the earliest done first: the longest first under limits of the
-    largest items, orders and limits at random, and Alg. 1's trials.
-    """
     rng = random.Random(seed)
     shaken = [_shaken(longest_first.tolist(), rng) for _ in range(SHAKEN)]
     orders, caps = np.array(shaken), None
@@ -147,9 +130,7 @@ def _starts(problem: MachinesProblem, longest_first: Ints, limits: Floats | None
 
 
 def _searched(problem: MachinesProblem, order: Sequence[int], best: Ints, best_s: float) -> Ints:
-    """The best of a depth-first search of at most `NODES` nodes, `best` being known; of machines that
-    are alike so far one is tried.
-    """
+    """The best of a depth-first search of at most `NODES` nodes."""
     work, again = problem.work[problem.kind].T.tolist(), problem.again[problem.kind].T.tolist()
     behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
     total, largest = [0.0] * problem.num_machines, [0.0] * problem.num_machines
@@ -200,15 +181,12 @@ def _caps(problem: MachinesProblem, rng: random.Random) -> Floats:
 
 
 def _shaken(order: Sequence[int], rng: random.Random) -> list[int]:
-    """The order with every item moved a little, the more the further behind it stands."""
     keys = [place * rng.uniform(0.5, 1.5) + rng.uniform(0, 3) for place in range(len(order))]
     return [order[place] for place in sorted(range(len(order)), key=keys.__getitem__)]
 
 
 def trials(problem: MachinesProblem, count: int, rng: random.Random) -> tuple[Ints, Floats]:
-    """As `in_turn`, by Hydraulis' Alg. 1: items in random order, each to the first machine with which
-    the slowest is least slow.
-    """
+    """As `in_turn`, by Hydraulis' Alg. 1: random order, each to where the slowest is least slow."""
     keys = np.array([rng.random() for _ in range(count * problem.num_items)]).reshape(count, problem.num_items)
     return in_turn(problem, np.argsort(keys, axis=1, kind="stable"), None, slowest=True)
 
@@ -218,19 +196,16 @@ def in_turn(
 ) -> tuple[Ints, Floats]:
     """Each item in turn to the machine that would then be done first; several orders side by side.
 
-    Args:
-        problem: items and machines.
-        orders: items in turn [orders, items]; one: the same for all limits.
-        caps: sizes above which a machine takes an item only if no other does [orders, machines].
-        slowest: to the first machine with which the slowest of all is least slow.
-
-    Returns:
-        Machines [orders, items], and seconds of each machine [orders, machines].
+    `orders`: items in turn [orders, items]; one: the same for all limits. `caps` [orders,
+    machines]: sizes above which a machine takes an item only if no other does. `slowest`: as in
+    `trials`. Returns machines [orders, items], and seconds of each machine [orders, machines].
     """
+    # [items, machines]: a row is what one item takes on every machine.
     work_of = np.ascontiguousarray(problem.work[problem.kind].T)
     again_of = problem.behind * problem.again[problem.kind].T
     count = max(len(orders), 0 if caps is None else len(caps))
-    load = np.repeat(problem.start_s[None], count, axis=0)  # of a machine that has any item
+    # Of a machine that has any item.
+    load = np.repeat(problem.start_s[None], count, axis=0)
     again = np.zeros((count, problem.num_machines))
     found = np.empty((count, problem.num_items), dtype=np.int64)
     top = np.zeros((count, 1))
@@ -238,7 +213,8 @@ def in_turn(
     over = None if caps is None else CAPPED * (problem.sizes[orders.T][:, :, None] > caps)
     for turn, items in enumerate(orders.T):
         work = work_of[items]
-        then = load + work  # [orders, machines]
+        # [orders, machines].
+        then = load + work
         more = np.maximum(again, again_of[items]) if counted else again
         if counted:
             then += more
@@ -246,6 +222,7 @@ def in_turn(
             np.maximum(then, top, out=then)
         if over is not None:
             then += over[turn]
+        # One machine for each order; ties go to the lower number.
         at = then.argmin(axis=1)
         cell = (row, at)
         found[row, items] = at
@@ -259,12 +236,10 @@ def in_turn(
 
 
 def greedy(problem: MachinesProblem, order: Sequence[int], opened: Opened | None = None, full_s: float = inf) -> Ints:
-    """Each item in turn to the machine that would then be done first: the least busy of a kind, or one
-    that has none yet.
+    """Each item in turn to the machine that would then be done first.
 
-    `opened`: machines that take no item before a place in `order`, unless no other would be done with
-    it in `full_s`; others that count their largest item again come with the last of them. None: all
-    from the first on.
+    `opened`: machines that take no item before a place in `order`, unless no other would be done
+    with it in `full_s`; others that count their largest item again come with the last of them.
     """
     behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
     kinds: list[int] = problem.kind.tolist()
@@ -309,9 +284,8 @@ def _first_done(
     behind: Sequence[float],
     start_s: Sequence[float],
 ) -> tuple[int, float, bool]:
-    """The machine that would be done first with an item of this `work` and `again` [kinds], when that
-    is, and whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as
-    a heap, and those that have none.
+    """The machine that would be done first with an item, when, and whether it has none yet; -1:
+    there is none. `sides`: by kind, machines that have items, as a heap, and those that have none.
     """
     best, best_s, is_idle = -1, NOT_HELD, False
     for own, counted, (used, unused) in zip(work, again, sides, strict=True):
@@ -333,9 +307,8 @@ def _first_done(
 
 
 def improve(problem: MachinesProblem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
-    """Move an item of the slowest machine to another, or swap it for one of another's, as long as the
-    later of the two is done earlier than the slowest was by a share of `gain`, and down to `enough`
-    seconds. Changes `machine_of`.
+    """Move an item of the slowest machine to another, or swap it, as long as the later of the two
+    gains a share of `gain`, and down to `enough` seconds. Changes `machine_of`.
     """
     state = _MachineLoads.of(problem, machine_of)
     for _ in range(MOST_STEPS):
@@ -370,10 +343,7 @@ def improve(problem: MachinesProblem, machine_of: Ints, enough: float, gain: flo
 
 @dataclass(slots=True)
 class _MachineLoads:
-    """Machines as a search changes them.
-
-    `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items;
-    `seconds`, `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and what
+    """Machines as a search changes them. `own`, `rest` [items]: work of each where it is, and what
     the largest other there counts again.
     """
 
@@ -401,7 +371,6 @@ class _MachineLoads:
         return state
 
     def update(self, machine: int) -> None:
-        """Bring what is known of a machine up to date."""
         items = self.items[machine] = (self.machine_of == machine).nonzero()[0]
         own, again = self.work_of[machine, items], self.again_of[machine, items]
         self.own[items] = own
@@ -411,6 +380,7 @@ class _MachineLoads:
         first = int(again.argmax())
         largest = float(again[first])
         self.rest[items] = largest
+        # The largest of the others: what counts again once the largest is gone.
         again[first] = 0.0
         self.rest[items[first]] = again.max()
         total = float(own.sum())
@@ -425,7 +395,8 @@ class _MachineLoads:
         brought = self.work_of[:, mine]
         with_it = np.maximum(self.largest[:, None], self.again_of[:, mine]) * problem.behind[:, None] + brought
         with_it += (self.total + problem.start_s)[:, None]
-        later = np.maximum(with_it, without)  # [machines, mine]
+        # [machines, mine].
+        later = np.maximum(with_it, without)
         later[slowest] = np.inf
         at = int(later.argmin())
         return float(later.flat[at]), int(mine[at % len(mine)]), at // len(mine)
@@ -438,6 +409,7 @@ class _MachineLoads:
         here = without[:, None] + comes
         if problem.behind[slowest]:
             here += problem.behind[slowest] * np.maximum(self.rest[mine][:, None], self.again_of[slowest, others])
+        # [mine, others]: what each of mine takes on the machine of each other.
         goes = self.work_of[theirs[None, :], mine[:, None]]
         behind = problem.behind[theirs]
         there = goes + (self.total[theirs] - self.own[others] + problem.start_s[theirs])

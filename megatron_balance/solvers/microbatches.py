@@ -1,10 +1,9 @@
 """Packing of one pipeline's sequences into microbatches (Hydraulis, arXiv 2412.07894, Eq. 1,
-Appendix D): how many, and which sequences go together, so that 1F1B is done first.
+Appendix D).
 
-For each number V in the range the longest sequences go first, each to the microbatch with the least
-time that has room. V runs from tokens / MaxLen to tokens / UtilLen in whole numbers, upwards until
-one is feasible. Eq. 1's (longest microbatch) * (PP - 1 + V) picks the near-equal best; the clock of
-1F1B decides between them. As an option each V is also solved as an integer program.
+For each number V from tokens / MaxLen to tokens / UtilLen the longest sequences go first, each to
+the microbatch with the least time that has room, or each V is solved as an integer program. Eq. 1's
+(longest) (PP - 1 + V) picks the near-equal best; the clock of 1F1B decides between them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from heapq import heappop, heappush, heapreplace
 from math import ceil
 
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.solvers import fixed_packing
 from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.packing import PackingProblem, pack_better
 
+# Share of the best tokens per second from which a microbatch counts as full (Appendix D).
 EFFICIENCY = 0.85
-"""Share of the best tokens per second from which a microbatch counts as full (Appendix D)."""
 NEAR = 1.02
 MOST_TRIED = 24
 FORWARD_SHARE = 1 / 3
@@ -27,10 +26,7 @@ Microbatches = tuple[tuple[int, ...], ...]
 
 
 def util_tokens(pipeline: PipelineCost, efficiency: float = EFFICIENCY) -> int:
-    """UtilLen: the least length where T(l) / l comes within 1 / `efficiency` of its best.
-
-    The best is over lengths up to MaxLen. With T = a l^2 + b l + c the quotient is a l + b + c / l.
-    """
+    """UtilLen: the least length with T(l) / l within 1 / `efficiency` of its best."""
 
     def quotient(length: float) -> float:
         return pipeline.a * length + pipeline.b + pipeline.c / length
@@ -46,10 +42,11 @@ def util_tokens(pipeline: PipelineCost, efficiency: float = EFFICIENCY) -> int:
 
 
 def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) -> Microbatches:
-    """The microbatches of one pipeline: positions in `lengths`, none empty, none above `max_tokens`.
+    """The microbatches of one pipeline: positions in `lengths`, none empty, none above
+    `max_tokens`.
 
-    `node_limit`: for each V the better of the longest first and what HiGHS (in SciPy) finds for
-    Eq. 1 within so many nodes; 0: the longest first alone.
+    `node_limit`: for each V the better of the longest first and HiGHS within so many nodes; 0:
+    without.
 
     Raises:
         InfeasibleError: a sequence is longer than `max_tokens`.
@@ -89,9 +86,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
 
 
 def _counts(fewest: int, most: int, limit: int) -> list[int]:
-    """Numbers of microbatches to try, ascending: all of a small range, else with growing steps; then
-    upwards to one each.
-    """
+    """Numbers of microbatches to try: all of a small range, else with growing steps."""
     if most - fewest < MOST_TRIED:
         tried = list(range(fewest, most + 1))
     else:
@@ -103,9 +98,7 @@ def _counts(fewest: int, most: int, limit: int) -> list[int]:
 def _fill(
     lengths: Sequence[int], times: Sequence[float], order: Sequence[int], most: int, count: int
 ) -> tuple[float, Microbatches] | None:
-    """`count` microbatches of at most `most` tokens, and seconds of the slowest without c; None where
-    a sequence finds no room.
-    """
+    """`count` microbatches, and seconds of the slowest without c; None: no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [most] * count
     heap = [(0.0, number) for number in range(count)]
@@ -135,9 +128,9 @@ def _by_program(
 ) -> tuple[float, Microbatches] | None:
     """The better of `filled` and what HiGHS finds; `bins`: most tokens of one, and how many."""
     work = [times[seq] for seq in order]
-    problem = fixed_packing.PackingProblem([lengths[seq] for seq in order], bins[1], bins[0], work)
+    problem = PackingProblem([lengths[seq] for seq in order], bins[1], bins[0], work)
     known: dict[int, int] = {} if filled is None else {seq: at for at, own in enumerate(filled[1]) for seq in own}
-    found = fixed_packing.improve(problem, [known.get(seq) for seq in order], node_limit)
+    found = pack_better(problem, [known.get(seq) for seq in order], node_limit)
     if None in found:
         return None
     own: list[list[int]] = [[] for _ in range(bins[1])]
@@ -148,27 +141,15 @@ def _by_program(
 
 
 def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:
-    """Seconds of one stage for one microbatch of these sequences."""
     return sum(pipeline.sequence_s(length) for length in lengths) + pipeline.c
 
 
-def step_bound_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:
-    """Eq. 1: all microbatches as slow as the slowest, PP - 1 + V of them."""
-    if not microbatches:
-        return 0.0
-    return _bound_s(max(microbatch_s(own, pipeline) for own in microbatches), len(microbatches), pipeline)
-
-
 def _bound_s(slowest_s: float, count: int, pipeline: PipelineCost) -> float:
-    """Eq. 1 of `count` microbatches, the slowest of which takes a stage `slowest_s`."""
     return slowest_s * (pipeline.stages - 1 + count)
 
 
 def clock_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:
-    """Seconds of 1F1B over `microbatches` (lengths of each), all stages alike, in their order.
-
-    A forward takes a third of a microbatch's time. Agrees with `simulator.pipeline.run`.
-    """
+    """Seconds of 1F1B over `microbatches` (lengths of each), as `simulator.pipeline.run`."""
     times = [microbatch_s(own, pipeline) for own in microbatches]
     stages, count = pipeline.stages, len(times)
     if stages == 1 or not count:

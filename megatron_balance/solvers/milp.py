@@ -1,7 +1,6 @@
-"""Mixed-integer linear programs, answered by HiGHS (in SciPy) or Gurobi.
-
-Every rank of a job solves for itself, so an answer may depend on nothing but the program: one thread,
-fixed seeds, and limits in nodes of the search, never in seconds.
+"""Mixed-integer linear programs, answered by HiGHS (in SciPy) or Gurobi. Every rank solves for
+itself, so an answer depends on nothing but the program: one thread, fixed seeds, limits in nodes,
+never in seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.layers import MilpSolver
 
 Floats: TypeAlias = NDArray[np.float64]
+# Row, column and value of entries of a constraint matrix; one value may hold for all.
 Term: TypeAlias = tuple[Ints, Ints, "Floats | float"]
-"""Row, column and value of entries of a constraint matrix; one value may hold for all."""
 
 
 class NoSolverError(ConfigError):
@@ -28,21 +27,18 @@ class NoSolverError(ConfigError):
 
 
 class NoAnswerError(Exception):
-    """No answer, or none of use; the message is the reason, in words that do not depend on the
-    program's numbers.
-    """
+    """No answer, or none of use; the reason, in words that do not depend on the program's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """Minimise `cost` x with low <= A x <= high, 0 <= x <= `upper`, and x whole where `whole`; A is
-    given by its nonzero entries, row by row.
-    """
+    """Minimise `cost` x with low <= A x <= high, 0 <= x <= `upper`, x whole where `whole`."""
 
     cost: Floats
     whole: Bools
     upper: Floats
-    entries: tuple[Ints, Ints, Floats]  # row, column, value
+    # Row, column, value.
+    entries: tuple[Ints, Ints, Floats]
     low: Floats
     high: Floats
 
@@ -56,15 +52,12 @@ class Constraints:
         self._count = 0
 
     def add(self, count: int, low: Floats | Ints | float, high: Floats | Ints | float, *terms: Term) -> None:
-        """`count` rows low <= A x <= high with A[row, column] = value of each of `terms`; their rows
-        count from 0 within the block.
-        """
+        """`count` rows low <= A x <= high; rows of `terms` count from 0 within the block."""
         self._entries += [(row + self._count, column, value) for row, column, value in terms]
         self._bounds.append(np.stack([np.broadcast_to(np.asarray(b, np.float64), count) for b in (low, high)]))
         self._count += count
 
     def program(self, cost: Floats, whole: Bools, upper: Floats | float = np.inf) -> Milp:
-        """The program with these constraints."""
         row, column, value = (
             np.concatenate([np.broadcast_to(term[part], len(term[0])) for term in self._entries]) for part in range(3)
         )
@@ -75,9 +68,8 @@ class Constraints:
 
 
 def solve(program: Milp, nodes: int, *, gap: float = 0.0, solver: MilpSolver = "highs", proven: bool = False) -> Floats:
-    """x of the best answer found within `nodes` nodes, or of one within `gap` of the optimum.
-
-    `proven`: an answer that the nodes did not prove optimal is none.
+    """x of the best answer within `nodes` nodes, or of one within `gap` of the optimum; `proven`:
+    that alone.
 
     Raises:
         NoSolverError: the solver is not installed.
@@ -143,7 +135,6 @@ def _library(name: str, extra: str) -> Any:
 
 
 def _each_row(program: Milp) -> Iterator[tuple[list[int], list[float], float, float]]:
-    """Columns, values, low and high of each constraint."""
     row, column, value = program.entries
     cuts = np.searchsorted(row, np.arange(len(program.low) + 1)).tolist()
     columns, values = column.tolist(), value.tolist()

@@ -1,5 +1,6 @@
-"""Packing items into bins: least loaded first (LPT when the items come in descending order), best
-fit, first fit into as many bins as it takes, and first fit into so many of one size.
+"""Packing items into bins: least loaded first (LPT), best fit, first fit, least squares of sizes,
+by an integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two
+halves.
 """
 
 from __future__ import annotations
@@ -7,14 +8,16 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+import numpy as np
+
+from megatron_balance.solvers import milp
 
 
 def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item when every item in turn goes to the least loaded bin, up to the first
-    one that does not fit there.
-
-    Bins start with `loads`; ties go to the lower bin.
-    """
+    """The bin of each item, the least loaded (ties: the lower), up to the first not to fit."""
     heap = [(load, index) for index, load in enumerate(loads)]
     heapq.heapify(heap)
     chosen: list[int] = []
@@ -27,12 +30,20 @@ def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> l
     return chosen
 
 
-def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
-    """The bin of each item when every item in turn goes to the bin with the least room that holds
-    it; None: no bin does.
+def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> list[int | None]:
+    """The bin of each item, the least loaded one (ties: the lower); None: it would pass `most`."""
+    loads = list(loads)
+    chosen: list[int | None] = []
+    for size in sizes:
+        at = min(range(len(loads)), key=loads.__getitem__)
+        fits = loads[at] + size <= most
+        chosen.append(at if fits else None)
+        loads[at] += size if fits else 0
+    return chosen
 
-    Ties go to the lower bin.
-    """
+
+def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
+    """The bin of each item, the one with the least room that holds it; None: no bin does."""
     free = sorted((space, index) for index, space in enumerate(spaces))
     chosen: list[int | None] = []
     for size in sizes:
@@ -47,10 +58,7 @@ def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Items of each bin, the largest items first, each in the first bin that has room.
-
-    An item that is larger than a bin has one of its own.
-    """
+    """Items of each bin, the largest first, in the first bin with room or one of their own."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
@@ -63,15 +71,14 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return bins
 
 
+# Bins of one size grow by this part of the smallest that could do, until all items fit.
 GROWTH = 64
-"""Bins of one size grow by this part of the smallest that could do, until all items fit."""
 
 
 def first_fit_evenly(sizes: Sequence[int], num_bins: int, most: int | None) -> list[list[int]] | None:
-    """Items of each bin by first fit, the largest first, into `num_bins` bins of one size, the
-    smallest of those tried that does; None: bins of `most` (None: any size) do not.
-
-    The same items of some of the bins, in order, packed alone into as many, fit as well.
+    """Items of each bin by first fit into `num_bins` bins of one size, the smallest tried that
+    does; None: bins of `most` do not. The same items of some of the bins, packed alone into as
+    many, fit as well.
     """
     smallest = max(-(-sum(sizes) // num_bins), max(sizes, default=0))
     size, step = smallest, max(1, smallest // GROWTH)
@@ -81,3 +88,120 @@ def first_fit_evenly(sizes: Sequence[int], num_bins: int, most: int | None) -> l
             return bins + [[] for _ in range(num_bins - len(bins))]
         size = size + step if most is None or size == most else min(size + step, most)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class PackingProblem:
+    """`sizes`: descending; `num_bins` of `capacity`. `work`: None: squares of sizes."""
+
+    sizes: Sequence[int]
+    num_bins: int
+    capacity: int
+    work: Sequence[float] | None = None
+
+    @property
+    def works(self) -> Sequence[float]:
+        return [size * size for size in self.sizes] if self.work is None else self.work
+
+    def largest(self, bins: Sequence[int | None]) -> float:
+        """The most work of a bin; `bins`: of each item, None: in none."""
+        works = self.works
+        return max(
+            fsum(work for work, at in zip(works, bins, strict=True) if at == own) for own in range(self.num_bins)
+        )
+
+
+def pack_greedily(problem: PackingProblem) -> list[int | None]:
+    """The bin of each item, the least sum of squares that has room; None: none has."""
+    loads, room = [0] * problem.num_bins, [problem.capacity] * problem.num_bins
+    chosen: list[int | None] = []
+    for size in problem.sizes:
+        at = min((load, own) for own, load in enumerate(loads) if room[own] >= size) if max(room) >= size else None
+        chosen.append(None if at is None else at[1])
+        if at is not None:
+            loads[at[1]] += size * size
+            room[at[1]] -= size
+    return chosen
+
+
+def pack_better(problem: PackingProblem, bins: Sequence[int | None], node_limit: int) -> list[int | None]:
+    """The better of `bins` and what HiGHS finds for Eq. 1; an answer that holds all items is
+    better.
+
+    Raises:
+        milp.NoSolverError: SciPy is missing.
+    """
+    found = _solve(problem, node_limit) if problem.sizes else None
+    if found is None:
+        return list(bins)
+    if None in bins or problem.largest(found) < problem.largest(bins):
+        return list(found)
+    return list(bins)
+
+
+def _solve(problem: PackingProblem, node_limit: int) -> list[int] | None:
+    sizes = np.array(problem.sizes, dtype=np.float64)
+    count, bins = len(sizes), problem.num_bins
+    item, at = (grid.ravel() for grid in np.meshgrid(np.arange(count), np.arange(bins), indexing="ij"))
+    works = np.array(problem.works, dtype=np.float64)
+    # In units of the largest item, so that all numbers are about 1.
+    works /= works.max()
+    # Columns: item by bin, whether it is there; last the most work of a bin.
+    each, every, most = np.arange(count * bins), np.arange(bins), np.full(bins, count * bins)
+    rows = milp.Constraints()
+    rows.add(count, 1.0, 1.0, (item, each, 1.0))
+    rows.add(bins, -np.inf, 1.0, (at, each, sizes[item] / problem.capacity))
+    rows.add(bins, -np.inf, 0.0, (at, each, works[item]), (every, most, -1.0))
+    # Bins are alike: item i goes into one of the first i + 1.
+    upper = np.append(np.where(at <= item, 1.0, 0.0), np.inf)
+    is_most = np.arange(count * bins + 1) == count * bins
+    try:
+        values = milp.solve(rows.program(is_most.astype(np.float64), ~is_most, upper), node_limit)
+    except milp.NoAnswerError:
+        return None
+    chosen = values[:-1].reshape(count, bins).argmax(axis=1)
+    held = np.bincount(chosen, weights=sizes, minlength=bins)
+    return None if held.max() > problem.capacity else chosen.tolist()
+
+
+# Cells (items x size) up to which the most equal split is searched.
+_EXACT = 1 << 24
+
+
+def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the items of two nano-batches of sizes as equal as whole items allow, the larger
+    one first.
+
+    Largest first to the smaller one (of equal ones, that of the smaller squares); where that leaves
+    more than a hundredth between them and the batch is small enough, the most equal split by subset
+    sums.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    parts: tuple[list[int], list[int]] = ([], [])
+    loads = [(0, 0), (0, 0)]
+    for i in order:
+        nano_batch = int(loads[1] < loads[0])
+        parts[nano_batch].append(i)
+        size, squares = loads[nano_batch]
+        loads[nano_batch] = (size + sizes[i], squares + sizes[i] ** 2)
+    total = sum(sizes)
+    if abs(loads[0][0] - loads[1][0]) * 100 > total and len(sizes) * total <= _EXACT:
+        parts = _most_equal(sizes, total)
+    first, second = sorted(parts, key=lambda part: (-sum(sizes[i] for i in part), part))
+    return tuple(sorted(first)), tuple(sorted(second))
+
+
+def _most_equal(sizes: Sequence[int], total: int) -> tuple[list[int], list[int]]:
+    # Bit s of `reached[i]`: some of the first i items are s together.
+    reached = [1]
+    for size in sizes:
+        reached.append(reached[-1] | reached[-1] << size)
+    lower = reached[-1] & ((1 << (total // 2 + 1)) - 1)
+    left = lower.bit_length() - 1
+    chosen: list[int] = []
+    for i in range(len(sizes) - 1, -1, -1):
+        if not reached[i] >> left & 1:
+            chosen.append(i)
+            left -= sizes[i]
+    taken = set(chosen)
+    return chosen, [i for i in range(len(sizes)) if i not in taken]

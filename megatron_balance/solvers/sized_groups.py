@@ -1,11 +1,6 @@
 """Items into groups of chosen sizes: how many groups of which size, and which items in each, so
-that the longest is as short as possible.
-
-A group of `size` ranks takes `seconds` for an item, which depends on the size, and holds `size *
-capacity` tokens; the groups' sizes add up to `num_ranks` at most. Heterogeneous makespan with the
-machines to be chosen, too: hard, so there is a greedy answer (`greedy`) and a mixed-integer program
-that improves on it within a number of nodes of its search (`improve`). Every rank of a job solves
-for itself, so limits are in nodes and never in seconds.
+that the longest is as short as possible. Machines are to be chosen, too: hard, so there is a greedy
+answer and an integer program that improves on it within a number of nodes.
 """
 
 from __future__ import annotations
@@ -21,20 +16,21 @@ import numpy as np
 from megatron_balance.solvers import milp
 from megatron_balance.solvers.milp import NoAnswerError
 
+# Sizes and the items of each group.
 Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""Sizes and the items of each group."""
 
+# Steps of the bisection of `greedy`.
 STEPS = 12
-"""Steps of the bisection of `greedy`."""
 
+# Makespans over the lower bound that `greedy` tries until one is enough.
 _FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, inf)
-"""Makespans over the lower bound that `greedy` tries until one is enough."""
 
+# Makespans this close, relatively, are not told apart.
 TOLERANCE = 0.005
-"""Makespans this close, relatively, are not told apart."""
 
+# Of a group, over all items' tokens: more would be the same, and is beyond the solver's
+# tolerance.
 MOST_ROOM = 8
-"""Of a group, over all items' tokens: more would be the same, and is beyond the solver's tolerance."""
 
 
 class TooLargeError(NoAnswerError):
@@ -43,9 +39,7 @@ class TooLargeError(NoAnswerError):
 
 @dataclass(frozen=True, slots=True)
 class GroupsProblem:
-    """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend
-    up to `num_ranks`.
-    """
+    """`tokens`: of each item; `seconds[item][i]`: in a group of `sizes[i]`, ascending."""
 
     tokens: Sequence[int]
     seconds: Sequence[Sequence[float]]
@@ -54,13 +48,10 @@ class GroupsProblem:
     capacity: int
 
     def makespan(self, groups: Groups) -> float:
-        """Seconds of the longest group."""
         return max((sum(self.seconds[k][self.sizes.index(size)] for k in items) for size, items in groups), default=0.0)
 
     def least_makespan(self) -> float:
-        """Seconds that no groups fall below: the fastest group of the slowest item, and all items'
-        seconds spread over all ranks.
-        """
+        """Seconds at least: the slowest item alone, and all spread over all ranks."""
         fastest = [min((row[i] for i in self.allowed(item)), default=inf) for item, row in enumerate(self.seconds)]
         busy = sum(min(s * size for s, size in zip(row, self.sizes, strict=True)) for row in self.seconds)
         return max(*fastest, busy / self.num_ranks)
@@ -72,13 +63,7 @@ class GroupsProblem:
 
 
 def greedy(problem: GroupsProblem) -> Groups | None:
-    """The best groups that a bisection over the makespan finds, or None if it finds none that hold
-    everything.
-
-    For a makespan, items in descending order, each into the group it fills most of those that have
-    room and time for it, else into a new one of the smallest size that is fast enough. There is at
-    least one item.
-    """
+    """The best groups of a bisection over the makespan; None: it finds none."""
     low = problem.least_makespan()
     best = next((groups for factor in _FACTORS if (groups := _within(problem, low * factor)) is not None), None)
     if best is None:
@@ -97,9 +82,9 @@ def greedy(problem: GroupsProblem) -> Groups | None:
 
 
 def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
-    """Groups that all take at most `most_s`, or None if descending best fit finds none."""
     free = problem.num_ranks
-    sizes: list[int] = []  # of each group: the index of its size
+    # Of each group: the index of its size.
+    sizes: list[int] = []
     items: list[list[int]] = []
     free_tokens: list[int] = []
     time_s: list[float] = []
@@ -130,9 +115,7 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`, and
-    `cells`, variables times constraints: of a program that is tried at all.
-    """
+    """Kinds of items; nodes of the search; variables, and times constraints, of a program."""
 
     num_buckets: int = 16
     nodes: int = 50
@@ -141,16 +124,12 @@ class Limits:
 
 
 def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
-    """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's) that HiGHS
-    solves (in SciPy).
-
-    Items of about the same tokens form a bucket and count as its largest. Variables: for each
-    possible group whether it is there, and of each bucket how many items it takes.
+    """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's). Items of
+    about the same tokens form a bucket and count as its largest.
 
     Raises:
         milp.NoSolverError: SciPy is not installed.
-        NoAnswerError: `start` is best, the program is too large (`TooLargeError`), or no better groups
-            were found within the nodes.
+        NoAnswerError: `start` is best, the program is too large, or no better groups were found.
     """
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
@@ -182,15 +161,14 @@ def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
 
 def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
     """Items in descending order of tokens, cut into at most `num_buckets` runs with the least sum
-    of (largest of its run - own) tokens.
-
-    The recurrence over the last run (FlexSP's), on distinct numbers of tokens.
+    of (largest of its run - own) tokens, by FlexSP's recurrence over the last run.
     """
     order = sorted(range(len(tokens)), key=lambda k: (-tokens[k], k))
     kinds = [list(items) for _, items in groupby(order, key=tokens.__getitem__)]
     if len(kinds) <= num_buckets:
         return kinds
-    count, total = [0], [0]  # prefix sums over kinds
+    # Prefix sums over kinds.
+    count, total = [0], [0]
     for items in kinds:
         count.append(count[-1] + len(items))
         total.append(total[-1] + len(items) * tokens[items[0]])
@@ -223,9 +201,7 @@ def _best_begins(
     sums: list[int],
     span: tuple[int, int, int, int],
 ) -> None:
-    """For each end in [low, high] the begin of its last run in [first, last] with the least sum:
-    begins ascend with ends, so halve.
-    """
+    """For each end in [low, high] the begin of its last run with the least sum, by halving."""
     low, high, first, last = span
     if low > high:
         return
@@ -253,17 +229,11 @@ class _IntegerProgram:
         self.num_rows = len(buckets) + 2 * len(self.group_sizes) + num_alike + 1
 
     def _most_groups(self, index: int, size: int) -> int:
-        """Groups of one size that could have an item each."""
         takers = sum(len(items) for items, allowed in zip(self.buckets, self.allowed, strict=True) if index in allowed)
         return min(self.problem.num_ranks // size, takers)
 
     def solve(self, nodes: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """For each group: the index of its size, and (bucket, items) it takes.
-
-        Raises:
-            milp.NoSolverError: no SciPy.
-            NoAnswerError: no solution within the nodes.
-        """
+        """For each group: the index of its size, and (bucket, items) it takes."""
         whole = np.arange(self.num_variables) > 0
         most = np.array([1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes])
         program = self._constraints().program((~whole).astype(np.float64), whole, most)
@@ -276,7 +246,8 @@ class _IntegerProgram:
         bucket, group = np.array(self.takes, dtype=np.int64).reshape(-1, 2).T
         size = np.array(self.group_sizes, dtype=np.int64)
         num_ranks = np.array(problem.sizes, dtype=np.int64)[size]
-        there = 1 + np.arange(len(size))  # the groups' columns
+        # The groups' columns.
+        there = 1 + np.arange(len(size))
         takes = 1 + len(size) + np.arange(len(bucket))
         seconds = np.array(self.seconds)[bucket, size[group]] / self.most_s
         room = np.minimum(num_ranks * float(problem.capacity), MOST_ROOM * sum(problem.tokens))

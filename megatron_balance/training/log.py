@@ -21,8 +21,8 @@ from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text, parse_json
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.planning.choice import as_yaml
 from megatron_balance.planning.proofs import Proofs
-from megatron_balance.planning.run import as_yaml
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.figures import JobFacts, Json, step_figures

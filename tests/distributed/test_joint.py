@@ -17,8 +17,7 @@ from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import BackwardSlot, Server, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind

@@ -6,16 +6,16 @@ import argparse
 from typing import Any
 
 import pytest
-
-pytest.importorskip("megatron.training")
-
 import torch
 
 from megatron_balance.analysis.backward import Recompute
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.planned_model import planned_model, stages_of
-from megatron_balance.planning.run import Run
+from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
+
+pytest.importorskip("megatron.training")
+
 
 pytestmark = pytest.mark.megatron
 

@@ -18,7 +18,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.ir.mask import kind_of
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
-from megatron_balance.solvers.capacity import with_rounding
+from megatron_balance.solvers.groups import with_rounding
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -40,14 +40,13 @@ from megatron_balance.lab.papers.base import SimulatedCase
 from megatron_balance.planners import flexsp
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
 from megatron_balance.planners.flexsp import FlexSpOptions
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.pipeline import ChunkPass
 from megatron_balance.simulator.step import Setup
 from megatron_balance.simulator.ticks import simulate_ticks
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.solvers.packing import nano_batches
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths, draw
 

@@ -28,8 +28,15 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.pipelines import CandidateMovement, Microbatches, fastest, pipeline_s
-from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
-from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
+from megatron_balance.planning.strategies import (
+    PredictedCosts,
+    SchemeCosts,
+    TableCosts,
+    costs_of,
+    pipelines_s,
+    propose,
+    rank,
+)
 from megatron_balance.solvers.dispatch import PipelineCost
 from megatron_balance.solvers.packing import first_fit_decreasing
 from megatron_balance.workloads.lengths import draw

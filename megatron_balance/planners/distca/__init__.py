@@ -1,80 +1,59 @@
-"""distca: core attention as tasks of their own, on servers that need not hold the tokens (core
-attention disaggregation).
+"""distca: core attention as tasks of their own, on servers that need not hold the tokens.
 
 Paper: Efficient Long-context Language Model Training by Core Attention Disaggregation (DistCA),
-section 4.2 and Appendix B.
+sections 4.2 and 6.1, Appendix B. What we implement: the linear layout, sequences one after the
+other; tasks of query shards at multiples of the kernel block with all keys before them; the greedy
+scheduling by seconds of attention migrated for each byte, with closed forms (`shards`).
 
-What we implement: the linear layout of section 6.1, sequences one after the other, as many tokens
-on every rank; tasks of query shards at multiples of the kernel block (the last of a fragment as it
-ends) with all keys before them; the communication-aware greedy scheduling with its score, seconds
-of attention migrated for each byte, and the closed forms of Appendix B, derived again, for plain
-shards and for head-tail pairs (`shards`); its stop rule (`least_score`); seconds from the cost
-model instead of FLOPs (`work`); caps on what a server holds and receives, for its own queries, too
-(`caps`). Every rank is an attention server; `servers: pool` leaves some without tokens. `schedule`
-is the scheduler alone, for a layout that is given.
+What we leave out: the order of execution (ping-pong, ticks), which plans each nano-batch and each
+tick by `plan_owned`.
 
-What we leave out: the order of execution (ping-pong, ticks of a pipeline), which is not a planner's
-business: it plans each nano-batch, and each tick (`plan_owned`).
-
-Where we differ and why:
-* Rows that several ranks of a node need cross its NICs once, and transfers between nodes go over all
-  NICs where that pays: the planner's own layers (docs/layers.md), which the paper does not have.
-* Keys and values that a server has already, by owner or by an earlier task, are free (the paper
-  counts them all and says so, section 8), and so are those that a source no longer needs. A query
-  counts with its output, which travels back.
-* Only the upper side of the tolerance counts. The slowest server sets the time; filling up the
-  lightest ones moves keys for nothing.
-* Before anything heavy moves, light servers give all they have to others (`empty_light_servers`):
-  keys of a long sequence then go to fewer servers.
-* The limit is in seconds with padded tiles, and a little below the tolerance, so that neither
-  seconds nor pairs pass it where blocks do not fit at once. Servers of short sequences spend more
-  time a pair; where padding is much, seconds alone are evened out (`schedule`).
-* Blocks are coarse where contexts are long (128 queries at 64k of context are 6 % of a rank's
-  work), so a shard's place is chosen for a tight fit as well as for few bytes, within half of the
-  tolerance; where no block fits anywhere, a server sheds light work to make headroom (`shedding`);
-  and where that does not help, the limit gives way by small steps. Tolerance 0 is as even as that
-  comes.
-* Head-tail pairs mirror each other within what a rank holds of a sequence, so that the linear
-  layout is the same for both kinds of shards.
+Where we differ and why: |* Keys that a server has already, by owner or by an earlier task, are
+free, and so are those that a |  source no longer needs (the paper counts all and says so, section
+8). A query counts with its output. |* Only the upper side of the tolerance counts: filling up the
+lightest servers moves keys for nothing. |* Before anything heavy moves, light servers give all they
+have to others (`empty_light_servers`). |* The limit is in seconds with padded tiles, and a little
+below the tolerance, so that neither seconds |  nor pairs pass it; where padding is much, seconds
+alone are evened out. |* Blocks are coarse where contexts are long, so a shard is chosen for a tight
+fit as well as for few |  bytes; where no block fits anywhere, a server sheds light work, or else
+the limit gives way. |* Head-tail pairs mirror each other within what a rank holds of a sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import inf
 from typing import Literal
 
-from megatron_balance.cost.base import CostModel
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, run_bounds
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.planners.distca.linear import linear_owned, spread
-from megatron_balance.planners.distca.schedule import Scheduling, schedule
-from megatron_balance.solvers.capacity import check_pool
-
-__all__ = ["DistcaOptions", "Scheduling", "linear_owned", "num_holders", "plan", "plan_owned", "schedule", "scheduling"]
+from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
+from megatron_balance.planners.distca.servers import Caps, Servers, enforce_caps
+from megatron_balance.planners.distca.shards import RANK, SEQ, START, STOP, Edges, HeadTail, Plain, Seconds, TaskSizes
+from megatron_balance.solvers.groups import check_pool
 
 
 @dataclass(frozen=True, slots=True)
 class DistcaOptions:
-    """Options of distca."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     tolerance: float = 0.02
-    """Attention of the busiest server above the mean, relatively, at most (the paper's epsilon,
-    0.05 to 0.15 in its experiments). On H200 nodes a layer is fastest at 0 to 0.02
-    (`megatron-balance reproduce distca fig12`).
-    """
+    """Attention of the busiest server above the mean, relatively, at most: the paper's epsilon. On
+    H200 nodes a layer is fastest at 0 to 0.02."""
     block: int = 128
     """Queries of the attention kernel's tile; shards are multiples of it."""
     shards: Literal["plain", "head_tail"] = "plain"
-    """The part that is cut off an item: a run of queries, or its innermost part as a head-tail
-    pair.
-    """
+    """The part that is cut off: a run of queries, or the innermost part as a head-tail pair."""
     servers: Literal["in_place", "pool"] = "in_place"
     """`in_place`: every rank holds tokens and serves attention; `pool`: some ranks only serve."""
     pool_ranks: int | None = None
@@ -83,28 +62,18 @@ class DistcaOptions:
     empty_light_servers: bool = True
     """Whether light servers are emptied into others first, where that saves bytes."""
     least_score: float = 0.0
-    """Seconds of attention that a migration must take off a server for each second that its bytes
-    take on a NIC; 0: the tolerance alone decides.
-    """
+    """Seconds of attention that a migration must save for each second of its bytes on a NIC; 0:
+    any."""
     max_kv_tokens: int | None = None
-    """Limit on the tokens whose keys and values a server may hold for a plan, its own included;
-    with ping-pong each nano-batch has a plan of its own.
-    """
+    """Most tokens whose keys and values a server holds for a plan (of a nano-batch), its own
+    included."""
     max_received_tokens: int | None = None
-    """Limit on the tokens that a server may receive in a plan's forward pass, those that come as
-    queries and those that come as keys and values.
-    """
+    """Most tokens that a server receives in a plan's forward pass, as queries or as keys and
+    values."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
-    """One task table: the linear layout, and tasks that take no server longer than the tolerance
-    allows.
-
-    Raises:
-        InfeasibleError: the batch has more tokens than the ranks hold, or a rank's own tasks pass a
-            cap that no other rank can help with.
-        ConfigError: an option out of range.
-    """
+    """One task table: the linear layout, and tasks within the tolerance."""
     holders = _holders(cluster, options)
     check_pool(batch.lengths, len(holders), options.tokens_per_rank)
     owned = linear_owned(batch.lengths, holders)
@@ -115,15 +84,9 @@ def plan_owned(
     lengths: tuple[int, ...], owned: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
 ) -> MicrobatchPlan:
     """`plan` for a given linear layout: rows (rank, seq, start, stop); ranks without tokens serve,
-    too.
-
-    The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
-
-    Raises:
-        InfeasibleError: a rank's own tasks pass a cap that no other rank can help with.
-        ConfigError: an option out of range.
+    too. The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
     """
-    tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, scheduling(options))
+    tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, options)
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
     return MicrobatchPlan(
         "distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
@@ -131,33 +94,10 @@ def plan_owned(
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
-    """Ranks that hold tokens; with `servers: pool` fewer than the cluster has.
-
-    Raises:
-        ConfigError: an option out of range.
-    """
     return len(_holders(cluster, options))
 
 
-def scheduling(options: DistcaOptions) -> Scheduling:
-    """The scheduler's part of the options.
-
-    Raises:
-        ConfigError: an option out of range.
-    """
-    return Scheduling(
-        tolerance=options.tolerance,
-        block=options.block,
-        shards=options.shards,
-        empty_light_servers=options.empty_light_servers,
-        least_score=options.least_score,
-        max_kv_tokens=options.max_kv_tokens,
-        max_received_tokens=options.max_received_tokens,
-    )
-
-
 def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
-    """Ranks that hold tokens."""
     if options.servers == "in_place":
         if options.pool_ranks is not None:
             raise ConfigError(
@@ -171,5 +111,125 @@ def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
             "holds tokens. "
             f"Set pool_ranks to 1 .. {cluster.num_ranks - 1}, or servers: in_place"
         )
-    pool = set(spread(pool_ranks, cluster.num_ranks))
+    pool = set(_spread(pool_ranks, cluster.num_ranks))
     return [rank for rank in range(cluster.num_ranks) if rank not in pool]
+
+
+def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
+    """Rows (rank, seq, start, stop) [n, 4] by rank, as many tokens on each (section 6.1)."""
+    tokens = np.array(lengths, dtype=np.int64)
+    ends = np.cumsum(tokens)
+    total = int(tokens.sum())
+    bounds = total * np.arange(len(ranks) + 1) // len(ranks)
+    cuts = np.sort(np.concatenate([bounds, ends]))
+    # Cuts at ranks' bounds and sequences' ends; equal ones leave empty runs, which go.
+    begin, end = cuts[:-1], cuts[1:]
+    begin, end = begin[begin < end], end[begin < end]
+    seq = np.searchsorted(ends, begin, side="right")
+    rank = np.searchsorted(bounds, begin, side="right") - 1
+    before = ends[seq] - tokens[seq]
+    return np.column_stack([np.array(ranks, dtype=np.int64)[rank], seq, begin - before, end - before])
+
+
+def _spread(num_chosen: int, num_ranks: int) -> list[int]:
+    """Ranks evenly over all and so over the nodes; rank 0 only if all are chosen."""
+    return [num_ranks * (i + 1) // num_chosen - 1 for i in range(num_chosen)]
+
+
+# Share of the tolerance with which the limit starts; first steps by which it gives way are in the
+# rest.
+_AIM = 0.95
+
+
+# Shares of the tolerance: the least that the limit leaves above the mean, and the mean padding up
+# to which pairs have a limit of their own.
+_LEAST, _MOST_PADDING = 0.25, 2.0
+
+
+def _check(options: DistcaOptions) -> None:
+    least = {"tolerance": 0, "block": 1, "least_score": 0, "max_kv_tokens": 1, "max_received_tokens": 0}
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"distca: {name} {value}: must be at least {minimum}")
+
+
+def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, options: DistcaOptions) -> Ints:
+    """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
+
+    Args:
+        owned: rows (rank, seq, start, stop) [n, 4]; any layout: every query in it is attended.
+        lengths: tokens of each sequence; `seq` indexes it.
+        num_ranks: all of them are attention servers.
+        cost: predicts seconds of attention, and bytes.
+        options: the scheduler's part of them.
+
+    Returns:
+        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query.
+
+    Raises:
+        InfeasibleError: a rank's own tokens pass a cap, and no other rank can take these over.
+    """
+    _check(options)
+    owned = owned[owned[:, STOP] > owned[:, START]]
+    if not len(owned):
+        return np.empty((0, 6), dtype=np.int64)
+    owned = owned[np.argsort(owned[:, RANK], kind="stable")]
+    seconds = Seconds.of(cost, max(lengths))
+    edges = Edges.of(owned, min(options.block, max(lengths)), seconds)
+    sizes = TaskSizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
+    shards = Plain(edges, sizes) if options.shards == "plain" else HeadTail(edges, sizes)
+    caps = Caps(
+        options.max_kv_tokens or inf,
+        inf if options.max_received_tokens is None else options.max_received_tokens,
+    )
+    servers = Servers(edges, shards, num_ranks, caps)
+    enforce_caps(servers)
+    least_score = options.least_score * cost.inter_node_s(1, 0)
+    limit, limit_of_pairs = _limits(servers, owned, seconds, options.tolerance)
+    rule = Rule(limit, options.tolerance, sizes, least_score)
+    if options.empty_light_servers:
+        empty_light_servers(servers, rule)
+    # What the second limit forbids counts as load from here on (`_padding`).
+    if limit_of_pairs < limit:
+        servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)
+    Drain(servers, rule).run()
+    return _tasks(servers)
+
+
+def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
+    """The load that no server may exceed, and what of that in pairs: both within the tolerance."""
+    start, stop = owned[:, START].astype(np.float64), owned[:, STOP].astype(np.float64)
+    mean = float(servers.load.mean())
+    mean_pairs_s = float(_pairs(start, stop).sum()) * seconds.pair_s / len(servers.load)
+    by_pairs = max((1 + _AIM * tolerance) * mean_pairs_s, servers.heaviest_block())
+    limit = max(by_pairs, (1 + _LEAST * tolerance) * mean)
+    return limit, by_pairs if mean <= (1 + _MOST_PADDING * tolerance) * mean_pairs_s else limit
+
+
+def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
+    """Seconds of each server beyond those of its pairs; 0 where it has to give work away."""
+    rank, _, start, stop = _spans(servers)
+    of_pairs = np.bincount(rank, _pairs(start, stop) * seconds.pair_s, len(servers.load))
+    return np.where(servers.load > most, 0.0, servers.load - of_pairs)
+
+
+def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
+    return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
+
+
+def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:
+    held = [len(pieces) for pieces in servers.pieces]
+    flat = chain.from_iterable(chain.from_iterable(servers.pieces))
+    pieces = np.fromiter(flat, np.int64, 3 * sum(held)).reshape(-1, 3)
+    which, start, stop = servers.shards.spans(pieces)
+    return np.repeat(np.arange(len(held)), held)[which], servers.edges.owned[pieces[which, 0], SEQ], start, stop
+
+
+def _tasks(servers: Servers) -> Ints:
+    rank, seq, start, stop = _spans(servers)
+    order = np.lexsort((start, seq, rank))
+    rank, seq, start, stop = rank[order], seq[order], start[order], stop[order]
+    runs = run_bounds((rank[1:] != rank[:-1]) | (seq[1:] != seq[:-1]) | (start[1:] != stop[:-1]), len(rank))
+    first, stop = runs[:-1], stop[runs[1:] - 1]
+    return np.stack((rank[first], seq[first], start[first], stop, np.zeros_like(stop), stop), axis=1)

@@ -1,13 +1,14 @@
-"""Communication-aware greedy scheduling (DistCA, section 4.2): surplus servers give shards to those
-with headroom.
-
-Headroom: seconds of attention that a server may still take before it reaches the limit.
+"""Move attention from servers above the limit to those with headroom (DistCA, section 4.2): first
+light servers are emptied, then the best part of the best item moves, and light work is shed for
+what fits nowhere. Headroom: seconds of attention that a server may still take before it reaches the
+limit.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -15,31 +16,23 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planners.distca.parts import Parts, at_hand, at_least, at_most, num_bytes
-from megatron_balance.planners.distca.servers import Servers
+from megatron_balance.planners.distca.servers import Parts, Servers, at_hand, at_least, at_most, num_bytes
 from megatron_balance.planners.distca.shards import Items, Piece, TaskSizes
-from megatron_balance.planners.distca.shedding import shed_light_work
 
+# Differences below this share of the mean load are none.
 _ROUNDING = 1e-9
-"""Differences below this share of the mean load are none."""
 
+# Share by which the limit gives way where no cut at whole blocks fits; doubled up to the most.
 _RAISE, _MOST_RAISE = 0.001, 0.005
-"""Share by which the limit gives way where no cut at whole blocks fits under it; doubled each time,
-up to the most.
-"""
 
+# Share of the tolerance that a cut may leave unused, or take off a source in vain, for fewer
+# bytes.
 _SPARE = 0.25
-"""Share of the tolerance that a cut may leave unused of a server's headroom, or take off a source
-in vain, for fewer bytes.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of the greedy search.
-
-    `least_score`: seconds of attention per byte from which a migration is worth it.
-    """
+    """`least_score`: seconds of attention per byte from which a migration is worth it."""
 
     limit: float
     tolerance: float
@@ -48,13 +41,7 @@ class Rule:
 
 
 class _Columns:
-    """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
-
-    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the
-    lightest block that can be cut from it; infinite once its server is not above the limit.
-    `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`: the number
-    of its sequence, of those in `seqs`. What a row without a piece says has no effect.
-    """
+    """Arrays with a row for each piece of the servers above the limit, and some rows to spare."""
 
     def __init__(self, items: Items, size: int) -> None:
         self.items = items
@@ -68,23 +55,18 @@ class _Columns:
         self.fits = np.empty(size, dtype=bool)
 
     def only(self, rows: Ints, size: int) -> _Columns:
-        """A copy of some rows, in this order."""
         columns = _Columns(self.items.only(rows, size), size)
         columns.values[:, : len(rows)] = self.values[:, rows]
         columns.seqs, columns.seq[: len(rows)] = self.seqs, self.seq[rows]
         return columns
 
     def fitting(self, headroom: float) -> int:
-        """A row whose block fits the headroom; if there is none, the one with the lightest block."""
         if self.block[self._fitting] > headroom:
             self._fitting = int(self.block.argmin())
         return self._fitting
 
     def at_hand(self, reach: Mapping[int, int]) -> Floats:
-        """Number of first keys of each row's sequence that are there.
-
-        The result holds until the next call and may be written to.
-        """
+        """First keys of each row's sequence that are there; holds until the next call."""
         keys = np.zeros(len(self.seqs))
         for seq, count in reach.items():
             keys[self.seqs[seq]] = count
@@ -92,10 +74,7 @@ class _Columns:
 
 
 class Drain:
-    """Migration from the servers above the limit.
-
-    `capped`: servers that a cap keeps from taking what would be best.
-    """
+    """Migration from servers above the limit. `capped`: those that a cap keeps from the best."""
 
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
@@ -122,7 +101,6 @@ class Drain:
             self._set(row)
 
     def _compact(self) -> None:
-        """Leave out the rows that no longer count."""
         rows = np.flatnonzero(self.columns.block < inf)
         self.columns = self.columns.only(rows, _rows(len(rows)))
         self.rows = [self.rows[row] for row in rows.tolist()]
@@ -132,7 +110,6 @@ class Drain:
         self.most_servers = len(self.rows_of)
 
     def _set(self, row: int) -> None:
-        """Fill a row."""
         servers, columns = self.servers, self.columns
         server, piece = self.rows[row]
         seconds = servers.seconds(piece)
@@ -144,7 +121,6 @@ class Drain:
         columns.seq[row] = columns.seqs.setdefault(servers.seq(piece), len(columns.seqs))
 
     def _update(self, server: int) -> None:
-        """Update the rows of a server to how far it is above the limit now."""
         surplus = float(self.servers.load[server]) - self.limit
         if surplus <= _ROUNDING * self.mean:
             self.columns.block[self.rows_of.pop(server, [])] = inf
@@ -155,13 +131,10 @@ class Drain:
             self.columns.wanted[row] = min(self.servers.seconds(self.rows[row][1]), surplus)
 
     def run(self) -> None:
-        """Migrate until no server is above the limit.
-
-        Where no whole block fits under it, a server sheds light work; for about an eighth of the
-        servers, and again if that was of any use. Then the limit gives way.
-        """
+        """Migrate until no server is above the limit."""
         load = self.servers.load
-        closed: set[int] = set()  # they have headroom, but for nothing that is worth it
+        # They have headroom, but for nothing that is worth it.
+        closed: set[int] = set()
         times_shed, most_times_shed, useless = 0, len(load) // 8 + 8, True
         raised_by = _RAISE
         while self.rows_of:
@@ -178,7 +151,7 @@ class Drain:
             if self.rule.least_score > 0 and closed:
                 return
             source = self.rows[row][0]
-            if times_shed < most_times_shed and shed_light_work(
+            if times_shed < most_times_shed and _shed_light_work(
                 self.servers, self.limit, block, source, self.rule.sizes
             ):
                 times_shed += 1
@@ -192,10 +165,7 @@ class Drain:
                 times_shed, useless = (times_shed if useless else 0), True
 
     def _fill(self, target: int, headroom: float) -> bool:
-        """Migrate the best part of the best item to a server with headroom.
-
-        Returns False if none is worth it.
-        """
+        """Migrate the best part of the best item to a server; False: none is worth it."""
         scores = self._scores(target, headroom)
         while scores[best := int(scores.argmax())] > self._least_score:
             server, piece = self.rows[best]
@@ -210,9 +180,7 @@ class Drain:
         return False
 
     def _scores(self, target: int, headroom: float) -> Floats:
-        """Score of each row: seconds that migrate for each key's worth of bytes, at best; 0 where
-        no block fits the headroom.
-        """
+        """Seconds for each key's worth of bytes, of each row; 0 where no block fits the headroom."""
         columns, reach = self.columns, self.servers.reach[target]
         seconds = np.minimum(columns.wanted, headroom, out=columns.taken)
         known = columns.seqs.keys() & reach.keys()
@@ -227,6 +195,7 @@ class Drain:
                         keys[rows] = key_stop[rows] - at_hand(self.servers, target, seq, key_stop[rows])
         else:
             queries, keys = columns.items.cheapest(seconds)
+        # In place: `cheapest` returns its buffers, and bytes count in keys' worth.
         queries *= self._query_size
         queries += keys
         # A part too light for a query of its own, whose keys are all there: no bytes, by rounding.
@@ -238,9 +207,7 @@ class Drain:
         return seconds
 
     def _cut(self, piece: Piece, target: int, surplus: float, headroom: float) -> tuple[int, int]:
-        """Bounds of the part of a piece at whole blocks that fills the headroom, or takes the
-        surplus, most tightly for few bytes.
-        """
+        """Bounds of the part that fills the headroom, or takes the surplus, for few bytes."""
         if min(surplus, headroom) >= self.servers.seconds(piece) * (1 - _ROUNDING):
             return piece[1], piece[2]
         parts, wasted, allowed = self._parts(piece, surplus, headroom)
@@ -253,9 +220,7 @@ class Drain:
         return int(low[best]), stop + best
 
     def _parts(self, piece: Piece, surplus: float, headroom: float) -> tuple[Parts, Floats, float]:
-        """The parts to choose from, the seconds that each takes too much or leaves unused, and how
-        many are allowed.
-        """
+        """The parts to choose from, the seconds that each wastes, and how many are allowed."""
         shards, spare = self.servers.shards, _SPARE * self.rule.tolerance * self.mean
         if surplus <= headroom:
             parts = at_least(shards, piece, surplus)
@@ -282,7 +247,6 @@ class Drain:
 
 
 def _lightest(load: Floats, closed: Collection[int]) -> int:
-    """The server with the least load that is not closed; if all are, one of them."""
     if not closed:
         return int(load.argmin())
     left = load.copy()
@@ -291,7 +255,157 @@ def _lightest(load: Floats, closed: Collection[int]) -> int:
 
 
 def _rows(pieces: int) -> int:
-    """Rows to make for a number of pieces: some more, as a cut from the middle of a piece leaves
-    two.
-    """
     return pieces + pieces // 4 + 8
+
+
+# Least load of giver and taker together over the limit: keys are saved where the taker is full
+# then.
+_FULL = 0.9
+
+
+def empty_light_servers(servers: Servers, rule: Rule) -> None:
+    """Move all tasks of light servers, lightest first, to the fullest that can take them."""
+    load, mean = servers.load, float(servers.load.mean())
+    surplus = np.maximum(load - rule.limit, 0.0)
+    if not surplus.any():
+        return
+    keys = _keys_of_surplus(servers, surplus)
+    order: list[int] = np.argsort(load, kind="stable").tolist()
+    light = [(float(load[server]), -server) for server in order if 0 < load[server] < mean]
+    takers = sorted(light)
+    for _, name in light:
+        # Which has grown if it took from another one.
+        giver_load = float(load[-name])
+        takers.pop(bisect_left(takers, (giver_load, name)))
+        at = bisect_right(takers, (rule.limit - giver_load, 1)) - 1
+        full = at >= 0 and takers[at][0] + giver_load >= _FULL * rule.limit
+        if full and _pays(servers, -name, -takers[at][1], keys * rule.sizes.kv * giver_load / mean, rule):
+            taker = -takers.pop(at)[1]
+            for piece in list(servers.pieces[-name]):
+                servers.move(piece, piece[1], piece[2], -name, taker)
+            insort(takers, (float(load[taker]), -taker))
+        else:
+            insort(takers, (giver_load, name))
+
+
+def _keys_of_surplus(servers: Servers, surplus: Floats) -> float:
+    over = np.flatnonzero(surplus).tolist()
+    reach = [max(servers.shards.key_stop(piece) for piece in servers.pieces[server]) for server in over]
+    return float(np.dot(reach, surplus[over]) / surplus.sum())
+
+
+def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Rule) -> bool:
+    """Whether moving all tasks of a server saves more bytes than it costs."""
+    num_bytes = 0.0
+    most_bytes = min(saved_bytes, float(servers.load[giver]) / rule.least_score) if rule.least_score else saved_bytes
+    for piece in servers.pieces[giver]:
+        keys = servers.missing(taker, servers.seq(piece), servers.shards.key_stop(piece)) - servers.freed(giver, piece)
+        num_bytes += servers.shards.num_queries(piece) * rule.sizes.query + keys * rule.sizes.kv
+        if num_bytes >= most_bytes or not servers.allows(taker, piece):
+            return False
+    return True
+
+
+# Servers with most headroom that are tried as givers; and how many if none of the first ones can.
+_GIVERS, _MOST_GIVERS = 2, 32
+
+
+def _shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: TaskSizes) -> bool:
+    """Move light work off a server so that a block of `block` seconds, on `source`, fits it;
+    whether any moved.
+
+    Another server with headroom takes the work, or the source in exchange for the block. Where no
+    server can shed enough at once, one sheds as much as another can take.
+    """
+    load = servers.load
+    by_headroom = _with_least_load(servers, _MOST_GIVERS)
+    # Of the source, once it has given the block away.
+    headroom_of = {source: block - float(load[source]) + limit}
+    best: tuple[float, Piece, int, int, int, int] | None = None
+    for looked_at, (giver, taker) in enumerate(_givers_and_takers(by_headroom)):
+        if best is not None and looked_at >= _GIVERS:
+            break
+        headroom_of[taker] = limit - float(load[taker])
+        need = block - (limit - float(load[giver]))
+        takers = [(to, headroom_of[to]) for to in (taker, source) if to != giver and need <= headroom_of[to]]
+        if not takers and looked_at:
+            # The next ones have less headroom, and the same takers.
+            break
+        if not 0 < need < block:
+            continue
+        for bound, piece in _cheapest_first(servers, giver, need, takers) if takers else ():
+            if best is not None and bound >= best[0]:
+                break
+            for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
+                if best is None or costs < best[0]:
+                    best = (costs, piece, low, high, giver, to)
+    if best is None:
+        return _shed_most(servers, limit, by_headroom)
+    servers.move(*best[1:])
+    return True
+
+
+def _givers_and_takers(by_headroom: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for giver in by_headroom[: len(by_headroom) if len(by_headroom) > 1 else 0]:
+        yield giver, by_headroom[giver == by_headroom[0]]
+
+
+def _with_least_load(servers: Servers, count: int) -> list[int]:
+    load = servers.load
+    if count < len(load):
+        some = np.sort(np.argpartition(load, count)[:count])
+        return some[np.argsort(load[some], kind="stable")].tolist()
+    return np.argsort(load, kind="stable").tolist()
+
+
+def _cheapest_first(
+    servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]
+) -> list[tuple[float, Piece]]:
+    """The giver's pieces of at least `need` seconds, behind a lower bound on a part's bytes."""
+    pieces: list[tuple[float, Piece]] = []
+    for piece in servers.pieces[giver]:
+        if servers.seconds(piece) >= need:
+            unknown = not any(servers.seq(piece) in servers.reach[taker] for taker, _ in takers)
+            pieces.append((servers.shards.least_bytes(piece, need, keys=unknown), piece))
+    return sorted(pieces)
+
+
+def _light_parts(
+    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: TaskSizes
+) -> Iterator[tuple[float, int, int, int]]:
+    """For each taker the cheapest part of at least `need` seconds that fits its headroom."""
+    parts = low, stop, moved = at_least(servers.shards, piece, need)
+    least = float(moved[moved.argmin()])
+    for taker, headroom in takers:
+        if least <= headroom:
+            costs = num_bytes(servers, piece, parts, taker, sizes)
+            costs[moved > headroom] = inf
+            best = int(costs.argmin())
+            bounds = int(low[best]), stop + best
+            if servers.allows(taker, (piece[0], *bounds)):
+                yield float(costs[best]), *bounds, taker
+
+
+def _shed_most(servers: Servers, limit: float, by_headroom: Sequence[int]) -> bool:
+    """Move as much as another server can take, where that leaves more headroom than any server has."""
+    best: tuple[float, Piece, int, int, int, int] | None = None
+    least_load = float(servers.load[by_headroom[0]])
+    for looked_at, (giver, taker) in enumerate(_givers_and_takers(by_headroom)):
+        if best is not None and looked_at >= _GIVERS:
+            break
+        headroom = (limit - float(servers.load[taker])) * (1 + _ROUNDING)
+        for piece in servers.pieces[giver]:
+            seconds, low, high = servers.seconds(piece), piece[1], piece[2]
+            if seconds > headroom:
+                if servers.shards.lightest(piece) > headroom:
+                    continue
+                starts, stop, moved = at_most(servers.shards, piece, headroom)
+                most = int(moved.argmax())
+                seconds, low, high = float(moved[most]), int(starts[most]), stop + most
+            more = float(servers.load[giver]) - seconds < least_load - _ROUNDING * headroom
+            if more and (best is None or seconds > best[0]) and servers.allows(taker, (piece[0], low, high)):
+                best = (seconds, piece, low, high, giver, taker)
+    if best is None:
+        return False
+    servers.move(*best[1:])
+    return True

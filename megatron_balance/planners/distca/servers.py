@@ -1,26 +1,25 @@
-"""State of the scheduling: the load of each server, its pieces, and the keys and values that it
-has.
-"""
+"""State of the scheduling: loads and pieces of servers, keys they have, parts that move, caps."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
+from typing import TypeAlias
 
 import numpy as np
 
 from megatron_balance.cost.base import Floats
-from megatron_balance.planners.distca.shards import Piece, Shards
-from megatron_balance.planners.distca.work import RANK, START, STOP, Edges
+from megatron_balance.errors import InfeasibleError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.planners.distca.shards import RANK, START, STOP, Edges, Piece, Shards, TaskSizes
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Limits on the tokens whose keys and values a server may hold at once, and on those (queries;
-    keys and values) that it may receive.
-    """
+    """Most tokens whose keys a server holds at once, and that it receives."""
 
     held: float = inf
     received: float = inf
@@ -30,13 +29,7 @@ _NO_CAPS = Caps()
 
 
 class Servers:
-    """Loads and pieces of all servers. The fragments of `edges` are in the order of their ranks.
-
-    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server.
-    `reach`: of each server, by sequence, how many of its first keys it has at hand as its tasks
-    need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives,
-    kept up where there are caps.
-    """
+    """Loads and pieces of all servers. The fragments of `edges` are in the order of their ranks."""
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
         self.edges, self.shards, self.caps = edges, shards, caps
@@ -62,17 +55,15 @@ class Servers:
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
 
     def heaviest_block(self) -> float:
-        """Seconds of the heaviest part that cannot be cut."""
         blocks = np.diff(self.shards.mass)
-        blocks[self.shards.ends[:-1]] = 0.0  # from one fragment to the next
+        # From one fragment to the next.
+        blocks[self.shards.ends[:-1]] = 0.0
         return float(blocks.max(initial=0.0))
 
     def seconds(self, piece: Piece) -> float:
-        """Time of a piece."""
         return self.mass[piece[2]] - self.mass[piece[1]]
 
     def seq(self, piece: Piece) -> int:
-        """The sequence of a piece."""
         return self.owned[piece[0]][1]
 
     def held(self, server: int, seq: int) -> Sequence[tuple[int, int]]:
@@ -80,18 +71,17 @@ class Servers:
         return self._held[server].get(seq, ())
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
-        """Keys below `key_stop` that the server does not have."""
         return self._not_held(server, seq, self.reach[server].get(seq, 0), key_stop)
 
     def freed(self, server: int, piece: Piece) -> int:
         """Keys that a server no longer needs to receive once the piece, whole, is elsewhere."""
         owner, seq, start, _ = self.owned[piece[0]]
         if owner == server and start == 0:
-            return 0  # it holds them
+            # It holds them.
+            return 0
         return self._not_held(server, seq, self._needed(server, seq, piece), self.reach[server][seq])
 
     def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
-        """Number of keys in [start, stop) that the server does not own."""
         if stop <= start:
             return 0
         count = stop - start
@@ -101,7 +91,6 @@ class Servers:
         return count
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
-        """End of the keys of a sequence that the pieces of a server need."""
         owned, key_stop = self.owned, self.shards.key_stop
         most = 0
         for piece in self.pieces[server]:
@@ -118,21 +107,17 @@ class Servers:
         return held <= self.caps.held and received + self._foreign(server, piece) <= self.caps.received
 
     def over_caps(self, server: int) -> bool:
-        """Whether a server has or receives more than the caps allow."""
         held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
         return held > self.caps.held or received > self.caps.received
 
     def keys_allowed(self, server: int) -> float:
-        """Number of further keys that the caps allow a server to receive."""
         held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
         return min(self.caps.held - held, self.caps.received - received)
 
     def received_keys(self, server: int, seq: int) -> int:
-        """Keys of a sequence that the server receives."""
         return self._not_held(server, seq, 0, self.reach[server].get(seq, 0))
 
     def _foreign(self, server: int, piece: Piece) -> int:
-        """Queries of a piece that the server has to receive."""
         return 0 if self.owned[piece[0]][0] == server else self.shards.num_queries(piece)
 
     def move(self, piece: Piece, low: int, high: int, source: int, target: int) -> list[Piece]:
@@ -162,3 +147,134 @@ class Servers:
         self.load[source] -= seconds
         self.load[target] += seconds
         return rest
+
+
+# Parts of a piece: where each begins, where the first one stops (the next a block later), their
+# seconds.
+Parts: TypeAlias = tuple[Ints, int, Floats]
+
+
+def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
+    """For each place where a part may stop, the smallest of `least` seconds (above 0)."""
+    mass, begin, after = shards.mass, piece[1], piece[2] + 1
+    enough = bisect_left(
+        shards.seconds, shards.seconds[begin] + least, begin, after
+    )  # behind the piece, if rounding says so
+    stop = min(max(shards.first_stop(piece), enough), piece[2])
+    ends = mass[stop:after]
+    low = mass[begin + 1 : after].searchsorted(ends - least, side="right")
+    low += begin
+    # Where `least` is lost in the rounding of the sums.
+    np.minimum(low, np.arange(stop - 1, after - 1), out=low)
+    return low, stop, ends - mass[low]
+
+
+def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
+    """For each place where a part may stop, the largest of `most` seconds, or none."""
+    mass, after = shards.mass, piece[2] + 1
+    stop = shards.first_stop(piece)
+    ends = mass[stop:after]
+    low = mass[piece[1] : after].searchsorted(ends - most)
+    low += piece[1]
+    return low, stop, ends - mass[low]
+
+
+def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: TaskSizes) -> Floats:
+    low, stop, _ = parts
+    costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)
+    if seq in servers.reach[target]:
+        costs -= sizes.kv * at_hand(servers, target, seq, servers.shards.key_stops(piece, low, stop))
+    return costs
+
+
+def at_hand(servers: Servers, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
+    """Number of keys below each `key_stop` that a server has of a sequence (it has some)."""
+    reach = servers.reach[server][seq]
+    # First keys up to `reach`, then runs that it owns beyond.
+    keys = np.minimum(key_stop, reach)
+    for start, stop in servers.held(server, seq):
+        if stop > reach:
+            keys += np.maximum(np.minimum(key_stop, stop) - max(reach, start), 0)
+    return keys
+
+
+def enforce_caps(servers: Servers) -> None:
+    """Give tasks of servers above a cap to servers with room below it, before anything is balanced.
+
+    Raises:
+        InfeasibleError: what a server would have to give away, no other one has room for.
+    """
+    if not servers.counted:
+        return
+    need = [
+        (own + keys, keys + queries)
+        for own, keys, queries in zip(servers.own, servers.keys, servers.queries, strict=True)
+    ]
+    for server in sorted(range(len(need)), key=lambda rank: need[rank], reverse=True):
+        while servers.over_caps(server):
+            if not any(_give_away(servers, server, seq) for seq in _by_keys(servers, server)):
+                raise InfeasibleError(_sentence(servers, server, need))
+
+
+def _by_keys(servers: Servers, server: int) -> list[int]:
+    missing = {
+        seq: servers.received_keys(server, seq) for seq in {servers.seq(piece) for piece in servers.pieces[server]}
+    }
+    return sorted((seq for seq in missing if missing[seq]), key=lambda seq: (-missing[seq], seq))
+
+
+def _give_away(servers: Servers, giver: int, seq: int) -> bool:
+    moves: list[tuple[Piece, int]] = []
+    for piece in [piece for piece in servers.pieces[giver] if servers.seq(piece) == seq]:
+        rest: Piece | None = piece
+        while rest is not None:
+            chosen = _taker(servers, rest, giver)
+            if chosen is None:
+                for moved, taker in reversed(moves):
+                    servers.move(moved, moved[1], moved[2], taker, giver)
+                return False
+            taker, low = chosen
+            servers.move(rest, low, rest[2], giver, taker)
+            moves.append(((rest[0], low, rest[2]), taker))
+            rest = (rest[0], rest[1], low) if rest[1] < low else None
+    return bool(moves)
+
+
+def _taker(servers: Servers, piece: Piece, giver: int) -> tuple[int, int] | None:
+    """The server that takes most of a piece's end within its caps, and where its part begins."""
+    key_stop, seq = servers.shards.key_stop(piece), servers.seq(piece)
+    best: tuple[int, int, float, int] | None = None
+    for server in range(len(servers.pieces)):
+        if server != giver and servers.allows(server, (piece[0], piece[2] - 1, piece[2])):
+            low = _lowest(servers, piece, server)
+            candidate = (low, servers.missing(server, seq, key_stop), float(servers.load[server]), server)
+            best = candidate if best is None else min(best, candidate)
+    return None if best is None else (best[3], best[0])
+
+
+def _lowest(servers: Servers, piece: Piece, server: int) -> int:
+    allowed, refused = piece[2] - 1, piece[1] - 1
+    while allowed - refused > 1:
+        middle = (allowed + refused) // 2
+        if servers.allows(server, (piece[0], middle, piece[2])):
+            allowed = middle
+        else:
+            refused = middle
+    return allowed
+
+
+def _sentence(servers: Servers, server: int, need: list[tuple[int, int]]) -> str:
+    caps = servers.caps
+    held, received = servers.own[server] + servers.keys[server], servers.keys[server] + servers.queries[server]
+    what, needed, cap, which = (
+        ("max_kv_tokens", held, caps.held, 0)
+        if held > caps.held
+        else ("max_received_tokens", received, caps.received, 1)
+    )
+    return (
+        f"distca: rank {server} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, and no "
+        "other rank has room "
+        f"for what it would have to give away. Set {what} to {max(each[which] for each in need)}, with which nobody "
+        "has to give anything "
+        "away, or plan fewer tokens at once"
+    )

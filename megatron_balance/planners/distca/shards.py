@@ -1,35 +1,33 @@
-"""Choice of the part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
+"""The part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
 
-An item is the attention of queries [start, stop) to all keys before them. It has (stop^2 - start^2)
-/ 2 pairs, as areas go; `share` of them shall go to another server, by moving n queries that see the
-keys up to y. Their bytes are n size_q + max(0, y - resident) size_kv, where the server has the
-first `resident` keys already (the paper counts all of them).
+An item is the attention of queries [start, stop) to all keys before them: (stop^2 - start^2) / 2
+pairs. A share of them goes to another server by moving n queries that see the keys up to y, for n
+size_q + max(0, y - resident) size_kv bytes (the paper counts resident keys, too).
 
-Plain shards are [y - n, y), so that with c = share (stop^2 - start^2) the area says n (2 y - n) =
-c, or y = (c / n + n) / 2 and n = y - sqrt(y^2 - c). The bytes are convex in n, least at n = sqrt(c
-r) with r = size_kv / (2 size_q + size_kv), which is y = sqrt(c) (1 / sqrt(r) + sqrt(r)) / 2. The
-item's ends bound it: y is stop at most, and y - n = start gives sqrt(start^2 + c), the least. (The
-paper bounds n instead, and prints the latter without its last term, - start, and so more queries
-than the item has: with share 1 it exceeds stop - start unless start is 0.) Keys that are resident
-are free, and then more keys mean fewer queries: y is at least as many.
+Plain shards are [y - n, y): with c = share (stop^2 - start^2), n = y - sqrt(y^2 - c), and the bytes
+are least at n = sqrt(c r), r = size_kv / (2 size_q + size_kv), that is y = sqrt(c) (1 / sqrt(r) +
+sqrt(r)) / 2, within sqrt(start^2 + c) <= y <= stop. (The paper prints the lower bound without its
+last term, - start.)
 
-Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it;
-a row of the head and its mirror see as many keys as any other two, so that a share of the pairs is
-the same share of the queries. The tail needs all keys up to its end, wherever the pair is cut (of a
-whole document: length - i), fewest for the innermost part. (The paper takes the head's area alone.)
+Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it:
+a share of the pairs is the same share of the queries, and the tail needs all keys up to its end,
+fewest for the innermost part. (The paper takes the head's area alone.)
+
+S(p), the seconds of the first p queries of a sequence, is asked of the cost model at whole tiles;
+its square root, nearly a straight line, is interpolated. A shard [a, b) takes S(b) - S(a).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
+from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planners.distca.work import Edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +38,23 @@ class TaskSizes:
     kv: float
 
 
+# A fragment, and the first and last of its edges (or pairs of blocks) that bound a part of it.
 Piece: TypeAlias = tuple[int, int, int]
-"""A fragment, and the first and the last of its edges (of its pairs of blocks) that bound a part of
-it.
-"""
 
+# Queries that move, and up to where they need keys.
 Part: TypeAlias = tuple[Floats, Floats]
-"""Queries that move, and up to where they need keys."""
 
 
-class Items(Protocol):
-    """Items by row, with memory for what is worked out about all of them at once."""
-
-    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
-        """Fill a row with an item of these `Shards.bounds` that takes `seconds`."""
-        ...
-
-    def only(self, rows: Ints, size: int) -> Items:
-        """A copy of some rows, in this order, with spare rows up to `size`."""
-        ...
-
-    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
-        """For each row the part that takes `seconds` of it (more than 0) for the fewest bytes, were
-        there no blocks.
-
-        `resident`: number of first keys that the target has already; none if not given. The result
-        holds until the next call and may be written to.
-        """
-        ...
-
-
+# Share that counts as all of an item, so that no rounding makes it more.
 _ALL = 1 - 1e-14
-"""Share that counts as all of an item, so that no rounding makes it more."""
 
 
+# Items by row, with memory for what is worked out about all of them at once. `set` fills a row with an
+# item of these `bounds` that takes `seconds`; `only` copies some rows, with spare ones up to `size`.
+# `cheapest`: for each row the part that takes `seconds` of it for the fewest bytes, were there no
+# blocks; the target has the first `resident` keys. Its result holds until the next call and may be
+# written to.
 class PlainItems:
-    """Plain shards of items [start, stop), of which the squares are kept."""
-
     def __init__(self, size: int, sizes: TaskSizes) -> None:
         self._sizes = sizes
         ratio = sizes.kv / (2 * sizes.query + sizes.kv)
@@ -126,88 +104,27 @@ class PairItems:
         return items
 
     def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
-        del resident  # all queries see as many keys, wherever they are
+        # All queries see as many keys, wherever they are.
+        del resident
         queries = np.multiply(seconds, self._rate, out=self._queries)
         key_stop = np.add(self._inner, queries, out=self._key_stop)
         queries *= 2
         return queries, key_stop
 
 
-class Shards(Protocol):
-    """The way in which fragments are cut.
-
-    Indices are into `mass`, seconds of attention summed up along each fragment, from its begin to
-    its end.
-    """
-
-    mass: Floats
-    seconds: list[float]
-    """`mass` as a list, for look-ups of one value."""
-    begins: Ints
-    ends: Ints
-
-    def items(self, size: int) -> Items:
-        """Make room for `size` items."""
-        ...
-
-    def bounds(self, piece: Piece) -> tuple[float, float]:
-        """The two positions that `Items.set` takes for a piece."""
-        ...
-
-    def lightest(self, piece: Piece) -> float:
-        """Seconds of the lightest part that can be cut off a piece at whole blocks."""
-        ...
-
-    def first_stop(self, piece: Piece) -> int:
-        """The least index at which a part of the piece may stop; from there on it may stop
-        anywhere.
-        """
-        ...
-
-    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
-        """Bytes to migrate parts of a piece, all their keys counted: from each `low` to `stop`, to
-        the index after it, ...
-        """
-        ...
-
-    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
-        """End of the keys that these parts need."""
-        ...
-
-    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
-        """A lower bound on the bytes of a part of a piece that takes `seconds` (at most the
-        piece's). `keys`: count all, or none.
-        """
-        ...
-
-    def key_stop(self, piece: Piece) -> int:
-        """End of the keys that a whole piece needs."""
-        ...
-
-    def least_keys(self, piece: Piece) -> int:
-        """The smallest `key_stop` of any part of a piece."""
-        ...
-
-    def num_queries(self, piece: Piece) -> int:
-        """Number of queries of a piece."""
-        ...
-
-    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
-        """Runs of queries of pieces [n, 3]: row of the piece, start, stop."""
-        ...
+Items: TypeAlias = PlainItems | PairItems
 
 
+# A way to cut fragments. Indices are into `mass` (`seconds`, as a list): seconds of attention summed
+# up along each fragment, from its begin to its end.
 class Plain:
     """Shards [low, high) of edges."""
 
     def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
         self.edges, self.sizes = edges, sizes
-        self._before: Floats = np.multiply(
-            edges.positions, sizes.query, dtype=np.float64
-        )  # bytes of the queries up to an edge
-        self._upto: Floats = np.multiply(
-            edges.positions, sizes.query + sizes.kv, dtype=np.float64
-        )  # and of the keys, too
+        # Bytes of the queries up to an edge, and of the keys, too.
+        self._before: Floats = np.multiply(edges.positions, sizes.query, dtype=np.float64)
+        self._upto: Floats = np.multiply(edges.positions, sizes.query + sizes.kv, dtype=np.float64)
         self.mass, self.begins, self.ends = edges.seconds, edges.first, edges.last
         self._positions: list[int] = edges.positions.tolist()
         self.seconds: list[float] = edges.seconds.tolist()
@@ -215,16 +132,22 @@ class Plain:
     def items(self, size: int) -> PlainItems:
         return PlainItems(size, self.sizes)
 
+    # The two positions that `Items.set` takes for a piece.
     def bounds(self, piece: Piece) -> tuple[int, int]:
         return self._positions[piece[1]], self._positions[piece[2]]
 
+    # Seconds of the lightest part that can be cut off a piece at whole blocks.
     def lightest(self, piece: Piece) -> float:
         mass, low, high = self.seconds, piece[1], piece[2]
-        return min(mass[low + 1] - mass[low], mass[high] - mass[high - 1])  # the last block may be short
+        # The last block may be short.
+        return min(mass[low + 1] - mass[low], mass[high] - mass[high - 1])
 
+    # The least index at which a part of the piece may stop; from there on it may anywhere.
     def first_stop(self, piece: Piece) -> int:
         return piece[1] + 1
 
+    # Bytes to migrate parts of a piece, all keys counted: from each `low` to `stop`, to the index
+    # after it, ...; `key_stops`: ends of the keys that they need.
     def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
         del piece
         return self._upto[stop : stop + len(low)] - self._before[low]
@@ -233,14 +156,15 @@ class Plain:
         del piece
         return self.edges.positions[stop : stop + len(low)]
 
+    # A lower bound on the bytes of a part that takes `seconds`; `keys`: count all, or none.
     def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
         mass, positions, (_, begin, end) = self.seconds, self._positions, piece
-        low = (
-            bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1
-        )  # the last part has fewest queries, the first fewest keys
+        # The last part has fewest queries, the first fewest keys.
+        low = bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1
         stop = min(max(bisect_left(mass, mass[begin] + seconds, begin, end + 1), begin + 1), end)
         return (positions[end] - positions[low]) * self.sizes.query + (positions[stop] * self.sizes.kv if keys else 0.0)
 
+    # End of the keys that a whole piece needs; `least_keys`: the smallest one of any part of it.
     def key_stop(self, piece: Piece) -> int:
         return self._positions[piece[2]]
 
@@ -250,15 +174,14 @@ class Plain:
     def num_queries(self, piece: Piece) -> int:
         return self._positions[piece[2]] - self._positions[piece[1]]
 
+    # Runs of queries of pieces [n, 3]: row of the piece, start, stop.
     def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
         positions = self.edges.positions
         return np.arange(len(pieces)), positions[pieces[:, 1]], positions[pieces[:, 2]]
 
 
 class HeadTail:
-    """Pairs [low, high) of mirrored blocks, counted from the ends of a fragment; the middle block
-    of an odd number is its own mirror.
-    """
+    """Pairs [low, high) of mirrored blocks, counted from a fragment's ends."""
 
     def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
         self.edges, self.sizes = edges, sizes
@@ -277,9 +200,6 @@ class HeadTail:
         self.seconds: list[float] = self.mass.tolist()
 
     def _edges(self, fragment: int | Ints, index: Ints) -> tuple[Ints, Ints]:
-        """Edges at which the head of the pairs from `index` inwards begins and their tail ends;
-        they meet in the middle.
-        """
         pair = index - self.begins[fragment]
         head = self.edges.first[fragment] + pair
         return head, np.maximum(self.edges.last[fragment] - pair, head)
@@ -333,3 +253,57 @@ class HeadTail:
         head_stop[two] = inner_start[two]
         which = np.append(np.arange(len(pieces)), two)
         return which, np.append(start, inner_stop[two]), np.append(head_stop, stop[two])
+
+
+Shards: TypeAlias = Plain | HeadTail
+
+# Columns of `owned`: rows of the tokens that each rank holds outside attention.
+RANK, SEQ, START, STOP = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """S as knots. `pair_s`: the least time of another (query, key) pair, of the longest runs."""
+
+    knots: Floats
+    roots: Floats
+    pair_s: float
+
+    @classmethod
+    def of(cls, cost: CostModel, longest: int) -> Seconds:
+        tiles = -(-longest // TILE_TOKENS) + 1
+        steps = np.unique(np.rint(2 ** np.arange(0, np.log2(tiles), 0.5)))
+        knots = TILE_TOKENS * np.append(steps[steps < tiles], tiles)
+        pairs = knots * (knots + 1) / 2
+        times = np.array([cost.attention_s(n, run) for n, run in zip(pairs.tolist(), knots.tolist(), strict=True)])
+        times = np.maximum.accumulate(times)
+        times, pairs = np.append(0.0, times), np.append(0.0, pairs)
+        return cls(np.append(0.0, knots), np.sqrt(times), float((np.diff(times) / np.diff(pairs)).min()))
+
+    def upto(self, positions: Ints) -> Floats:
+        return np.square(np.interp(positions, self.knots, self.roots))
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Where the fragments of `owned` may be cut: at multiples of the block, and at their end."""
+
+    owned: Ints
+    first: Ints
+    last: Ints
+    positions: Ints
+    seconds: Floats
+
+    @classmethod
+    def of(cls, owned: Ints, block: int, seconds: Seconds) -> Edges:
+        starts, stops = owned[:, START], owned[:, STOP]
+        counts = -(-(stops - starts) // block) + 1
+        last = np.cumsum(counts) - 1
+        first = last - counts + 1
+        fragment = np.repeat(np.arange(len(owned)), counts)
+        positions = starts[fragment] + block * (np.arange(len(fragment)) - first[fragment])
+        upto = positions.copy()
+        tile = min(block, TILE_TOKENS)
+        upto[last] = starts + -(-(stops - starts) // tile) * tile
+        positions[last] = stops
+        return cls(owned, first, last, positions, seconds.upto(upto))

@@ -1,8 +1,7 @@
-"""The first pass of KnapFormer's balancer: sequences to groups, no data moved (section 3.3).
-
-In descending order of work each sequence goes to the least occupied group among those with room for
-it, occupancy being work over capacity, and capacity the group's ranks times the mean work of a rank.
-The paper leaves open what happens where no group has room; here the least occupied takes it.
+"""The first pass of KnapFormer's balancer (section 3.3): in descending order of work each sequence
+goes to the least occupied group among those with room, occupancy being work over capacity, and
+capacity the group's ranks times the mean work of a rank. Where no group has room the least occupied
+takes it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from megatron_balance.errors import InfeasibleError
 
 _ROUNDING = 1 + 1e-9
 
+# Groups, for each size there is, from which on sequences are assigned in runs.
 _MANY = 32
-"""Groups, for each size there is, from which on sequences are assigned in runs."""
+# A run is worth so many sequences that are assigned one by one; runs that need not be.
 _PAYS, _FREE_RUNS = 32, 8
-"""A run is worth so many sequences that are assigned one by one; runs that need not be."""
 
 
 def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> Ints:
@@ -48,12 +47,8 @@ def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_pe
 
 
 def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
-    """As `assign`, with no limit on memory.
-
-    Work is counted in whole numbers, the batch's being at most 2^61 over the number of sequences or
-    groups (the larger, as a power of two). So a key has room for the work and, in its lowest bits, for
-    the number of a sequence or group, and of equal ones the lower number comes first.
-    """
+    # A key is work in its high bits and a number in its low ones, so equal work goes by number;
+    # the batch's work takes at most 61 - bits bits, and sums stay inside int64.
     bits = max(len(work), len(sizes)).bit_length()
     total = float(work.sum())
     whole = (work * 2.0 ** (61 - bits - np.ceil(np.log2(total)))).astype(np.int64)
@@ -70,38 +65,26 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
 
 
 class _FilledGroups:
-    """Groups while they are filled with sequences in descending order of work.
-
-    Attributes:
-        kinds: different sizes, [K, 1].
-        kind_of: size of each group, as an index into `kinds`, [M].
-        keys: of each group, its work so far per rank, and in the lowest `bits` its number; ascending
-            from the first run on, [M].
-        limit: largest key of a group within its capacity.
-        groups: those of the sequences so far, in parts.
-    """
+    """Groups while they are filled with sequences in descending order of work."""
 
     def __init__(self, sizes: Sequence[int], total: int, bits: int) -> None:
         kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
         self.kinds, self.bits = np.array([*kinds])[:, None], bits
         self.kind_of: Ints = np.array([kinds[size] for size in sizes])
         self.number = (1 << bits) - 1
-        alike = len(kinds) == 1  # then the least occupied one takes a sequence, room or not
+        # Then the least occupied one takes a sequence, room or not.
+        alike = len(kinds) == 1
         self.limit = (1 << 63) - 1 if alike else int(total / sum(sizes) * _ROUNDING) << bits | self.number
         self.keys: Ints = np.arange(len(sizes))
         self.groups: list[Ints] = []
 
     def in_runs(self, work: Ints) -> int:
-        """Assign sequences many at a time, and return how many were; ends where that does not pay.
-
-        A run gives one sequence to each of the least occupied groups that have room for the first
-        of them, or of all where none has. It ends before a group that is no less occupied than one
-        that the run has filled, and before a sequence for which other groups have room again.
-        """
+        """Assign sequences many at a time, and return how many were; ends where that does not pay."""
         added = (work // self.kinds) << self.bits
         done = runs = 0
         while done < len(work) and done >= _PAYS * (runs - _FREE_RUNS):
             runs += 1
+            # Ascending occupancy: a run fills a prefix, one sequence a group.
             self.keys.sort()
             keys, ahead, closed = self.keys, added[:, done : done + len(self.keys)], None
             if len(self.kinds) == 1:
@@ -111,12 +94,14 @@ class _FilledGroups:
                 kinds = self.kind_of[keys & self.number]
                 roomy = keys + ahead[:, 0][kinds] <= self.limit
                 if not roomy.all():
+                    # Work from which on no closed group has room: shorter ones wait for the next run.
                     again = (((self.limit - keys[~roomy]) >> self.bits) + 1) * self.kinds[kinds[~roomy], 0]
                     ahead = ahead[:, : int((work[done : done + ahead.shape[1]] >= again.max()).sum())]
                     if roomy.any():
                         keys, closed, kinds = keys[roomy], keys[~roomy], kinds[roomy]
                 count = min(len(keys), ahead.shape[1])
                 filled = keys[:count] + ahead[kinds[:count], np.arange(count)]
+            # A run ends before a group that is fuller than one that it has filled already.
             (ends,) = (np.minimum.accumulate(filled)[:-1] < keys[1:count]).nonzero()
             stop = int(ends[0]) + 1 if len(ends) else count
             self.groups.append(keys[:stop] & self.number)
@@ -149,9 +134,7 @@ class _FilledGroups:
             heapreplace(heap, filled)
 
     def _with_room(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
-        """As `_in_turn`, of groups with room if there is one, until the least occupied has had room
-        for some time. Of a size none has room if the least occupied has not.
-        """
+        """As `_in_turn`, of groups with room, until the least occupied has had room a while."""
         number, limit = self.number, self.limit
         kind_of: list[int] = self.kind_of.tolist()
         heaps: list[list[int]] = [[] for _ in self.kinds]
@@ -172,7 +155,6 @@ class _FilledGroups:
 
 
 def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> Ints:
-    """As `assign`, among the groups that have memory left."""
     mean = float(work.sum()) / sum(sizes)
     loads, left = [0.0] * len(sizes), [size * tokens_per_rank for size in sizes]
     chosen = np.zeros(len(work), dtype=np.int64)

@@ -1,44 +1,31 @@
 """zeppelin: short sequences local, medium ones inside a node, long ones across nodes.
 
 Paper: Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv
-2509.21841), section 3.1, Algorithm 1 (inter-node partitioning) and Algorithm 2 (intra-node
-partitioning).
+2509.21841), section 3.1, Algorithms 1 and 2. What we implement: the partitioner as printed (`rule:
+paper`, `printed`): zones `inter_node`, `intra_node` and `local`, in that issue order, each a zigzag
+ring. The two other rules are not in the paper:
 
-What we implement: the hierarchical sequence partitioner as printed (`rule: paper`, `printed`): zones
-`inter_node`, `intra_node` and `local`, in that issue order (the three queues of section 3.2), each a
-zigzag ring; sequences on the same ranks share one. Thresholds s1 and s0 start at a node's and a rank's
-capacity and fall until everything shorter fits. The two other rules are not in the paper:
-
-- `rule: waves`, the default: sequences lie in uneven shares on groups of ranks (`shares`), and all
-  of them are attended in one schedule (`patterns.waves`). A group exchanges heads, so that it attends
-  like one wide rank. How wide is a matter of price (`price`): from a node on narrower groups are
-  tried where keys hide, wider ones where they do not, until one is no better than the one before. Of
-  each size the placements from the fewest cuts to the most even one are priced.
+- `rule: waves`, the default: sequences lie in uneven shares on groups of ranks (`shares`) and are all
+  attended in one schedule (`patterns.waves`). A group exchanges heads, so it attends like one wide
+  rank. Narrower groups than a node are tried where keys hide, wider ones where they do not (`price`).
 - `rule: groups`: rings of such groups (`patterns.head_ring`). Longest first, each sequence is shared
-  evenly by the fewest neighbouring groups that stay below a target time with it (`shares.aligned`);
-  of a few targets the cheapest is taken. A ring over R ranks in groups of eight has R / 8 rounds,
-  every rank sends over its own NIC, and it receives the keys of its own heads only. `group_size: 1`
-  makes rings of single ranks, the paper's zones.
+  evenly by the fewest neighbouring groups that stay below a target time with it; the cheapest of a few
+  targets. `group_size: 1` makes the paper's zones.
 
-Under a window the default gives each rank one run of tokens, sequence after sequence: work is then as
-even as tokens, and the fewest keys lie on another rank than their queries (`compile.halo`).
+Under a window the default gives each rank one run of tokens: work is then as even as tokens, and
+the fewest keys lie on another rank than their queries (`compile.halo`).
 
-What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work on
-any plan and are not this planner's business.
+What we leave out: routing (3.3) and remapping (3.4), which work on any plan. Trouble with the
+printed algorithm, measured: without slack hardly anything fits below a threshold and every sequence
+ends up inter-node; with slack, quadratic work is split inside a node only (attention max/mean 1.2
+to 1.9).
 
-Trouble with the printed algorithm, measured on 180 batches (tools/bench/planners.py): with a
-capacity equal to the average (no slack) hardly anything fits below a threshold, and every sequence
-ends up inter-node, as with te_ring. With slack, nodes are balanced by tokens only and quadratic
-work is split inside a node only, so that attention max/mean came to 1.2 (capacity 1.1 times the
-average) to 1.9 (2 times; 2.7 in the worst of nine data sets), and worse the more slack there is.
+What it leaves open, and what `rule: paper` does: s_avg is the batch's tokens over the nodes; where
+fewer empty nodes are left than ceil(|s| / s_avg), the least loaded ones follow; a split sequence
+that does not fit there goes over all nodes (of Algorithm 2: all ranks of the node), and if that
+does not fit, all do.
 
-What it leaves open, and what `rule: paper` does: s_avg (the scan does not show over what it sums)
-is the batch's tokens over the nodes; where fewer empty nodes are left than ceil(|s| / s_avg), the
-least loaded ones follow; a split sequence that does not fit there goes over all nodes (of Algorithm
-2: over all ranks of the node), and if that does not fit, all split sequences do. Sequences of
-exactly the threshold count as above it, or the loop would not end.
-
-Capacity: a plan may pass it by what `solvers.capacity.with_rounding` allows.
+Capacity: a plan may pass it by what `with_rounding` allows.
 """
 
 from __future__ import annotations
@@ -78,39 +65,32 @@ from megatron_balance.planners.zeppelin.shares import (
     placements_from,
     shared_zone,
 )
-from megatron_balance.solvers.capacity import check_pool, with_rounding
-from megatron_balance.solvers.placed import INTRA_NODE, LOCAL, zones
+from megatron_balance.solvers.groups import INTRA_NODE, LOCAL, capacity_of, check_pool, plan_of, with_rounding, zones
 
+# Targets of rings of groups that are tried, over the mean seconds of a group.
 _TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
-"""Targets of rings of groups that are tried, over the mean seconds of a group."""
 
+# Price over the cheapest up to which the next rings are estimated, too; of more than `_MANY`
+# groups none.
 _CLOSE = 1.05
-"""Price over that of the cheapest rings of groups up to which the next ones are estimated, too: of
-up to `_MANY` groups. Of more, every second target is tried.
-"""
 
+# Layer over even computation from which on rings of groups are asked for beside waves.
 _SHOWS = 1.08
-"""Layer over even computation from which on rings of groups are asked for beside waves."""
 
+# By how much waves must be ahead of rings by closed forms, and of `_SHOWS`, to need no whole
+# estimates.
 _SURELY = 1.01
-"""By how much waves must be faster than rings of groups by closed forms of their placements, and than
-`_SHOWS`, to be taken without estimates of whole plans.
-"""
 
+# Groups from which on rings are not tried, and fewer starts are: the longest never fills them.
 _MANY = 32
-"""Over more groups than these rings of groups are not tried, and the second search is made: the
-longest sequence alone never fills them, and a way takes as much longer as there are more groups.
-"""
 
+# Smaller shares of a sequence are left out; the second where cuts are to be fewer.
 _LEAST_SHARE = 0.03
 _LEAST_OF_FEW = 0.1
-"""Smaller shares of a sequence are left out; the second where cuts are to be fewer."""
 
 
 class _Starts(NamedTuple):
-    """Ways to begin (`shares.placements`): those that are always tried, and those that are where
-    keys that are waited for are `showing` of a layer's seconds.
-    """
+    """Ways to begin: always tried, and where waiting for keys is `showing` of a layer."""
 
     always: tuple[float | None, ...]
     fewer_cuts: tuple[float, ...]
@@ -120,76 +100,61 @@ class _Starts(NamedTuple):
 _STARTS = _Starts((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
 _OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.12)
 
+# Share of a layer's seconds up to which that is not so; then narrower groups may pay.
 _HIDDEN = 0.03
-"""Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
 
+# Narrower groups are tried where one of them holds this much of the longest sequence.
 _FITTING = 0.5
-"""Narrower groups are tried where one of them holds this much of the longest sequence."""
 
+# A layer over even computation up to which a placement whose keys do not show is good enough.
 _ENOUGH = 1.1
-"""A layer's seconds over those of even computation up to which a placement whose keys do not show is
-good enough.
-"""
 
+# Share from which on wider groups may.
 _EXPOSED = 0.1
-"""Share from which on wider groups may."""
 
+# By how much another size must be cheaper to go on in its direction.
 _BETTER = 0.995
-"""By how much another size must be cheaper to go on in its direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZeppelinOptions:
-    """Options of zeppelin."""
-
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
     rule: Literal["waves", "groups", "paper"] = "waves"
-    """`waves` cuts sequences in uneven shares over groups of ranks that exchange heads, and attends to
-    all of them in one schedule; `groups` makes rings of such groups; `paper` is Algorithms 1 and 2 as
-    printed.
-    """
+    """`waves`: uneven shares over groups that exchange heads, in one schedule; `groups`: rings of
+    such groups; `paper`: Algorithms 1 and 2 as printed."""
     group_size: int | None = None
-    """Ranks of a group; not given: rule `waves` takes the cheapest size, `groups` as many of a node
-    as divide the heads.
-    """
+    """Ranks of a group; None: rule `waves` takes the cheapest size, `groups` as many of a node as
+    divide the heads."""
     num_waves: int | None = None
     """Rule `waves`: parts in which the keys of other groups come; not given: the cheapest number."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
-    1.
-    """
+    """Without `tokens_per_rank`: capacity over the batch's mean tokens per rank, at least 1."""
 
 
 def parts_heads(options: ZeppelinOptions) -> bool:
-    """Whether these options ask for groups of several ranks, which exchange heads; what is not asked
-    for, a model whose latents travel goes without.
-    """
+    """Whether these options ask for groups of several ranks, which exchange heads."""
     return options.rule == "groups" or (options.rule == "waves" and (options.group_size or 1) > 1)
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: MachineCost, options: ZeppelinOptions) -> MicrobatchPlan:
-    """Each sequence in the smallest zone that pays for it, in a step of one stage of all layers.
-
-    Raises:
-        InfeasibleError: a sequence or the batch is larger than what the ranks hold.
-        ConfigError: a slack below 1, or a size of groups that does not tile the cluster.
-    """
+    """Each sequence in the smallest zone that pays for it, in a step of one stage of all layers."""
     return plan_in(batch, StepContext(cluster, model, cost, options=options))
 
 
 def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     """As `plan`, in a step of that memory."""
     lengths, cluster, model, options = batch.lengths, context.cluster, context.model, context.options
+    capacity = capacity_of("zeppelin", options, batch.num_tokens, cluster.num_ranks)
     _check(options, cluster)
     check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
-    capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
     if options.rule == "waves" and model.latent_travels:
-        options = replace(options, group_size=options.group_size or 1)  # a latent is of all heads
+        # a latent is of all heads.
+        options = replace(options, group_size=options.group_size or 1)
     if isinstance(model.mask, SlidingWindow) and max(lengths, default=0) <= model.mask.size:
-        model = replace(model, attention="causal")  # the window hides nothing
-    size, heads = (cluster.num_ranks, cluster.node_size), (model.num_heads, model.num_kv_heads)
-    nothing = MicrobatchPlan("zeppelin", lengths, *size, *heads, (), mask=model.mask)
+        # The window hides nothing.
+        model = replace(model, attention="causal")
+    nothing = plan_of("zeppelin", lengths, (cluster, model), ())
     if not lengths:
         return nothing
     if options.rule == "paper":
@@ -201,15 +166,11 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
 
 
 def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
-    if options.slack < 1:
-        raise ConfigError(
-            f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
-        )
     for name in ("group_size", "num_waves"):
         wanted = getattr(options, name)
         if wanted is not None and wanted < 1:
             raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
-    sizes = ring_sizes(cluster) if options.rule == "groups" else group_sizes(cluster)
+    sizes = _ring_sizes(cluster) if options.rule == "groups" else group_sizes(cluster)
     if options.group_size not in (None, *sizes):
         raise ConfigError(
             f"zeppelin: group_size {options.group_size} does not tile {cluster.num_ranks} ranks in nodes of "
@@ -217,17 +178,15 @@ def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
         )
 
 
-def ring_sizes(cluster: Cluster) -> list[int]:
+def _ring_sizes(cluster: Cluster) -> list[int]:
     """Sizes of groups that tile a node and share NICs evenly, ascending."""
     node, shared = cluster.node_size, cluster.ranks_per_nic
     return [size for size in range(1, node + 1) if node % size == 0 and (size % shared == 0 or shared % size == 0)]
 
 
 def group_sizes(cluster: Cluster) -> list[int]:
-    """Sizes of groups that tile the cluster, ascending: those of rings, a node, and nodes in powers of
-    two.
-    """
-    sizes = ring_sizes(cluster)
+    """Sizes of groups that tile the cluster: those of rings, a node, and nodes in powers of two."""
+    sizes = _ring_sizes(cluster)
     if sizes[-1] < cluster.node_size:
         sizes.append(cluster.node_size)
     while 2 * sizes[-1] <= cluster.num_ranks:
@@ -235,14 +194,12 @@ def group_sizes(cluster: Cluster) -> list[int]:
     return [size for size in sizes if cluster.num_ranks % size == 0]
 
 
+# By sequence, the groups that share it evenly.
 _Rings: TypeAlias = list[tuple[int, ...]]
-"""By sequence, the groups that share it evenly."""
 
 
-class Chosen(NamedTuple):
-    """A placement of sequences over groups of `size` ranks and its predicted seconds, by `costs`;
-    `of[seq]`: the share of each group.
-    """
+class _Chosen(NamedTuple):
+    """A placement over groups of `size` ranks and its price; `of[seq]`: the share of each group."""
 
     of: list[dict[int, float]]
     size: int
@@ -251,17 +208,14 @@ class Chosen(NamedTuple):
 
 
 class InWaves(NamedTuple):
-    """A plan in waves and its placement."""
-
     plan: MicrobatchPlan
-    chosen: Chosen
+    chosen: _Chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: tokens
-    that a rank holds at most, rounding included; `known`: rings of groups, by the size of a group
-    and whether layers replay.
+    """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: of
+    a rank, rounding included; `known`: rings, by the size of a group and whether layers replay.
     """
 
     nothing: MicrobatchPlan
@@ -275,11 +229,9 @@ class Search:
 
     @property
     def machine(self) -> PricedMachine:
-        """Prices of whole plans."""
         return PricedMachine.of(self.context.cluster, self.context.model, self.context.cost, self.context.memory)
 
     def costs(self, size: int, *, replays: bool = False) -> GroupCosts:
-        """Prices of placements over groups of so many ranks."""
         cost = self.context.cost
         return GroupCosts(cost, self.context.cluster, self.context.model, size, cost.call_s, replays)
 
@@ -291,16 +243,15 @@ class Search:
     def in_rings(self) -> MicrobatchPlan:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
-        size = wanted if wanted in ring_sizes(self.context.cluster) else self._ring_size()
+        size = wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size()
         costs = self.costs(size)
         fitting = [plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size))]
         everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
         return _best_of(fitting or [self._rings(everywhere, size)], self.machine)
 
     def _ring_size(self) -> int:
-        """Ranks of a group of rings: the most of a node that divide heads and share NICs evenly."""
         cluster, heads = self.context.cluster, self.context.model.num_heads
-        return max(size for size in ring_sizes(cluster) if heads % size == 0)
+        return max(size for size in _ring_sizes(cluster) if heads % size == 0)
 
     def groups(self, costs: GroupCosts) -> list[_Rings]:
         """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
@@ -327,15 +278,13 @@ class Search:
         ]
         return replace(self.nothing, zones=tuple(rings))
 
-    def _or_rings(self, plan: MicrobatchPlan, chosen: Chosen) -> MicrobatchPlan:
-        """`plan`, or rings of groups where the estimate of whole plans has these ahead. They are asked
-        for where `plan` takes `_SHOWS` of even computation or more; closed forms of the placements say
-        where whole plans need no estimate.
-        """
+    def _or_rings(self, plan: MicrobatchPlan, chosen: _Chosen) -> MicrobatchPlan:
+        """`plan`, or rings of groups where the estimate of whole plans has these ahead."""
         options, size, lengths = self.context.options, self._ring_size(), self.lengths
         if options.group_size is not None or options.num_waves is not None:
             return plan
-        costs = chosen.costs.of_size(size)  # the placement's may leave heads idle
+        # The placement's may leave heads idle.
+        costs = chosen.costs.of_size(size)
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
         if costs.num_groups > _MANY or _SURELY * chosen.price.seconds < _SHOWS * even_s:
             return plan
@@ -348,9 +297,7 @@ class Search:
     # Waves
 
     def in_waves(self) -> MicrobatchPlan:
-        """The best plan in waves; or rings of groups, where these are ahead, or no waves keep to the
-        capacity.
-        """
+        """The best plan in waves; or rings, where these are ahead or no waves keep to the capacity."""
         found = self.placed(replays=self.most_would_replay())
         if found is None:
             return self.in_rings()
@@ -359,21 +306,20 @@ class Search:
         return self._or_rings(*found)
 
     def placed(self, *, replays: bool) -> InWaves | None:
-        """The cheapest placement and its plan; None: none keeps to the capacity. `replays`: as in
-        `GroupCosts`.
-        """
+        """The cheapest placement and its plan; None: none keeps to the capacity."""
         chosen = self.choose(replays=replays)
         if chosen is None:
             return None
         cluster, size = self.context.cluster, chosen.size
-        for lead in dict.fromkeys((chosen.price.lead, 0)):  # runs of two parts may be a token longer
+        # Runs of two parts may be a token longer.
+        for lead in dict.fromkeys((chosen.price.lead, 0)):
             zone = shared_zone(chosen.of, self.lengths, cluster, size, (chosen.price.num_waves, lead))
             plan = replace(self.nothing, zones=(zone,))
             if self._fits(plan):
                 return InWaves(plan, chosen)
         return None
 
-    def choose(self, *, replays: bool = False) -> Chosen | None:
+    def choose(self, *, replays: bool = False) -> _Chosen | None:
         """The cheapest placement within the capacity, over groups of the cheapest size."""
         lengths, cluster, wanted = self.lengths, self.context.cluster, self.context.options.group_size
         sizes = group_sizes(cluster) if wanted is None else [wanted]
@@ -397,11 +343,10 @@ class Search:
 
     @property
     def _numbers(self) -> Sequence[int]:
-        """Numbers of waves to choose from."""
         wanted = self.context.options.num_waves
         return WAVES if wanted is None else (wanted,)
 
-    def _cheapest(self, costs: GroupCosts) -> Chosen | None:
+    def _cheapest(self, costs: GroupCosts) -> _Chosen | None:
         """As `choose`, over groups of one size, without a lead."""
         placed = Shares.empty(costs.works_s(self.lengths), self.lengths, costs.num_groups)
         starts, found = _OF_MANY if costs.num_groups > _MANY else _STARTS, None
@@ -410,16 +355,13 @@ class Search:
             best = cheapest(trimmed, costs, self._numbers, capacity=self.capacity * costs.size, below_s=below_s)
             if best is not None:
                 at, price = best
-                found = Chosen(trimmed.shares(kept[at], at), costs.size, price, costs)
+                found = _Chosen(trimmed.shares(kept[at], at), costs.size, price, costs)
             if costs.num_groups == 1 or (found and _is_good(found.price, placed, costs, starts)):
                 break
         return found
 
     def _tried(self, placed: Shares, costs: GroupCosts, starts: _Starts) -> Iterator[tuple[list[KeptShares], float]]:
-        """Placements, and the smallest share of them: those that are always tried, those of fewer
-        cuts, and those that begin with rings of groups, but where layers replay: there the price has
-        these up to a tenth too low. `placed`: of no sequence.
-        """
+        """Placements and their smallest share: always tried, of fewer cuts, from rings."""
         work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
         for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
@@ -437,9 +379,7 @@ class Search:
     # search's other answer, are compared with it.
 
     def most_would_replay(self) -> bool:
-        """Whether most layers would receive keys again in the backward if tokens were even and all
-        heads exchanged, by predicted memory of the step.
-        """
+        """Whether most layers would receive keys again if tokens were even and all heads exchanged."""
         model, machine = self.context.model, self.machine
         tokens = np.full(1, -(-sum(self.lengths) // machine.cluster.num_ranks), dtype=np.int64)
         inputs = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.bytes_per_element
@@ -447,8 +387,8 @@ class Search:
         return _mostly_replays(_decide(MicrobatchBytes(tokens, received), machine))
 
     def with_room(self, found: InWaves) -> InWaves:
-        """`found`, or where most of its layers would receive keys again, the best (`best_first`) of
-        it, itself in the fewest waves that leave them room, and what is found for such layers.
+        """`found`; or where most of its layers replay, the best of it, itself in more waves, and
+        what is found for such layers.
         """
         own = plan_estimate(found.plan, self.machine)
         if own is None or not _mostly_replays(own.backward):
@@ -470,7 +410,6 @@ class Search:
 
 
 def _best_of(plans: Sequence[MicrobatchPlan], machine: PricedMachine) -> MicrobatchPlan:
-    """The best of plans (`best_first`); the first where one has no estimate."""
     priced = [plan_estimate(each, machine) for each in plans] if len(plans) > 1 else []
     known = [each for each in priced if each is not None]
     return plans[best_first(known)[0]] if known and len(known) == len(plans) else plans[0]
@@ -484,22 +423,18 @@ def _direction(price: PlacementPrice) -> int:
 
 
 def _is_good(price: PlacementPrice, placed: Shares, costs: GroupCosts, starts: _Starts) -> bool:
-    """Whether a placement is good enough to look no further."""
     hidden = price.exposed_s < starts.showing * price.seconds
     return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(placed.tokens), sum(placed.work))
 
 
 def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
-    """The first of those that begin alike."""
     ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
     first = {way: above for above, way in reversed(ways.items())}
     return [above for above in starts if first[ways[above]] == above]
 
 
 def _surely_keeps(found: InWaves, machine: PricedMachine) -> bool:
-    """Whether most layers keep even if a rank receives all keys of the sequences that its group has a
-    share of.
-    """
+    """Whether most layers keep even if a rank receives all keys of its group's sequences."""
     return not _mostly_replays(_decide(most_bytes(found, machine), machine))
 
 
@@ -526,5 +461,4 @@ def _decide(microbatch: MicrobatchBytes, machine: PricedMachine) -> Decision:
 
 
 def _mostly_replays(decision: Decision) -> bool:
-    """Whether most layers replay."""
     return 2 * decision.keeping < decision.layers

@@ -1,13 +1,10 @@
 """Seconds of a placement in uneven shares, forward and backward, without making its program.
 
-Closed forms over groups of ranks: a share p of a sequence of l tokens cut zigzag is p of its work, p
-of that on keys of its own; the other groups' keys come from them, under a causal mask those before
-its last query. Keys of a wave travel while the one before is attended, and gradients of a wave while
-the next is; a rank's exchange with another waits for its busier end.
-
-A lead (`patterns.waves`) is what groups attend to while the heads of all other tokens are exchanged.
-As long as its attention takes, that exchange shows no more; a longer lead shows more itself, and keys
-leave behind it. So a few leads around that one are priced (`with_lead`).
+A share p of a sequence cut zigzag is p of its work, p of that on keys of its own; the other keys
+come from the groups that have them. Keys of a wave travel while the one before is attended,
+gradients while the next is; a rank's exchange waits for its busier end. A lead (`patterns.waves`)
+is what groups attend to while the heads of all other tokens are exchanged; a few around the one
+that hides that are priced.
 """
 
 from __future__ import annotations
@@ -31,27 +28,26 @@ from megatron_balance.ir.model import Model
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
 
+# Numbers of waves that are priced.
 WAVES = (1, 2, 3, 4, 6, 8)
-"""Numbers of waves that are priced."""
 
+# Leads that are tried, over the one whose work takes as long as the exchange of all else.
 _LEADS = (0.75, 1.0, 1.5)
-"""Leads that are tried, over the one whose work takes as long as the exchange of all else."""
 
+# Tokens of the sequence whose backward is compared with its forward.
 _TYPICAL = 8192
-"""Tokens of the sequence whose backward is compared with its forward."""
 
+# Keys that cost as much as the thread blocks of a piece of keys do beside them.
 _BLOCK_TOKENS = BLOCK_TILES * TILE_TOKENS
-"""Keys that cost as much as the thread blocks of a piece of keys do beside them."""
 
+# Bytes that a merge reads and writes, over those of the queries: three values in fp32 each.
 _MERGED = 6.0
-"""Bytes that a merge of partial outputs, and the sum of gradients of its launch in the backward, read
-and write, over those of the queries: three values in fp32 each."""
 
+# Bytes of a gradient of keys and values over theirs: they travel in fp32.
 _GRADIENT = 2.0
-"""Bytes of a gradient of keys and values over theirs: they travel in fp32."""
 
+# Launches beside a group call: packing, in the backward also unpacking or adding.
 _MOVES_OF_EXCHANGE = (1, 2)
-"""Launches beside a group call: packing, in the backward also unpacking or adding."""
 
 
 @dataclass(slots=True)
@@ -75,11 +71,11 @@ class GroupCosts:
     heads: float = field(init=False)
     """Ranks of a group that the heads divide among evenly: what the rank with most heads has."""
     trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
-    """Of the all-to-alls of a group, inside a node and between nodes: fixed seconds; seconds a token
-    of the one before attention, and of the one behind it.
-    """
+    """Of a group's all-to-alls, inside a node and between: fixed seconds; a token's before
+    attention, and behind."""
 
     def __post_init__(self) -> None:
+        # Two launches: a whole typical sequence, and one tile of queries of one head over all keys.
         pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
         pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = _TYPICAL
         pairs[0, Pair.Q_HEAD_STOP], pairs[0, Pair.KV_HEAD_STOP] = self.model.num_heads, self.model.num_kv_heads
@@ -104,7 +100,6 @@ class GroupCosts:
         self.trades = fixed, into, home
 
     def of_size(self, size: int) -> GroupCosts:
-        """Those of groups of another size."""
         other = copy(self)
         other.size = size
         other._share_heads()
@@ -115,9 +110,7 @@ class GroupCosts:
         return self.cluster.num_ranks // self.size
 
     def bound_s(self, num_tokens: float, work: float) -> float:
-        """Seconds that no placement without a lead comes below: work and tokens even, all keys
-        hidden. `work`: of all sequences, `work_s`.
-        """
+        """Seconds that no placement without a lead comes below: all even, all hidden."""
         tokens = np.array([num_tokens / self.num_groups])
         trades = _Trades.of(tokens, self, None)
         again_s = trades.into_s if self.replays else 0.0
@@ -131,18 +124,14 @@ class GroupCosts:
         return work / self.num_groups * (1 + self.backward) + 3 * linear_s
 
     def work_s(self, length: int) -> float:
-        """Seconds of a group for the attention of a whole sequence, forward."""
         return self.cost.attention_s(self.model.mask.num_pairs(length), length) / self.heads
 
     def works_s(self, lengths: Sequence[int]) -> list[float]:
-        """`work_s` of each sequence."""
         known = {length: self.work_s(length) for length in set(lengths)}
         return [known[length] for length in lengths]
 
     def layers_s(self, lengths: Sequence[int]) -> list[float]:
-        """Seconds of a group for each whole sequence, forward and backward, modules outside attention
-        included.
-        """
+        """Seconds of a group for each whole sequence, both passes, linear modules included."""
         linear_s = 3 * self.linear_s / self.size
         works = zip(self.works_s(lengths), lengths, strict=True)
         return [work * (1 + self.backward) + length * linear_s for work, length in works]
@@ -152,17 +141,13 @@ class GroupCosts:
         return self.cost.attention_s(num_tokens * (num_tokens + 1) / 2) / self.heads
 
     def lead_tokens(self, held: float) -> float:
-        """The lead of a group of `held` tokens whose work takes as long as the exchange of the others,
-        if it is of one sequence.
-        """
+        """The lead whose work takes as long as exchanging the rest of `held` tokens."""
         none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
         pair_s, token_s, fixed_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held, none_s + self.call_s
         return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
 
     def keys_s(self, num_tokens: float, num_messages: float, *, across: bool | None = None) -> float:
-        """Seconds in which a rank receives its heads' keys and values of tokens from other groups.
-        `across`: from another node, as they are if not given where there is one.
-        """
+        """Seconds in which a rank receives its heads' keys of other groups. `across`: nodes."""
         num_bytes = self.key_bytes * num_tokens
         if across is None:
             across = self.num_groups * self.size > self.cluster.node_size
@@ -172,18 +157,14 @@ class GroupCosts:
 
     @property
     def key_bytes(self) -> float:
-        """Bytes of a token's keys and values that a rank receives from another group."""
         return self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads) / self.size
 
     def trade_bytes(self, *, queries: bool) -> float:
-        """Bytes of a token of a group that each of its ranks sends to the others: `queries` (or
-        outputs), or keys and values too.
-        """
+        """Bytes of a token that a rank sends in its group: `queries`, or keys and values too."""
         keys = 0.0 if queries else self.cost.kv_bytes(1.0) * max(1.0, self.size / self.model.num_kv_heads)
         return (self.cost.query_bytes(1.0) + keys) * (self.size - 1) / self.size**2
 
     def pack_s(self, num_bytes: Floats) -> Floats:
-        """Seconds to pack bytes: read and written."""
         return num_bytes * (2 / self.cluster.memory_bytes_per_s)
 
     def merge_s(self, num_tokens: float) -> float:
@@ -193,10 +174,8 @@ class GroupCosts:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPrice:
-    """Seconds of one layer of a placement, and the waves and the lead it takes for them.
-
-    `exposed_s`: by how much uneven work, keys that are waited for, and what waves cost, make it
-    longer, without a lead.
+    """Seconds of a layer of a placement with so many waves and that lead. `exposed_s`: by how much
+    uneven work, keys that are waited for and waves make it longer, without a lead.
     """
 
     seconds: float
@@ -206,10 +185,7 @@ class PlacementPrice:
 
 
 def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs: GroupCosts) -> float:
-    """Seconds of a layer in rings of groups: those of the slowest group in its rings one after the
-    other, its exchanges of heads, and the modules outside attention. `groups_of`: of each sequence
-    the groups of its ring, in a row.
-    """
+    """Seconds of a layer in rings of groups. `groups_of`: of each sequence, in a row."""
     rings: dict[tuple[int, ...], list[float]] = {}
     for groups, work, length in zip(groups_of, costs.works_s(lengths), lengths, strict=True):
         ring = rings.setdefault(groups, [0.0, 0.0])
@@ -233,10 +209,8 @@ def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs:
     return float((seconds + held * (3 * costs.linear_s / costs.size) + exchange_s).max())
 
 
-class Lead(NamedTuple):
-    """Own work of groups while the heads of all else are exchanged: tokens, and seconds forward
-    [placements, groups].
-    """
+class _Lead(NamedTuple):
+    """Own work while the heads of all else are exchanged: tokens, and seconds [placements, groups]."""
 
     tokens: Floats
     work: Floats
@@ -250,12 +224,7 @@ def cheapest(
     capacity: float = inf,
     below_s: float = inf,
 ) -> tuple[int, PlacementPrice] | None:
-    """The first of the cheapest placements in which no group holds more tokens than `capacity`, and
-    its estimate; None: none is below `below_s`.
-
-    Of modules outside attention every group has those of its tokens: a remap that evens them out is
-    not weighed here, since it never paid for what it moves where placements are even in tokens too.
-    """
+    """The first of the cheapest placements within `capacity`; None: none is below `below_s`."""
     each = layer_s(placed, costs, waves)
     each[placed.held.max(axis=1) > capacity] = inf
     at, wave = divmod(int(each.argmin()), len(waves))
@@ -273,10 +242,7 @@ def with_lead(
     costs: GroupCosts,
     waves: Sequence[int],
 ) -> PlacementPrice:
-    """The price of a placement with the lead, and the number of waves, that make it cheapest. `of`: of
-    each sequence the share of each group; `price`: without a lead, as it stays if the mask is not
-    causal.
-    """
+    """The price of a placement with the lead, and waves, that make it cheapest."""
     if costs.model.mask != CAUSAL:
         return price
     placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
@@ -293,16 +259,16 @@ def with_lead(
 
 
 def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_groups: int) -> list[list[float]]:
-    """Tokens of the first chunk that each group has of each of its sequences, longest first."""
     rows: list[list[float]] = [[] for _ in range(num_groups)]
     for length, own in zip(lengths, of, strict=True):
-        last = max(own)  # has the middle chunk, others two apart
+        # Has the middle chunk, others two apart.
+        last = max(own)
         for group, share in own.items():
             rows[group].append(length * share / (1 if group == last else 2))
     return [sorted(each, reverse=True) for each in rows]
 
 
-def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> Lead:
+def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
     """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
     held, work = np.zeros((2, len(leads), len(firsts)))
     for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(firsts)):
@@ -314,7 +280,7 @@ def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupC
             if not left:
                 break
         held[at, group] = tokens - left
-    return Lead(held, work)
+    return _Lead(held, work)
 
 
 def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
@@ -331,9 +297,8 @@ def _trade_s(num_tokens: Floats, costs: GroupCosts) -> tuple[Floats, Floats]:
 
 class _KeyFlow(NamedTuple):
     """Of each group [placements, groups, 1]: seconds of keys on the links, forward; bytes that it
-    sends and receives; work on others' keys; seconds that pieces of them cost in every wave; the most
-    keys in a row, all at once and of one wave's share; when it and those with which it shares a
-    sequence are ready.
+    sends and receives; work on others' keys; seconds of their pieces in every wave; the most keys
+    in a row, all at once and of one wave's share.
     """
 
     travel_s: Floats
@@ -349,19 +314,19 @@ def layer_s(
     placed: Trimmed,
     costs: GroupCosts,
     waves: Sequence[int] = WAVES,
-    lead: Lead | None = None,
+    lead: _Lead | None = None,
 ) -> Floats:
-    """Seconds of a layer, forward and backward: the slowest group of each, [placements, numbers of
-    waves]. `lead`: not given: heads of all tokens are exchanged at once.
-    """
+    """Seconds of a layer, forward and backward, of the slowest group [placements, waves]."""
     flow, met = _flow(placed, costs), _Met(placed)
     trades = _Trades.of(placed.held, costs, None if lead is None else lead.tokens)
     linear_s = placed.held * (costs.linear_s / costs.size)
     launch_s, numbers = costs.cost.launch_s(1), np.array(waves, dtype=np.float64)
     ahead_s = 0.0 if lead is None else lead.work[:, :, None] + launch_s
+    # [placements, groups, 1]; waves broadcast along the last axis, [placements, groups, waves].
     own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
     waits = flow.far_s > 0
     merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.call_s
+    # A thread block walks its keys one by one: the longest row bounds a short launch.
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
     each_s, back_s = (flow.travel_s * wide / numbers + call_s for wide in (1.0, _GRADIENT))
@@ -378,6 +343,7 @@ def layer_s(
     ahead = np.where(waits, begin + numbers * forward_s, ready + own_s) + trades.home_s[:, :, None]
 
     ready = (2 * linear_s + trades.grads_s)[:, :, None]
+    # Gradients of what was received are packed, in fp32, a wave's share each.
     backward_s = wave_s * costs.backward + merge_s + costs.pack_s(_GRADIENT * flow.received) / numbers
     begin = ready
     if costs.replays:
@@ -389,6 +355,7 @@ def layer_s(
     first_s = met.latest(ready) + backward_s + (each_s if costs.replays else 0.0)
     done = begin + numbers * backward_s
     behind = np.maximum(done + own_s * costs.backward, np.maximum(first_s + numbers * back_s, done + back_s)) + added_s
+    # Groups without keys of others have no waves.
     behind = np.where(waits, behind, ready + own_s * costs.backward)
     behind = np.maximum(behind + ahead_s * costs.backward, behind + trades.late_grads_s[:, :, None])
     behind = behind + trades.first_grads_s[:, :, None]
@@ -399,10 +366,7 @@ def layer_s(
 
 
 def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool) -> tuple[Floats, Floats]:
-    """Seconds in which a rank's host issues the attention of a layer, forward and backward, as
-    `simulator.host` counts it, without what messages cost beside their call [placements, numbers of
-    waves]. `waits`: groups that have waves.
-    """
+    """Seconds in which a rank's host issues a layer's attention (as `simulator.host`)."""
     waves = numbers * waits.any(axis=1)
     exchanges = waves + (2 + has_lead) * (costs.size > 1)
     runs, host = LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host
@@ -413,17 +377,13 @@ def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool
 
 
 class _Met:
-    """Groups that share sequences with others."""
-
     def __init__(self, placed: Trimmed) -> None:
         self.index = placed.placement * placed.load.shape[1] + placed.group
         self.first = np.flatnonzero(placed.place == 0)
         self.count = placed.count[self.first]
 
     def latest(self, when: Floats) -> Floats:
-        """The latest of each group and of those with which it shares a sequence [placements, groups,
-        1].
-        """
+        """The latest of each group and those it shares a sequence with [placements, groups, 1]."""
         if not len(self.index):
             return when
         latest = when.flatten()
@@ -462,9 +422,7 @@ def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
 
 
 class _Trades(NamedTuple):
-    """Seconds of the all-to-alls of groups [placements, groups], packing included: inputs, late
-    inputs, outputs, their gradients; of the gradients of late inputs and of the others.
-    """
+    """Seconds of the groups' all-to-alls [placements, groups], packing included."""
 
     into_s: Floats
     late_s: Floats
@@ -492,7 +450,8 @@ class _Trades(NamedTuple):
             into_s + calls + packed_s,
             late_s,
             out_s + calls + 2 * placed_s,
-            _GRADIENT * (out_s + 2 * placed_s) + calls,  # an output comes with its gradient
+            # An output comes with its gradient.
+            _GRADIENT * (out_s + 2 * placed_s) + calls,
             late_grads_s,
             first_grads_s + calls + _GRADIENT * (1 + ADD) * packed_s,
         )

@@ -1,6 +1,4 @@
-"""Rule `paper`: Algorithms 1 and 2 of Zeppelin as printed; what they leave open is said where it is
-decided.
-"""
+"""Rule `paper`: Algorithms 1 and 2 of Zeppelin as printed."""
 
 from __future__ import annotations
 
@@ -11,20 +9,19 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.solvers.groups import Placement
 from megatron_balance.solvers.packing import least_loaded
-from megatron_balance.solvers.placed import Placement
 
 
 def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
-    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node.
-
-    `capacity`: tokens a rank holds.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties go to the lower sequence
+    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node."""
+    # Stable: ties go to the lower sequence.
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     node_of, across = _inter_node(lengths, order, cluster, capacity)
     placement: list[tuple[int, ...]] = [()] * len(lengths)
     held = np.zeros(cluster.num_nodes)
-    by_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # their ranks, and the nodes as an index
+    # Their ranks, and the nodes as an index.
+    by_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}
     for seq, nodes in across.items():
         if nodes not in by_nodes:
             by_nodes[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
@@ -44,17 +41,15 @@ def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
 def _inter_node(
     lengths: Sequence[int], order: Sequence[int], cluster: Cluster, capacity: int
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """Algorithm 1: the node of each shorter sequence, and the nodes of each sequence of the
-    inter-node zone.
-
-    The threshold s1 starts at a node's capacity and falls to the longest sequence below it until
-    the shorter ones fit.
-    """
+    """Algorithm 1: the node of each shorter sequence, and the nodes of each longer one."""
     num_nodes, node_capacity = cluster.num_nodes, cluster.node_size * capacity
-    threshold = node_capacity if num_nodes > 1 else node_capacity + 1  # on one node nothing is between nodes
+    # On one node nothing is between nodes.
+    threshold = node_capacity if num_nodes > 1 else node_capacity + 1
     zone = _InterNodeZone(lengths, num_nodes, node_capacity)
     count, left = 0, sum(lengths)
-    stuck = -1  # the sequence, in order, that finds no node as long as all before it go to the least loaded node each
+    # The sequence, in order, that finds no node as long as all before it go to the least loaded
+    # node each.
+    stuck = -1
     while True:
         while count < len(order) and lengths[order[count]] >= threshold:
             if not zone.put(order[count]):
@@ -68,17 +63,13 @@ def _inter_node(
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
         if count == len(order):
-            return {}, zone.nodes  # only rounding passes the capacity
+            # Only rounding passes the capacity.
+            return {}, zone.nodes
         threshold = lengths[order[count]]
 
 
 class _InterNodeZone:
-    """Lines 6-10: each sequence evenly over ceil(|s| / s_avg) empty nodes, s_avg = total / N.
-
-    Open in the paper: what if there are not so many empty nodes. Then the least loaded ones follow;
-    if these have no room for it, the sequence is spread over all nodes; and if that does not fit
-    either, all sequences of the zone are.
-    """
+    """Lines 6-10: each sequence evenly over ceil(|s| / s_avg) empty nodes, s_avg = total / N."""
 
     def __init__(self, lengths: Sequence[int], num_nodes: int, node_capacity: int) -> None:
         self.lengths, self.node_capacity, self.total = lengths, node_capacity, sum(lengths)
@@ -88,11 +79,10 @@ class _InterNodeZone:
         self.everywhere = False
 
     def put(self, seq: int) -> bool:
-        """Place a sequence; whether it went to the least loaded node alone, the lower one if there
-        are several.
-        """
+        """Place a sequence; whether it went to the least loaded node alone."""
         num_nodes, loads = len(self.loads), self.loads
         self.held += self.lengths[seq]
+        # ceil(|s| / s_avg) with s_avg = total / N, in whole numbers.
         wanted = -(-self.lengths[seq] * num_nodes // self.total)
         if not self.everywhere:
             by_load = (
@@ -121,13 +111,7 @@ class _InterNodeZone:
 def _intra_node(
     lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int
 ) -> dict[int, list[int]]:
-    """Algorithm 2: the devices of each sequence of a node.
-
-    `base`: tokens that inter-node sequences put on every device.
-
-    The threshold s0 starts at a device's capacity and falls to the longest local sequence until the
-    local ones fit.
-    """
+    """Algorithm 2: devices of each sequence of a node. `base`: tokens of others on each."""
     threshold = capacity
     while True:
         split, loads = _fragments(
@@ -146,19 +130,14 @@ def _intra_node(
 def _fragments(
     seqs: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin.
-
-    Returns also the devices' loads.
-
-    The printed algorithm does not check these fragments against the capacity. Where they do not
-    fit, the sequence is split over all devices; and if that does not fit either, all of them are.
-    """
+    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin."""
     squares = sum(lengths[seq] ** 2 for seq in seqs)
     everywhere = list(range(num_devices))
     split: dict[int, list[int]] = {}
     loads = [base] * num_devices
     turn = 0
     for seq in seqs:
+        # ceil(|s|^2 / c_avg) with c_avg the mean square of a device.
         wanted = -(-(lengths[seq] ** 2) * num_devices // squares)
         devices = [(turn + i) % num_devices for i in range(wanted)]
         if any(loads[device] + -(-lengths[seq] // wanted) > capacity for device in devices):

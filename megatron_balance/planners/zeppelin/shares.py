@@ -1,20 +1,11 @@
 """Uneven shares: which groups attend to each sequence, and to how much of it.
 
-A sequence that is cut over several groups is placed zigzag with chunks as wide as each group's share,
-so a share of the tokens is the same share of the work (`zigzag_edges`). What a group has to compute
-and what it holds are then linear in the shares, and both can be even at once:
-
-1. Longest first, a sequence goes whole to the group with the least work; one that is more than a
-   group's fair part is cut over as many groups as it needs.
-2. `level_work`: while a group has more work than the mean, it hands part of a sequence to the group
-   that has least.
-3. `level_tokens`: while a group holds more tokens than the mean, it trades with the group that holds
-   fewest: part of a sequence with little work a token for as much work of one with more.
-
-Every step cuts something and so costs keys that travel. Where links are slow the best placement lies
-on the way: whoever asks prices each and takes the cheapest. There are two more ways to begin: cut only
-the longest sequence, over all groups, and deal the others whole (`_spread`); or share each evenly
-with few neighbours, as a ring of groups does (`aligned`).
+A sequence cut over groups is placed zigzag with chunks as wide as each share, so work and tokens
+are linear in the shares, and both can be even at once. Longest first, a sequence goes to the group
+with the least work, or is cut over as many as it needs; `_level_work` hands parts from the fullest
+to the emptiest group; `level_tokens` trades work for as much of another density. Every step costs
+keys that travel, so whoever asks prices each on the way. Two more ways to begin: only the longest
+sequence cut over all groups (`_spread`); each shared evenly by few neighbours (`aligned`).
 """
 
 from __future__ import annotations
@@ -35,34 +26,32 @@ from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.intervals import union
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
-from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
+from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL
 
+# Shares up to this are none.
 _NOTHING = 1e-3
-"""Shares up to this are none."""
 
+# Work, and tokens, of a group above the mean that are taken as even.
 _TOLERANCE = 0.01
-"""Work, and tokens, of a group above the mean that are taken as even."""
 
+# Steps of each levelling, for each group, at most.
 _STEPS = 4
-"""Steps of each levelling, for each group, at most."""
 
+# Sequences of each of two groups among which a trade is looked for.
 _TRADED = 12
-"""Sequences of each of two groups among which a trade is looked for."""
 
+# A placement is offered whenever what is uneven has become this much less.
 _LESS = 0.7
-"""A placement is offered whenever what is uneven has become this much less."""
 
+# Work above the mean, over it, of a group's whole sequences with which levelling still helps.
 _MOST_ABOVE = 0.3
-"""Work above the mean, over it, of a group's whole sequences with which levelling still helps."""
 
 
 @dataclass(slots=True)
 class Shares:
-    """A placement under way. `of[seq]`: the share of each group that attends to it, summing to 1.
-
-    `work[seq]`, `tokens[seq]`: of the whole sequence; `load`, `held`, `on`: work, tokens and
-    sequences of each group; `cut`: sequences on several groups. What a sequence is on is replaced
-    where it changes, never changed, so that copies share it.
+    """A placement under way. `of[seq]`: the share of each group, summing to 1; `load`, `held`,
+    `on`: work, tokens and sequences of each group; `cut`: sequences on several. Copies share what a
+    sequence is on.
     """
 
     work: Sequence[float]
@@ -85,7 +74,6 @@ class Shares:
     def of_placement(
         cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[dict[int, float]]
     ) -> Shares:
-        """A placement of all sequences."""
         placed = cls.empty(work, tokens, num_groups)
         for seq, own in enumerate(of):
             for group, share in own.items():
@@ -97,32 +85,26 @@ class Shares:
         return len(self.load)
 
     def uneven_work(self) -> float:
-        """Work of the fullest group above the mean."""
         return max(self.load) - self.mean_work
 
     def uneven_tokens(self) -> float:
-        """Tokens of the fullest group above the mean."""
         return max(self.held) - self.mean_tokens
 
     def copy(self) -> Shares:
-        """Copy, to be changed on its own."""
         on, means = [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
         of, load, held = list(self.of), list(self.load), list(self.held)
         return Shares(self.work, self.tokens, of, load, held, on, set(self.cut), *means)
 
     def kept(self) -> KeptShares:
-        """As it stands now."""
         return KeptShares(list(self.of), sorted(self.cut), list(self.load), list(self.held))
 
     def put(self, seq: int, group: int) -> None:
-        """Add a whole sequence."""
         self.load[group] += self.work[seq]
         self.held[group] += self.tokens[seq]
         self.on[group].add(seq)
         self.of[seq] = {group: 1.0}
 
     def give(self, seq: int, group: int, share: float) -> None:
-        """Add a share of a sequence."""
         own = self.of[seq].copy()
         self.load[group] += share * self.work[seq]
         self.held[group] += share * self.tokens[seq]
@@ -133,7 +115,6 @@ class Shares:
             self.cut.add(seq)
 
     def hand(self, seq: int, src: int, dst: int, work: float) -> None:
-        """Move so much work of a sequence from one group to another."""
         own, whole, load, held = self.of[seq].copy(), self.work[seq], self.load, self.held
         share, before = work / whole, len(own)
         had, has = own[src], own.get(dst, 0.0)
@@ -169,12 +150,9 @@ class KeptShares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Placements without their smallest shares: rows of all shares of sequences that are cut, by
-    placement, sequence and group.
-
-    `placement`, `seq`, `group`, `share` [n]; `place`, `count` [n]: number of the group among those of
-    its sequence, and how many these are; `before` [n]: sum of the shares before it; `load`, `held`
-    [placements, groups].
+    """Placements without their smallest shares: rows of all shares of cut sequences, by placement,
+    sequence and group. `place`, `count`: the group's number among those of its sequence, and how
+    many these are; `before`: sum of the shares before it; `load`, `held` [placements, groups].
     """
 
     work: Floats
@@ -191,11 +169,7 @@ class Trimmed:
 
     @classmethod
     def of(cls, placed: Shares, kept: Sequence[KeptShares], least: Sequence[float]) -> Trimmed:
-        """Leave out shares below `least` [placements] or half the largest of their sequence,
-        whichever is less; the others are so much larger.
-
-        A group that has a small share of a sequence receives nearly all of its keys.
-        """
+        """Leave out shares below `least` [placements] or half the largest of their sequence."""
         work, tokens = np.array(placed.work, dtype=np.float64), np.array(placed.tokens, dtype=np.float64)
         size = placed.num_groups
         pieces = [each.of[seq] for each in kept for seq in each.cut]
@@ -203,6 +177,7 @@ class Trimmed:
         piece = np.repeat(np.arange(len(pieces)), counts)
         group = np.fromiter(chain.from_iterable(pieces), np.int64, len(piece))
         share = np.fromiter(chain.from_iterable(own.values() for own in pieces), np.float64, len(piece))
+        # Rows by piece, then by group: zigzag order is the groups' order.
         order = np.argsort(piece * size + group)
         group, share = group[order], share[order]
         of_piece = np.repeat(np.arange(len(kept)), [len(each.cut) for each in kept])
@@ -212,21 +187,23 @@ class Trimmed:
         load -= _by(index, share * work[of_row], load.shape)
         held -= _by(index, share * tokens[of_row], held.shape)
         if pieces:
+            # Segments of `share` are the pieces; their starts are the exclusive sums of counts.
             largest = np.maximum.reduceat(share, np.cumsum(counts) - counts)
             enough = share >= np.minimum(np.array(least)[of_piece], largest / 2)[piece]
             piece, group, share = piece[enough], group[enough], share[enough]
             counts = np.bincount(piece, minlength=len(pieces))
+            # What is left of a piece sums to 1 again.
             share = share / np.bincount(piece, weights=share, minlength=len(pieces))[piece]
         placement, seq = of_piece[piece], seq[piece]
         load += _by(placement * size + group, share * work[seq], load.shape)
         held += _by(placement * size + group, share * tokens[seq], held.shape)
         first = (np.cumsum(counts) - counts)[piece]
+        # Exclusive running sum, restarted at every piece.
         so_far = np.cumsum(share) - share
         place, count = np.arange(len(piece)) - first, counts[piece]
         return cls(work, tokens, placement, seq, group, share, place, count, so_far - so_far[first], load, held)
 
     def shares(self, kept: KeptShares, number: int) -> list[dict[int, float]]:
-        """Shares of every sequence of placement `number`, which was `kept`."""
         found = [dict.fromkeys(own, 1.0) for own in kept.of]
         for seq in kept.cut:
             found[seq] = {}
@@ -239,22 +216,21 @@ class Trimmed:
 
 
 def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
-    """Sums of values by (placement, group)."""
     return np.bincount(index, weights=values, minlength=shape[0] * shape[1]).astype(np.float64).reshape(shape)
 
 
 def placements(
     work: Sequence[float], tokens: Sequence[int], num_groups: int, above: float | None = 0.0
 ) -> Iterator[Shares]:
-    """Placements of all sequences, from one with few cuts to the most even ones: objects that change
-    from turn to turn.
+    """Placements of all sequences, from few cuts to the most even: objects that change from turn to
+    turn.
 
     Args:
         work: seconds of attention of each whole sequence on one group.
         tokens: of each sequence.
         num_groups: groups of ranks, all alike.
-        above: work above the mean, over it, that groups may have at first: cuts are fewer the more
-            it is. None: the longest sequence is spread over all groups at first.
+        above: work above the mean, over it, that groups may have at first: the more, the fewer cuts.
+            None: the longest sequence is spread over all groups at first.
     """
     order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
     placed = Shares.empty(work, tokens, num_groups)
@@ -273,7 +249,6 @@ def placements(
 def placements_from(
     work: Sequence[float], tokens: Sequence[int], num_groups: int, begun: Sequence[Sequence[int]]
 ) -> Iterator[Shares]:
-    """As `placements`, from even shares of each sequence on the groups that it has in `begun`."""
     placed = Shares.empty(work, tokens, num_groups)
     for seq, groups in enumerate(begun):
         for group in groups:
@@ -285,21 +260,16 @@ def placements_from(
 def aligned(
     seconds: Sequence[float], tokens: Sequence[int], num_groups: int, target_s: float, capacity: float
 ) -> list[tuple[int, ...]]:
-    """The groups that share each sequence evenly: longest first, on the fewest neighbours, of as many
-    those that have least to do, that then have at most `target_s`; else on all groups.
-
-    Args:
-        seconds: of each whole sequence on one group.
-        tokens: of each sequence.
-        num_groups: groups of ranks, all alike.
-        target_s: seconds of a group.
-        capacity: tokens of a group.
+    """The groups that share each sequence evenly: longest first, on the fewest neighbours, of as
+    many those that have least to do, that then have at most `target_s` and `capacity` tokens; else
+    on all groups.
     """
     load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
     of: list[tuple[int, ...]] = [()] * len(seconds)
     runs = _runs(num_groups)
     for seq in sorted(range(len(seconds)), key=lambda seq: (-seconds[seq], seq)):
-        while heap[0][0] != load[heap[0][1]]:  # put there before the group was given more
+        # Put there before the group was given more.
+        while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
         best = range(num_groups)
         for each in ([range(heap[0][1], heap[0][1] + 1)], *runs):
@@ -322,9 +292,7 @@ def aligned(
 
 
 def _runs(num_groups: int) -> list[list[range]]:
-    """Groups in a row, by how many: two to eight, twelve, sixteen, ... They begin at multiples of the
-    largest power of two that divides their number.
-    """
+    """Groups in a row, by how many; aligned to the largest power of two that divides their number."""
     widths = {*range(2, 9), *(times << power for power in range(3, num_groups.bit_length()) for times in (1, 3))}
     widths = {width for width in widths if 4 * width <= 3 * num_groups}
     return [
@@ -334,14 +302,12 @@ def _runs(num_groups: int) -> list[list[range]]:
 
 
 def _more_even(placed: Shares) -> Iterator[Shares]:
-    yield from _offered(placed, level_work(placed), placed.uneven_work())
+    yield from _offered(placed, _level_work(placed), placed.uneven_work())
     yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
 
 
 def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Shares]:
-    """The placement whenever it has become clearly more even, and at the end; `steps`: how uneven it
-    is after each, `last` before the first.
-    """
+    """The placement whenever it became clearly more even, and at the end."""
     behind = False
     for now in steps:
         behind = now > last * _LESS
@@ -353,12 +319,7 @@ def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Sh
 
 
 def _spread(placed: Shares, order: Sequence[int]) -> bool:
-    """The longest sequence over all groups, the others whole, so that work and tokens are even.
-
-    A share of the longest has its `density` of work a token. What a shorter one lacks of that is what
-    its group has to be made up for, so by these lacks the whole ones are dealt; then the shares of
-    the longest level the work. False: it is not enough for that, or fits a group whole.
-    """
+    """The longest sequence over all groups, the others whole; False: that is not even."""
     work, tokens = placed.work, placed.tokens
     longest, whole = order[0], order[1:]
     most = (1 + _MOST_ABOVE) * placed.mean_work
@@ -378,7 +339,6 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
 
 
 def _cut(placed: Shares, seq: int, groups: Sequence[int]) -> None:
-    """Give shares of a sequence to groups so that their work comes level."""
     work = placed.work[seq]
     for group, amount in zip(groups, _levelled([placed.load[group] for group in groups], work), strict=True):
         if amount > _NOTHING * work:
@@ -392,7 +352,6 @@ def num_parts(work: Sequence[float], num_groups: int, above: float) -> list[int]
 
 
 def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
-    """Longest first, each on as many groups as `parts` says, the least full ones."""
     fair, mean, load, held = placed.mean_work, placed.mean_tokens, placed.load, placed.held
 
     def fullness(group: int) -> tuple[float, int]:
@@ -412,7 +371,6 @@ def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
 
 
 def _levelled(levels: Sequence[float], amount: float) -> list[float]:
-    """Parts of an amount that bring the lowest `levels` to one height."""
     ordered = sorted(levels)
     total = top = 0.0
     for count, level in enumerate(ordered, 1):
@@ -423,10 +381,8 @@ def _levelled(levels: Sequence[float], amount: float) -> list[float]:
     return [max(0.0, top - level) for level in levels]
 
 
-def level_work(placed: Shares) -> Iterator[float]:
-    """Hand work from the groups with most to those with least, step by step; yields the work of the
-    fullest group above the mean.
-    """
+def _level_work(placed: Shares) -> Iterator[float]:
+    """Hand work from the fullest groups to the emptiest; yields what is uneven."""
     mean, load, work, tokens, of = placed.mean_work, placed.load, placed.work, placed.tokens, placed.of
     most = load.index(max(load))
     for _ in range(_STEPS * placed.num_groups):
@@ -448,9 +404,7 @@ def level_work(placed: Shares) -> Iterator[float]:
 
 
 def level_tokens(placed: Shares) -> Iterator[float]:
-    """Trade equal work of other density between the groups with most and with fewest tokens, step by
-    step; yields the tokens of the fullest group above the mean.
-    """
+    """Trade equal work of other density between the groups with most and fewest tokens."""
     mean, held = placed.mean_tokens, placed.held
     density = [tokens / work for tokens, work in zip(placed.tokens, placed.work, strict=True)]
     most = held.index(max(held))
@@ -471,10 +425,7 @@ def level_tokens(placed: Shares) -> Iterator[float]:
 def _best_trade(
     placed: Shares, density: Sequence[float], groups: tuple[int, int], need: float
 ) -> tuple[int, int, float] | None:
-    """(sequence from the first group, sequence from the second, work to trade) with the most tokens
-    that move for the tokens that are cut anew; at most `need` move. `density`: tokens of a second of
-    work of each sequence.
-    """
+    """(sequence of the first group, of the second, work) with most tokens moved for those cut."""
     most, least = groups
     work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
     there = [
@@ -484,6 +435,7 @@ def _best_trade(
     if not there:
         return None
     here: Iterable[int] = placed.on[most]
+    # Nlargest instead of all pairs: quadratic in the sequences of two groups.
     if len(there) > _TRADED or len(placed.on[most]) > _TRADED:
         # Those with which the other group's mean is traded for most tokens.
         mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
@@ -494,7 +446,8 @@ def _best_trade(
         own, part = density[sparse], of[sparse][most] * work[sparse]
         base = mean if least in of[sparse] else mean + tokens[sparse]
         for other, dense, all_of_it, also_cut in there:
-            gained = own - other  # by a second of work; none if both are the same sequence
+            # By a second of work; none if both are the same sequence.
+            gained = own - other
             if gained > 0:
                 amount = min(need / gained, part, all_of_it)
                 score = amount * gained / (base + also_cut)
@@ -504,10 +457,9 @@ def _best_trade(
 
 
 def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
-    """Edges of the 2 k - 1 chunks of a sequence: share i has chunks i and 2 k - 2 - i, which are half
-    as wide as it each, the last one the middle chunk. Their work is the same share of the sequence's.
-
-    Edges are multiples of `align` from either end where chunks are much wider.
+    """Edges of the 2 k - 1 chunks of a sequence: share i has chunks i and 2 k - 2 - i, half as wide
+    as it each, the last one the middle chunk. Multiples of `align` from either end where chunks are
+    much wider.
     """
     total, so_far = sum(shares), 0.0
     step = align if length > 8 * align * len(shares) else 1
@@ -522,9 +474,8 @@ def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
 def shared_zone(
     of: Sequence[dict[int, float]], lengths: Sequence[int], cluster: Cluster, size: int, waves: tuple[int, int]
 ) -> SharedZone:
-    """The zone of a placement, `of[seq]` the share of each group of `size` ranks: every group's
-    fragments in near-equal runs on its ranks, those of its lead and those of the others. `waves`: how
-    many, and the lead.
+    """The zone of a placement: every group's fragments in near-equal runs on its ranks, those of
+    its lead and those of the others. `waves`: how many, and the lead.
     """
     node_size, (num_waves, lead) = cluster.node_size, waves
     held: list[tuple[int, int, int, int]] = []
@@ -554,9 +505,7 @@ def shared_zone(
 
 
 def one_run_each(lengths: Sequence[int], cluster: Cluster) -> SharedZone:
-    """The zone in which every rank has one run of tokens, of one sequence after the other, the longest
-    first: all ranks are one group.
-    """
+    """The zone in which every rank has one run of tokens, the longest sequence first."""
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
     rows = np.array([(0, seq, 0, lengths[seq]) for seq in order], dtype=np.int64)
     return SharedZone(INTER_NODE, as_rows(_on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
@@ -566,11 +515,13 @@ def _on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
     """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
     by_group = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
     length = by_group[:, Placed.STOP] - by_group[:, Placed.START]
+    # Rows of all groups laid end to end on one axis of tokens.
     begin = np.cumsum(length) - length
     tokens = sums(by_group[:, Placed.RANK], length, num_ranks // size)
     # Tokens of all groups in a row: where a rank's begin, and where rows are cut.
     edges = (np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size
     cuts = np.unique(np.concatenate([begin, edges.ravel()[edges.ravel() < length.sum()]]))
+    # The row that each cut lies in, and how far behind its begin.
     row = np.searchsorted(begin, cuts, side="right") - 1
     cut = by_group[row]
     cut[:, Placed.RANK] = np.searchsorted(edges.ravel(), cuts, side="right") - 1

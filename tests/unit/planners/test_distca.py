@@ -22,7 +22,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.planners.distca import DistcaOptions, Scheduling, linear_owned, plan, schedule
+from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan, schedule
 from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems, TaskSizes
 
 MODEL = Model(num_heads=32, num_kv_heads=32, head_dim=128)
@@ -153,7 +153,7 @@ def test_any_layout_is_attended_once_at_multiples_of_the_block(
         cuts = sorted({0, length, *rng.integers(0, length + 1, 3).tolist()})
         rows += [(int(rng.integers(num_ranks)), seq, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     owned = np.array(sorted(rows), dtype=np.int64)
-    how = Scheduling(tolerance=tolerance, block=block, shards=shards, empty_light_servers=empty_light_servers)  # pyright: ignore[reportArgumentType]
+    how = DistcaOptions(tolerance=tolerance, block=block, shards=shards, empty_light_servers=empty_light_servers)  # pyright: ignore[reportArgumentType]
     tasks = schedule(owned, lengths, num_ranks, COST, how)
     for seq, spans in enumerate(attended(tasks, lengths)):
         assert [0, *(b for _, b in spans)] == [*(a for a, _ in spans), lengths[seq]]
@@ -263,7 +263,7 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
     # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and
     # rank 3 those of rank 1's.
     owned = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
-    tasks = schedule(owned, [4096, 4096], 4, COST, Scheduling(tolerance=0.1, empty_light_servers=False)).tolist()
+    tasks = schedule(owned, [4096, 4096], 4, COST, DistcaOptions(tolerance=0.1, empty_light_servers=False)).tolist()
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
 
@@ -337,7 +337,7 @@ def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_al
     # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which
     # hold nothing, have room for all keys, and for half of rank 1's 1,000 queries of sequence 0.
     owned = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
-    scheduling = Scheduling(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
+    scheduling = DistcaOptions(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
     tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)
     given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
     assert sorted(given[:, 0].tolist()) == [2, 3]

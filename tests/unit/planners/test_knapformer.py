@@ -21,10 +21,8 @@ from megatron_balance.cost.fits import gamma_of, gamma_work, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan
-from megatron_balance.planners.knapformer.auto import TopologySearch, allowed_sizes
 from megatron_balance.planners.knapformer.knapsack import assign
-from megatron_balance.planners.knapformer.price import TopologyPrices
-from megatron_balance.planners.knapformer.topology import Topology, parse
+from megatron_balance.planners.knapformer.topology import Topology, TopologyPrices, TopologySearch, allowed_sizes, parse
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup

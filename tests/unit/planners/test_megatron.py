@@ -17,8 +17,8 @@ from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
+from megatron_balance.solvers.groups import context_sizes
 from megatron_balance.solvers.packing import first_fit_decreasing, first_fit_evenly
-from megatron_balance.solvers.replicas import context_sizes
 
 MODEL = Model(8, 2, 16)
 CLUSTER = Cluster(8, 4)

@@ -16,15 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.megatron_dynamic import (
-    RULES,
-    MegatronDynamicOptions,
-    dynamic,
-    hybrid,
-    plan_batch,
-    plan_with,
-)
-from megatron_balance.planners.megatron_dynamic.group import Microbatch
+from megatron_balance.planners.megatron_dynamic import RULES, MegatronDynamicOptions, Microbatch, plan_batch, plan_with
 
 MODEL = Model(8, 2, 16)
 each_rules = pytest.mark.parametrize("rules", RULES)
@@ -42,30 +34,30 @@ def test_dynamic_packs_sequences_into_groups_where_the_largest_work_stays_lowest
     # 100 takes a rank, work 10000 of at most 10500, and fills it. 60 on one rank or two leaves the
     # largest work as it is: one wins. 40 has room beside 60 and leaves it, too: the older group
     # wins. The two ranks left over double one group, then the other.
-    assert dynamic.schedule([100, 60, 40], 100, 4) == [((2, (0,)), (2, (1, 2)))]
+    assert RULES["dynamic"]([100, 60, 40], 100, 4) == [((2, (0,)), (2, (1, 2)))]
 
 
 def test_dynamic_leaves_for_the_next_microbatch_what_fits_nowhere() -> None:
     # Two of 100 fill two ranks; the third and 50 have no tokens' room.
-    assert dynamic.schedule([100, 100, 100, 50], 100, 2) == [((1, (0,)), (1, (1,))), ((1, (2,)), (1, (3,)))]
+    assert RULES["dynamic"]([100, 100, 100, 50], 100, 2) == [((1, (0,)), (1, (1,))), ((1, (2,)), (1, (3,)))]
 
 
 def test_dynamic_gives_a_microbatch_to_all_ranks_where_powers_of_two_do_not_come_out() -> None:
     # On 7 ranks: 4 for 400, 2 for 190; one is left, which neither 2 -> 4 nor 4 -> 7 can use.
-    assert dynamic.schedule([400, 190], 100, 7) == [((7, (0, 1)),)]
+    assert RULES["dynamic"]([400, 190], 100, 7) == [((7, (0, 1)),)]
 
 
 def test_hybrid_takes_the_fewest_ranks_and_ends_when_work_is_even() -> None:
     # A rank of a 200 has work 20000, of a 100 work 10000. The first four 100 make all six ranks
     # even, so the fifth is left.
     first = ((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5)))
-    assert hybrid.schedule([200, 200, 100, 100, 100, 100, 100], 100, 6) == [first, ((6, (6,)),)]
+    assert RULES["hybrid"]([200, 200, 100, 100, 100, 100, 100], 100, 6) == [first, ((6, (6,)),)]
 
 
 def test_hybrid_puts_back_the_last_sequence_of_the_most_loaded_group() -> None:
     # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without it work
     # is even.
-    assert hybrid.schedule([100, 100, 60], 100, 2) == [((1, (0,)), (1, (1,))), ((2, (2,)),)]
+    assert RULES["hybrid"]([100, 100, 60], 100, 2) == [((1, (0,)), (1, (1,))), ((2, (2,)),)]
 
 
 def test_ranks_left_over_double_the_smallest_group() -> None:
@@ -91,7 +83,7 @@ def test_a_schedule_has_every_sequence_once_and_uses_every_rank(
 
 @given(lengths=st.lists(st.integers(1, 800), min_size=1, max_size=20), num_ranks=st.sampled_from([4, 6, 8]))
 def test_dynamic_groups_hold_no_more_than_the_tokens_of_their_ranks(lengths: list[int], num_ranks: int) -> None:
-    for groups in dynamic.schedule(lengths, 200, num_ranks):
+    for groups in RULES["dynamic"](lengths, 200, num_ranks):
         assert all(sum(lengths[seq] for seq in seqs) <= 200 * size + 1e-6 for size, seqs in groups)
 
 

@@ -4,15 +4,13 @@ counted apart.
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.planners.packing import redundant_pairs, redundant_pairs_per_rank
+from megatron_balance.planners.packing import redundant_pairs
 from megatron_balance.solvers.packing import best_fit
 
 MODEL = Model(8, 2, 16)
@@ -58,26 +56,6 @@ def test_redundant_pairs_are_those_of_each_query_with_the_sequences_before_its_o
 def test_a_pack_with_its_redundant_pairs_is_one_causal_sequence(pack: list[int]) -> None:
     own = sum(n * (n + 1) // 2 for n in pack)
     assert own + sum(redundant_pairs(pack)) == sum(pack) * (sum(pack) + 1) // 2
-
-
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=10), num_ranks=st.integers(1, 6))
-def test_redundant_pairs_of_a_rank_count_what_lies_in_its_pack(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_of(lengths, num_ranks)
-    held: list[list[int]] = [[] for _ in range(num_ranks)]
-    for zone in plan.zones:
-        if isinstance(zone, TaskTable):
-            for rank, _, start, stop in zone.fragments:
-                held[rank].append(stop - start)
-        else:
-            assert isinstance(zone, Zone)
-            held[zone.ranks[0]] += [lengths[seq] for seq in zone.seqs]
-    wanted = tuple(sum(pack) * (sum(pack) + 1) // 2 - sum(n * (n + 1) // 2 for n in pack) for pack in held)
-    assert redundant_pairs_per_rank(plan) == wanted
-
-
-def test_redundant_pairs_are_refused_for_plans_that_share_sequences_in_rings() -> None:
-    with pytest.raises(InvalidProgramError, match="zone pool of planner te_ring has several ranks"):
-        redundant_pairs_per_rank(make_planner("te_ring", Cluster(4, 4), MODEL)([5, 6]))
 
 
 def test_best_fit_takes_the_bin_with_the_least_room_and_the_lower_of_two() -> None:

@@ -15,15 +15,14 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
-from megatron_balance.lab.papers import wlb_llm
+from megatron_balance.lab.papers import wlb_llm as table2
+from megatron_balance.planners import wlb_llm
 from megatron_balance.planners.base import StepContext, Tuning
-from megatron_balance.planners.wlb_llm import WlbLlmOptions, tuning
-from megatron_balance.planners.wlb_llm.delay import release
-from megatron_balance.planners.wlb_llm.packing import Document, by_workload
+from megatron_balance.planners.wlb_llm import Document, WlbLlmOptions, by_workload, release
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.pipeline import ChunkPass
-from megatron_balance.solvers.fixed_packing import PackingProblem, greedy, improve
+from megatron_balance.solvers.packing import PackingProblem, pack_better, pack_greedily
 
 CLUSTER, MODEL = Cluster(2, 2), Model(4, 2, 16)
 CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL), own_microbatches=False)
@@ -173,12 +172,12 @@ def test_the_longest_microbatches_run_in_the_middle_and_a_pipeline_waits_less() 
 
 def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:
     problem = PackingProblem((9, 9, 8, 8, 5, 2), 2, 22)
-    bins = greedy(problem)
-    better = improve(problem, bins, 20)
+    bins = pack_greedily(problem)
+    better = pack_better(problem, bins, 20)
     assert problem.largest(bins) == 170
     assert problem.largest(better) == 166, "the least of all 64 answers"
-    assert improve(problem, better, 20) == better
-    assert greedy(PackingProblem((9, 8), 1, 10)) == [0, None]
+    assert pack_better(problem, better, 20) == better
+    assert pack_greedily(PackingProblem((9, 8), 1, 10)) == [0, None]
 
 
 def test_a_window_of_several_batches_brings_like_microbatches_together() -> None:
@@ -197,7 +196,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
     ]
     steps = [tuple(draw[at : at + 4]) for at in range(0, 120, 4)]
     context = replace(CONTEXT, options=WlbLlmOptions())
-    trials = tuning.tune(steps, context, Tuning(most_delay=0.5, most_queues=2))
+    trials = wlb_llm.tune(steps, context, Tuning(most_delay=0.5, most_queues=2))
     (chosen,) = (trial for trial in trials if trial.chosen)
     assert trials[0].thresholds == ()
     assert trials[0].delay == 0
@@ -206,16 +205,16 @@ def test_tune_weighs_imbalance_against_delay() -> None:
     unbeaten = [trial.imbalance for trial in trials if not trial.chosen]
     assert unbeaten == sorted(unbeaten, reverse=True), "less imbalance for more delay"
     with pytest.raises(ConfigError, match="steps of at least 2 microbatches"):
-        tuning.tune([((5, 6),)], context, Tuning())
+        wlb_llm.tune([((5, 6),)], context, Tuning())
 
 
 def test_table_2_counts_and_ours_reaches_it() -> None:
     """Fewer batches than the figures in docs have; the bounds that hold there hold here, too."""
-    batches = wlb_llm.global_batches("wlb-skew", 96)
-    assert all(sum(sample) <= wlb_llm.WINDOW for batch in batches for sample in batch)
-    original = wlb_llm.measure(batches, wlb_llm.context(packing="original"))
+    batches = table2.global_batches("wlb-skew", 96)
+    assert all(sum(sample) <= table2.WINDOW for batch in batches for sample in batch)
+    original = table2.measure(batches, table2.context(packing="original"))
     assert original.imbalance == pytest.approx(1.44, abs=0.1)
-    ours = wlb_llm.measure(batches, wlb_llm.context(thresholds=wlb_llm.THRESHOLDS["wlb-skew"][2]))
+    ours = table2.measure(batches, table2.context(thresholds=table2.THRESHOLDS["wlb-skew"][2]))
     assert ours.imbalance <= 1.05
     assert ours.delay <= 0.5
     assert ours.delayed >= 0.05

@@ -21,7 +21,7 @@ from megatron_balance.ir.plan import Zone
 from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import GroupCosts, rings_s
 from megatron_balance.planners.zeppelin.shares import aligned
-from megatron_balance.solvers.capacity import with_rounding
+from megatron_balance.solvers.groups import with_rounding
 from megatron_balance.solvers.packing import least_loaded
 
 MODEL = Model(32, 32, 128)

@@ -32,7 +32,7 @@ from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, cheapest
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed, level_tokens, placements, zigzag_edges
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.solvers.capacity import with_rounding
+from megatron_balance.solvers.groups import with_rounding
 
 MODEL = Model(32, 32, 128, num_layers=1)
 MIXED = (60698, 59330, 47518, 43678, 13144, 7420, 6199, 5543, 4986, 3068, 3036, 1698, 1676, 1543, 1513, 1094)

@@ -22,8 +22,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import AnyPlanZone, Zone
 from megatron_balance.planning.ahead import PlanAhead
-from megatron_balance.planning.choice import planning_cost
-from megatron_balance.planning.run import load_config
+from megatron_balance.planning.choice import load_config, planning_cost
 from megatron_balance.planning.step_planner import PlanSpec
 from tests.support.cli import CommandLine
 

@@ -11,7 +11,7 @@ from megatron_balance.config import load_cluster, load_model, load_scheme_table,
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme
-from megatron_balance.planning.scheme_costs import PredictedCosts, TableCosts
+from megatron_balance.planning.strategies import PredictedCosts, TableCosts
 
 CLUSTER = load_cluster("a800-ib").build()
 MODEL = load_model("llama-7b")

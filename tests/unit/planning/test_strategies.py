@@ -11,9 +11,9 @@ import pytest
 from megatron_balance.config import load_scheme_table
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planning.scheme_costs import TableCosts
 from megatron_balance.planning.strategies import (
     Classes,
+    TableCosts,
     classes_of,
     continuous,
     costs_of,
@@ -91,7 +91,7 @@ def test_the_closed_form_is_the_limit_of_equation_4() -> None:
             assert num_ranks == NUM_RANKS
             return known[scheme]
 
-    classes = classes_of(lengths.astype(int).tolist(), TOKENS, Bare(), NUM_RANKS)
+    classes = classes_of(lengths.astype(int).tolist(), TOKENS, Bare(), NUM_RANKS)  # pyright: ignore[reportArgumentType]  stands in for a table
     classes = replace(classes, fill_s=np.where(np.isfinite(classes.fill_s), 0.0, np.inf))
     closed_s, _ = continuous(classes, NUM_RANKS)
     assert closed_s <= printed_s * (1 + 1e-4)

@@ -12,8 +12,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Cell, Tick, _fingerprint_of_ticks
-from megatron_balance.planning.tick_order import neighbour, passes_on, ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import neighbour, passes_on, plan_ticks, ticks
 from megatron_balance.simulator import pipeline
 from tests.support import by_hand
 

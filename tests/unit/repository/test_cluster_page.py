@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_balance.config import CommunicationChoice
-from megatron_balance.planning.run import load_config
+from megatron_balance.planning.choice import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

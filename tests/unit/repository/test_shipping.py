@@ -25,8 +25,7 @@ import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
 from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import choose_planner
-from megatron_balance.planning.run import load_config
+from megatron_balance.planning.choice import choose_planner, load_config
 from scripts.sbom import packages
 
 ROOT = Path(__file__).resolve().parents[3]

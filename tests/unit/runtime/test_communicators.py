@@ -17,7 +17,7 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
-from megatron_balance.planning.run import load_config  # noqa: E402
+from megatron_balance.planning.choice import load_config  # noqa: E402
 from megatron_balance.runtime import cuda, groups  # noqa: E402
 from megatron_balance.runtime.groups import Behind  # noqa: E402
 from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402

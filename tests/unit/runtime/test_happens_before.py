@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.planning.ticks import plan_ticks, ticks
+from megatron_balance.runtime.groups import Behind, IssueQueue
+from megatron_balance.runtime.pool import BufferPool
+from megatron_balance.runtime.transport.streams import Streamed
+from tests.support import by_hand
+from tests.support.strategies import ALL_PLANNERS, Case, plan, replace
+from tools.gpu_model import races
+from tools.gpu_model.dropped import verdicts
+from tools.gpu_model.races import Recorded
+from tools.gpu_model.record import Way, record
+from tools.gpu_model.trace import Trace
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from megatron_balance.ir.batch import Batch  # noqa: E402
-from megatron_balance.ir.cluster import Cluster  # noqa: E402
-from megatron_balance.ir.columns import Rows  # noqa: E402
-from megatron_balance.ir.model import Model  # noqa: E402
-from megatron_balance.ir.plan import MicrobatchPlan  # noqa: E402
-from megatron_balance.planning.tick_order import ticks  # noqa: E402
-from megatron_balance.planning.ticks import plan_ticks  # noqa: E402
-from megatron_balance.runtime.groups import Behind, IssueQueue  # noqa: E402
-from megatron_balance.runtime.pool import BufferPool  # noqa: E402
-from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
-from tests.support import by_hand  # noqa: E402
-from tests.support.strategies import ALL_PLANNERS, Case, plan, replace  # noqa: E402
-from tools.gpu_model import races  # noqa: E402
-from tools.gpu_model.dropped import verdicts  # noqa: E402
-from tools.gpu_model.races import Recorded  # noqa: E402
-from tools.gpu_model.record import Way, record  # noqa: E402
-from tools.gpu_model.trace import Trace  # noqa: E402
 
 CASE = Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(4, 2, 4, 32, 64), 50, seed=5, remapped=True, routing=(1, 1))
 LAYERS = {

@@ -17,7 +17,7 @@ from megatron_balance.simulator.attention import EngineName
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.solvers.packing import nano_batches
 from tests.support import by_hand
 from tests.support.flat_cost import INTER, MODEL, flat_machine
 

@@ -16,8 +16,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
-from megatron_balance.planning.tick_order import ticks
-from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import Setup, simulate_step

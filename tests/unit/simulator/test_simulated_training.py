@@ -13,7 +13,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_planner, step_mode
-from megatron_balance.planning.tick_order import ticks
+from megatron_balance.planning.ticks import ticks
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, parts_of
 from megatron_balance.simulator.step import simulate_step

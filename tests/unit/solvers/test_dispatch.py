@@ -7,8 +7,9 @@ import pytest
 
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.simulator.pipeline import ChunkPass, run
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, lower_bound_s, slowest_s
-from megatron_balance.solvers.microbatches import clock_s, pack, step_bound_s, util_tokens
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, problem_of, slowest_s
+from megatron_balance.solvers.makespan_bound import lower_bound
+from megatron_balance.solvers.microbatches import clock_s, microbatch_s, pack, util_tokens
 
 # Published 32B times of an A800 (Hetu, generate_strategy_32b.py), in seconds.
 TP16 = PipelineCost(1.378e-9, 1.0244e-4, 0.1457, 1, 52000)
@@ -32,9 +33,9 @@ def test_every_sequence_goes_once_to_a_pipeline_that_holds_it() -> None:
             assert sorted(seq for own in answer for seq in own) == list(range(len(lengths)))
             for own, pipeline in zip(answer, pipelines, strict=True):
                 assert all(lengths[seq] <= pipeline.max_tokens for seq in own)
-        assert slowest_s(lengths, pipelines, dispatch(lengths, pipelines)) >= lower_bound_s(lengths, pipelines) * (
-            1 - 1e-9
-        )
+        assert slowest_s(lengths, pipelines, dispatch(lengths, pipelines)) >= lower_bound(
+            problem_of(lengths, pipelines)
+        ) * (1 - 1e-9)
 
 
 def test_the_program_is_never_worse_than_its_start() -> None:
@@ -69,8 +70,10 @@ def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -
         assert sorted(seq for own in bins for seq in own) == list(range(len(lengths)))
         assert all(own and sum(lengths[seq] for seq in own) <= pipeline.max_tokens for own in bins)
         microbatches = [[lengths[seq] for seq in own] for own in bins]
-        assert pipeline.bound_s(lengths) <= step_bound_s(microbatches, pipeline) * (1 + 1e-9)
-        assert clock_s(microbatches, pipeline) <= step_bound_s(microbatches, pipeline) * (1 + 1e-9)
+        slowest = max((microbatch_s(own, pipeline) for own in microbatches), default=0.0)
+        bound = (pipeline.stages - 1 + len(microbatches)) * slowest  # Eq. 1
+        assert pipeline.bound_s(lengths) <= bound * (1 + 1e-9)
+        assert clock_s(microbatches, pipeline) <= bound * (1 + 1e-9)
 
 
 def test_the_program_packs_more_evenly_within_its_nodes() -> None:

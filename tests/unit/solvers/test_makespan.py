@@ -16,11 +16,9 @@ from megatron_balance.solvers.dispatch import (
     PipelineCost,
     dispatch,
     greedy,
-    lower_bound_s,
     problem_of,
 )
-from megatron_balance.solvers.machines import MachinesProblem
-from megatron_balance.solvers.makespan_bound import Stairs, by_weights, lower_bound
+from megatron_balance.solvers.makespan_bound import MachinesProblem, Stairs, by_weights, lower_bound
 
 
 def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
@@ -66,7 +64,7 @@ def test_every_sequence_goes_once_to_a_pipeline_that_holds_it(case: int) -> None
     for pipeline, seqs in zip(pipelines, found, strict=True):
         assert all(lengths[seq] <= pipeline.max_tokens for seq in seqs)
     assert dispatch(lengths, pipelines) == found
-    assert lower_bound_s(lengths, pipelines) <= seconds(lengths, pipelines, found) * (1 + 1e-9)
+    assert lower_bound(problem_of(lengths, pipelines)) <= seconds(lengths, pipelines, found) * (1 + 1e-9)
 
 
 def test_it_is_no_slower_than_algorithm_1() -> None:
@@ -107,7 +105,7 @@ def test_of_many_sequences_only_some_pipelines_with_stages_take_long_ones() -> N
     plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
     found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
     assert found < 0.96 * problem.seconds(plain).max()
-    assert lower_bound_s(lengths, pipelines) <= found < 1.004 * lower_bound_s(lengths, pipelines)
+    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.004 * lower_bound(problem_of(lengths, pipelines))
     assert by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
 
 
@@ -118,7 +116,7 @@ def test_unlike_pipelines_with_stages_come_within_a_hundredth_of_the_bound() -> 
     rng = random.Random(2)
     lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
     found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
-    assert lower_bound_s(lengths, pipelines) <= found < 1.01 * lower_bound_s(lengths, pipelines)
+    assert lower_bound(problem_of(lengths, pipelines)) <= found < 1.01 * lower_bound(problem_of(lengths, pipelines))
 
 
 def test_no_assignment_comes_below_the_bound() -> None:
@@ -128,7 +126,7 @@ def test_no_assignment_comes_below_the_bound() -> None:
         lengths, pipelines = lengths[:6], pipelines[:4]
         most = max(each.max_tokens for each in pipelines)
         lengths = [min(length, most) for length in lengths]
-        assert lower_bound_s(lengths, pipelines) <= least_of_all(lengths, pipelines) * (1 + 1e-9)
+        assert lower_bound(problem_of(lengths, pipelines)) <= least_of_all(lengths, pipelines) * (1 + 1e-9)
 
 
 def test_stairs_open_a_machine_where_those_before_are_full() -> None:
