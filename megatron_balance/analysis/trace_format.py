@@ -2,7 +2,7 @@
 chrome://tracing and ui.perfetto.dev open.
 
 One process a rank, one track a stream. The names of spans, which PyTorch's profiler and Nsight get
-too (`runtime.ranges`):
+too (`runtime.phase_run`):
 
 | track | spans |
 |---|---|

@@ -43,7 +43,7 @@ class Cluster:
     share. `linear_efficiency` is the share that a large matrix product reaches.
     `memory_bytes_per_s` is the rank's memory, read or written. `num_sms`: processors of a rank that
     communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for processors
-    that an attention kernel under way holds (`cost.contention`). `host_call_s`, `host_launch_s`,
+    that an attention kernel under way holds (`cost.base.Contention`). `host_call_s`, `host_launch_s`,
     `host_message_s`: what a rank's host takes to issue a group call of communication, a kernel, and
     each message of a group call (`cost.base.Host`); 0: it is not modelled.
     """

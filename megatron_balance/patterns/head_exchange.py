@@ -292,7 +292,7 @@ class ChunkExchange(HeadExchange):
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         # Rank by rank: the closed form of `HeadExchange` is for runs of the concatenated tokens.
-        return CommPattern.place_all(self, zones, lengths, wanted)
+        return CommPattern[Zone].place_all(self, zones, lengths, wanted)
 
     def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
         # All runs at once: they are cut from one another.

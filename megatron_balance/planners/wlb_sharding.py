@@ -10,7 +10,7 @@ before one launch a zone.
 
 What we leave out: packing and delay, which is `wlb_llm`.
 
-Where we differ and why: tokens left over lengthen a rank's chunks (`patterns.even_chunks`). Kernel
+Where we differ and why: tokens left over lengthen a rank's chunks (`patterns.zigzag`). Kernel
 time counts forward and backward. A sequence on one rank does not travel, where the paper gathers
 all; so the choice weighs what is gathered, too.
 """

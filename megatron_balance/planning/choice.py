@@ -240,7 +240,7 @@ def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> A
 
 def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_microbatches: int = 1) -> int:
     """Tokens of a microbatch that a rank can hold by the memory model
-    (`analysis.room.most_tokens`). `stages`: of the step; none: one of all layers. ConfigError: the
+    (`analysis.step_memory.most_tokens`). `stages`: of the step; none: one of all layers. ConfigError: the
     model's state alone does not fit.
     """
     stages = stages or stages_of(model, cluster.num_ranks)

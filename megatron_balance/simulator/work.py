@@ -3,7 +3,7 @@
 Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the
 executor. What a ring passes on as it came is not packed again, and the gradients of a block that a
 ring brought are added once: the launch leaves them as they are, what the next rank sends back is
-added to them (`runtime.lower.sums`).
+added to them (`runtime.lower.lowering`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Binder:
 @dataclass(frozen=True, slots=True)
 class MaskBounds:
     """A plan bound for the layers of each mask, by its name, and of these for those that keep what
-    they received, with a number up to `keeping` (`analysis.layer_runs.HeldLayers`), and for those
+    they received, with a number up to `keeping` (`analysis.backward.held_layers`), and for those
     that receive it again, if there are any: their backward programs differ.
     """
 

@@ -57,7 +57,7 @@ class _LinkWay:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Transfers of one slot of layers (`analysis.link.slots`), or of all. `inside`: among ranks of
+    """Transfers of one slot of layers (`analysis.link`), or of all. `inside`: among ranks of
     a node, behind `across` in a pull and before it in a push.
     """
 

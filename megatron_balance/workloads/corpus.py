@@ -110,7 +110,11 @@ def build(
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions"
             ) from error
-        return np.append(np.frombuffer(content, np.uint8), np.uint16(END_OF_DOCUMENT)) if content else "empty"
+        return (
+            np.append(np.frombuffer(content, np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT))
+            if content
+            else "empty"
+        )
 
     nothing = f"{{empty}} files were empty and {{too_large}} larger than --max-bytes {max_bytes}"
     return _write(prefix, CorpusWriter(prefix, TOKEN_TYPE, replace=replace), files, read, limit, nothing)

@@ -409,7 +409,7 @@ def _sizes(case: DistcaCase, stages: int) -> list[int]:
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
     """Tokens that the first stage holds."""
-    # In ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`).
+    # In ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.ticks`).
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 

@@ -199,7 +199,7 @@ MIXED_SHARDING = WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED_SHARDING)
 
 
-def layer_s(case: WlbCase, system: WlbSystem, lengths: Lengths) -> float:
+def layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
     """Seconds of a layer, forward and backward, until its slowest rank is done."""
     plan = system.plan(case, lengths)
     tokens = linear_tokens(plan).tolist()

@@ -37,7 +37,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Lengths
+from megatron_balance.ir.step import EMPTY
 from megatron_balance.lab.papers.base import SimulatedCase
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_sharding import WlbShardingOptions
@@ -46,6 +46,7 @@ from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Distribution, K, Pareto
+from megatron_balance.workloads.lengths import Lengths
 
 SKEW, COUNTED = "wlb-skew", "wlb"
 SEED = 0

@@ -36,16 +36,16 @@ def document(paths: Sequence[Path]) -> Figures:
     runs = read_all(paths)
     described_runs = [_described(run) for run in runs]
     compared = _compared(runs) if len(runs) > 1 else None
-    limits = {run.label: limits(each) for run, each in zip(runs, described_runs, strict=True)}
+    limited = {run.label: limits(each) for run, each in zip(runs, described_runs, strict=True)}
     return {
         "report": "trained",
         "kind": "measured",
-        "answer": [*([compared["sentence"]] if compared else []), *(limits[run.label]["sentence"] for run in runs)],
+        "answer": [*([compared["sentence"]] if compared else []), *(limited[run.label]["sentence"] for run in runs)],
         "runs": described_runs,
         "compared": compared,
-        "limits": limits,
+        "limits": limited,
         "try_next": {
-            run.label: _suggestions(each, limits[run.label]) for run, each in zip(runs, described_runs, strict=True)
+            run.label: _suggestions(each, limited[run.label]) for run, each in zip(runs, described_runs, strict=True)
         },
     }
 

@@ -9,6 +9,7 @@ from megatron_balance.lab.report import page as html
 from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
 from megatron_balance.lab.report.plots import Figure
+from megatron_balance.lab.report.run import NAMES
 
 
 def page(document: Figures, library: str) -> str:
@@ -330,7 +331,7 @@ def _correlations(run: Figures) -> HtmlTable:
         "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a "
         "cause",
         ("figure of a step", "correlation"),
-        tuple((run.NAMES[key], f"{value:.2f}") for key, value in ordered),
+        tuple((NAMES[key], f"{value:.2f}") for key, value in ordered),
         "measured",
     )
 

@@ -3,7 +3,7 @@ group.
 
 Paper: KnapFormer: An Online Load Balancer for Efficient Diffusion Transformers Training, sections
 3.1 to 3.4. What we implement: topologies `gGnN+...` (3.2, `topology`); work of a sequence by the
-gamma-corrected model (3.1, `cost.gamma`); the greedy first pass (3.3, `knapsack`); Ulysses inside a
+gamma-corrected model (3.1, `cost.fits`); the greedy first pass (3.3, `knapsack`); Ulysses inside a
 group (3.4, comm pattern `chunk_exchange`); `topology: auto`, which the paper leaves as future work.
 
 What we leave out: replicas that keep their sequences. Where we differ and why: where no group has

@@ -366,7 +366,7 @@ def layer_s(
 
 
 def _issue_s(waits: Bools, costs: GroupCosts, numbers: Floats, *, has_lead: bool) -> tuple[Floats, Floats]:
-    """Seconds in which a rank's host issues a layer's attention (as `simulator.host`)."""
+    """Seconds in which a rank's host issues a layer's attention (as `simulator.phase`)."""
     waves = numbers * waits.any(axis=1)
     exchanges = waves + (2 + has_lead) * (costs.size > 1)
     runs, host = LAUNCHES_OF_RUN * (1 + has_lead + waves), costs.cost.host

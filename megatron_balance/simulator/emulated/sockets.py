@@ -1,4 +1,4 @@
-"""Exchanges on gloo's sockets, as `runtime.gloo` issues them and gloo carries them (its
+"""Exchanges on gloo's sockets, as `runtime.transport.gloo` issues them and gloo carries them (its
 transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
 
 Every message is a call of its own. The receiver says that it is ready, and only then the sender's
@@ -28,7 +28,7 @@ from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
 AHEAD = 2
-"""Exchanges whose receives are posted before they are due (`runtime.gloo.Gloo.ahead`)."""
+"""Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
 
 HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""

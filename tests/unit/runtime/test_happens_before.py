@@ -77,7 +77,7 @@ def test_happens_before_orders_interleaved_nano_batches(planner: str, policy) ->
 
 def test_happens_before_orders_what_a_stage_without_tokens_does_in_a_tick() -> None:
     """Two stages of two ranks in the last tick of the first microbatch: one has no tokens, and
-    attends for the other (`runtime.joint`).
+    attends for the other (`runtime.attention`).
     """
     stage = by_hand.plan(
         (60, 20), 2, by_hand.task_table([(0, 0, 0, 60), (1, 1, 0, 20)]), ranks_per_node=2, heads=(4, 2)
