@@ -234,7 +234,7 @@ class Bench:
         }
 
     def bound_s(self) -> float:
-        """Seconds of even computation of a step (`simulator.step.bound_s`): the mean over the steps."""
+        """Seconds of even computation of a step (`simulator.step`): the mean over the steps."""
         return fmean(self.bound_s_per_step())
 
     def bound_s_per_step(self) -> list[float]:

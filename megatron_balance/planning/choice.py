@@ -240,8 +240,8 @@ def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> A
 
 def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_microbatches: int = 1) -> int:
     """Tokens of a microbatch that a rank can hold by the memory model
-    (`analysis.step_memory.most_tokens`). `stages`: of the step; none: one of all layers. ConfigError: the
-    model's state alone does not fit.
+    (`analysis.step_memory.most_tokens`). `stages`: of the step; none: one of all layers.
+    ConfigError: the model's state alone does not fit.
     """
     stages = stages or stages_of(model, cluster.num_ranks)
     tokens = most_tokens(model, cluster.num_ranks, cluster.memory_bytes, stages, num_microbatches)
