@@ -1,4 +1,4 @@
-"""What verbs write: JSON, tables, files, progress; a file `-` is standard output."""
+"""The output of verbs: JSON, tables, files, progress; a file `-` is standard output."""
 
 from __future__ import annotations
 

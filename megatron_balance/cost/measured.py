@@ -84,7 +84,7 @@ class _Line:
     b: float
 
     def time_s(self, size: float) -> float:
-        """Nothing takes no time."""
+        # Nothing takes no time.
         return self.a + self.b * size if size else 0.0
 
 

@@ -262,8 +262,8 @@ def prepare(  # noqa: PLR0913  as `bind`
 
 
 def exchange_forms(phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
-    """What is the same in every layer about the exchanges of a phase, by their id. `sizes`: of
-    query and key buffers.
+    """Facts of a phase's exchanges that are the same in every layer, by their id. `sizes`: of query
+    and key buffers.
     """
     found: dict[int, ExchangeForm] = {}
     for step in phase.steps:

@@ -1,4 +1,4 @@
-"""What a rank's attention calls really did, counted where it is done."""
+"""Counts of what a rank's attention calls really did, made where it is done."""
 
 from __future__ import annotations
 

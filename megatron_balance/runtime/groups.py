@@ -1,5 +1,5 @@
-"""What the calls of a rank share: process groups, made collectively, once, and passed to whoever
-communicates; its threads and its queue.
+"""Things that the calls of a rank share: process groups, made collectively, once, and passed to
+whoever communicates; its threads and its queue.
 """
 
 from __future__ import annotations

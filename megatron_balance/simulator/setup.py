@@ -1,4 +1,4 @@
-"""What a simulated step has around its attention calls: options, gradient synchronisation, the
+"""The surroundings of a simulated step's attention calls: options, gradient synchronisation, the
 optimizer, experts, memory.
 """
 

@@ -350,7 +350,7 @@ SAME = 0.0005
 
 def _limits(study: Figures) -> Section:
     """The parts of a step."""
-    of_planners = study["_limits"]
+    of_planners = study["limits"]
     caption = (
         "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
         + " ".join(
@@ -383,12 +383,12 @@ def _limits(study: Figures) -> Section:
         ),
     ]
     items += _kernels(study)
-    return Section("_limits", "What limits the step", tuple(items))
+    return Section("limits", "What limits the step", tuple(items))
 
 
 def _kernels(study: Figures) -> list[Item]:
     """A note where one planner computes the same attention much faster than the baseline."""
-    base, best = (study["_limits"][study[key]] for key in ("baseline", "shown"))
+    base, best = (study["limits"][study[key]] for key in ("baseline", "shown"))
     slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
     if slow < 1.15 * fast:
         return []
@@ -479,7 +479,7 @@ def _places(study: Figures) -> Section:
                 *plots.ranks_of_sequences(placed),
             )
         )
-    return Section("_places", "Where each sequence went", tuple(items))
+    return Section("places", "Where each sequence went", tuple(items))
 
 
 def _alone(kind: Figures, placed: Figures) -> str:
@@ -530,7 +530,7 @@ def _loads(study: Figures) -> Section:
         f"{'before' if name == study['baseline'] and len(shown) > 1 else 'after'} ({name})" for name in shown
     )
     return Section(
-        "_loads",
+        "loads",
         "The load of each rank, before and after",
         (
             Text(f"One layer of the first batch, {names}: a step waits for the rank with the most."),
@@ -558,10 +558,10 @@ def _load(study: Figures, name: str) -> str:
 
 def _timeline(study: Figures) -> Section:
     """One layer, or why there is none."""
-    timelines = study["_timeline"]
+    timelines = study["timeline"]
     if not timelines:
         return Section(
-            "_timeline", "One layer on the clock", (Text(f"There is no timeline. {study['timeline_left_out']}"),)
+            "timeline", "One layer on the clock", (Text(f"There is no timeline. {study['timeline_left_out']}"),)
         )
     longest = max(each["total_ms"] for each in timelines.values())
     items: list[Item] = [
@@ -587,4 +587,4 @@ def _timeline(study: Figures) -> Section:
         items.append(
             Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plots.timeline(each, longest))
         )
-    return Section("_timeline", "One layer on the clock", tuple(items))
+    return Section("timeline", "One layer on the clock", tuple(items))

@@ -357,7 +357,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeForm:
-    """What of an exchange is the same in every layer, worked out once."""
+    """Facts of an exchange that are the same in every layer, worked out once."""
 
     sent: Sequence[PeerMessage]
     brought: Sequence[PeerMessage]
