@@ -92,12 +92,13 @@ UNSET: tuple[object, ...] = (None, False, 0, "", [], (), {})
 def proved() -> Mapping[str, Any]:
     """The types, keys and values of Transformers that `tools.zoo` has compared with eager attention.
 
-    `neutral`: expressions of keys that change nothing of who attends to whom. `values`: of keys that
-    are read, the words that were proved. `types`: those that came out equal: `mask`, if it is not
+    `neutral`: expressions of keys that change nothing of who attends to whom, unless `speaks`, words
+    of masks and mixers, is in their names. `values`: of keys that are read, or that say the mask, the
+    words that were proved. `types`: those that came out equal: `mask`, if it is not
     causal; `sizes`, their names; `keys`, the others that they were run with, each with the values of
     switches, words and lists' entries that were tried, or null for a number, which may be any;
     `wrong`, keys that were set and came out otherwise.
-    `refused`: those that did not, and why.
+    `refused`: those that did not, and why. `untried`: Transformers' other types.
     """
     return read_json(Path(__file__).parent / "configs" / "transformers.json")
 
@@ -298,14 +299,24 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
     if family in known["refused"]:
         return {family: known["refused"][family]}
     found = {key: why for key, why in UNLIKE.items() if keys.get(key)}
+    if family in known["untried"]:
+        return found | {family: "a type of Transformers that was not compared with eager attention"}
     for key, allowed in known["values"].items():
-        got = _ropes(keys) if key == "rope_type" else set(map(str, _listed(keys.get(key) or ())))
+        # False says something: `is_causal: false` is another mask
+        said = () if (one := keys.get(key)) is None or one == "" else _listed(one)
+        got = _ropes(keys) if key == "rope_type" else set(map(str, said))
         if unknown := sorted(got - set(allowed)):
             found[key] = f"{', '.join(unknown)}: known are {', '.join(allowed)}"
     if (like := _nearest(keys)) is NONE:
         named = ", ".join(sizes(keys))
         return found | {family: f"an unknown model type, whose sizes are named like no known one's ({named})"}
     wrong = {key: why for key, why in like.get("wrong", {}).items() if keys.get(key) not in UNSET}
+    if family not in known["types"]:  # a fork may have the key of a type of other attention
+        wrong |= {
+            key: f"set to {str(got)[:60]}, which says who attends to whom, in a model type that is not known"
+            for key, got in keys.items()
+            if _speaks(key) and got not in UNSET
+        }
     return wrong | _beyond(keys, like) | found
 
 
@@ -336,8 +347,12 @@ def _listed(got: object) -> Sequence[object]:
 
 
 def is_neutral(key: str) -> bool:
-    """Whether a key changes nothing of who attends to whom."""
-    return _neutral().fullmatch(key) is not None
+    """Whether a key changes nothing of who attends to whom, or is read."""
+    return key in proved()["values"] or (not _speaks(key) and _neutral().fullmatch(key) is not None)
+
+
+def _speaks(key: str) -> bool:
+    return key not in proved()["values"] and re.fullmatch(proved()["speaks"], key) is not None
 
 
 @cache

@@ -552,10 +552,21 @@ def known_of(rows: Sequence[Found], before: Mapping[str, Any], version: str) -> 
     return {
         "transformers": version,
         "neutral": before["neutral"],
+        "speaks": before["speaks"],
         "values": {**before["values"], "rope_type": sorted({"default", "mrope", "proportional"} | ropes)},
         "types": {family: types[family] for family in causal_first},
         "refused": dict(sorted((family, why) for family, why in refused.items() if family not in types)),
+        "untried": sorted(_every_type() - types.keys() - refused.keys()),
     }
+
+
+def _every_type() -> set[str]:
+    """All model types of the installed Transformers, those of parts of models too."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    named = re.compile(r'^    model_type(?:: str)? = "([^"]+)"', re.MULTILINE)
+    return {name for path in models.glob("*/configuration_*.py") for name in named.findall(path.read_text("utf-8"))}
 
 
 def _add(keys: dict[str, Any], key: str, got: Any) -> None:
@@ -586,7 +597,7 @@ def text_of(known: Mapping[str, Any]) -> str:
     """A line for each type."""
     lines = [f' "transformers": {json.dumps(known["transformers"])}']
     lines.append(' "neutral": [\n' + ",\n".join(f"  {json.dumps(each)}" for each in known["neutral"]) + "\n ]")
-    lines.append(f' "values": {json.dumps(known["values"])}')
+    lines += [f' "{part}": {json.dumps(known[part])}' for part in ("speaks", "values", "untried")]
     for part in ("types", "refused"):
         of_part = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in known[part].items()]
         lines.append(f' "{part}": {{\n' + ",\n".join(of_part) + "\n }")

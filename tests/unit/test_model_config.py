@@ -110,6 +110,13 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
         ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size: layers that attend inside chunks"),
         ({**LLAMA, "attn_layer_period": 8}, "attn_layer_period: layers without attention"),
         ({**LLAMA, "index_topk": 2048}, "index_topk: sparse attention"),
+        ({**LLAMA, "is_causal": False}, "is_causal: False: known are True"),
+        ({**LLAMA, "model_type": "dia_encoder"}, "dia_encoder: a type of Transformers that was not compared"),
+        ({**LLAMA, "attn_mask_type": "prefix"}, "attn_mask_type: prefix: known are block_causal, causal"),
+        ({**LLAMA, "full_attn_mod": 2}, "full_attn_mod: set to 2"),
+        ({**LLAMA, "use_image_bidirectional": True}, "use_image_bidirectional: set to True"),
+        ({**LLAMA, "use_retention_norm": True}, "use_retention_norm: set to True"),
+        ({**LLAMA, "model_type": "mine", "local_attention": 64}, "local_attention: set to 64, which says who attends"),
         (
             {**LLAMA, "kv_lora_rank": 512, "v_head_dim": 8},
             "kv_lora_rank says multi-latent attention; give qk_nope_head_dim, qk_rope_head_dim too",
