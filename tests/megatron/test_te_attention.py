@@ -63,7 +63,8 @@ SPEC = """
 from megatron_balance.megatron import cpu
 cpu.install()
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron_balance.megatron.core_attention import BalancedCoreAttention, balanced_spec
+from megatron_balance.megatron.core_attention import BalancedCoreAttention
+from megatron_balance.megatron.gpt import balanced_spec
 given = get_gpt_layer_with_transformer_engine_spec()
 ours = balanced_spec(given)
 theirs, attention = given.submodules.self_attention.submodules, ours.submodules.self_attention.submodules

@@ -16,7 +16,7 @@ from megatron.training import pretrain, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron_balance.megatron.data import PADDING, document_datasets_provider
+from megatron_balance.megatron.data import PADDING, make_provider
 from tests.support.stand_in_pretrain_gpt import loss_func
 
 
@@ -50,6 +50,4 @@ if __name__ == "__main__":
     write_gradients(Path(sys.argv.pop(1)))
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    provider = functools.partial(document_datasets_provider, filling="next_fit")
-    provider.is_distributed = True
-    pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(config, make_provider("split", "next_fit"), ModelType.encoder_or_decoder, forward_step)
