@@ -42,7 +42,7 @@ DEFAULT_MODEL = "llama-7b"
 Section: TypeAlias = Literal["cluster", "model", "planner", "scheme"]
 
 
-# Planners' names and options are not known here: `planning.run` loads a whole run, planner
+# Planners' names and options are not known here: `planning.choice` loads a whole run, planner
 # included.
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannerSection:
@@ -327,7 +327,9 @@ def load_cluster(name_or_path: str) -> ClusterChoice:
 
 
 def parse_cluster(text: str, source: str) -> ClusterChoice:
-    """The cluster in a YAML text, as 'doctor --write-cluster' writes; `source`: its name in errors."""
+    """The cluster in a YAML text, as 'doctor --write-cluster' writes. `source`: its name in errors
+    (ConfigError).
+    """
     return ClusterChoice(MappingProxyType(_section("cluster", parse_yaml(text, source), Path(source), "")))
 
 
@@ -342,7 +344,7 @@ def load_model(name_or_path: str, accept: Collection[str] = ()) -> Model:
 
 
 def load_scheme_table(name_or_path: str) -> SchemeTable:
-    """The table of that name in configs/scheme, or in that YAML file."""
+    """The table of that name in configs/scheme, or in that YAML file. ConfigError: there is none."""
     path = _find("scheme", name_or_path, None, "--schemes")
     keys = read_yaml(path)
     if not isinstance(keys, dict):

@@ -152,7 +152,9 @@ def _launcher(planner: str, folder: Path, options: argparse.Namespace) -> list[s
     """The command in front of `-m megatron_balance.pretrain_gpt`, and its `--balance-config`."""
     module = ["-m", "megatron_balance.pretrain_gpt", "--balance-config"]
     if not options.emulated:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        # 127.0.0.1: the machine's own name need not resolve
+        here = ["--standalone", "--local-addr", "127.0.0.1"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *here, "--nproc-per-node", str(RANKS)]
         return [*torchrun, *module, str(ROOT / "configs" / "experiment" / f"gpt-tiny-{planner}.yaml")]
     nic = options.nic_mbit * 1e6 / 8
     config = folder / "balance.yaml"

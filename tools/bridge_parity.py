@@ -88,7 +88,8 @@ class Bridge:
             options |= {"plan_ahead": False, "pipeline": "stages"}
             config.write_text(yaml.safe_dump(options), encoding="utf-8")
             words += ["--balance", str(config)]
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        here = ["--standalone", "--local-addr", "127.0.0.1"]
+        start = [sys.executable, "-m", "torch.distributed.run", *here, "--nproc-per-node", str(ranks)]
         done = subprocess.run(
             [*start, *words],
             cwd=self.folder,

@@ -61,7 +61,7 @@ def _owned(plan: MicrobatchPlan) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recomputed:
     """The forwards that a backward computes again.
 
     `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
@@ -83,7 +83,7 @@ class Stage:
 
     num_layers: int
     sharding: Sharding = field(default_factory=Sharding)
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: Recomputed = field(default_factory=Recomputed)
     chunks: int = 1
     state_bytes: float | None = None
     in_flight: float | None = None
@@ -109,7 +109,7 @@ class StepBytes:
 
     `state`: parameters, gradients, optimizer; `activations`: saved for the backward; `working`: of
     the layer or the logits at work; `kept`: added by each layer that keeps; `replayed`: added if
-    any layer replays; `layers`: the most that keep at once (`HeldLayers.most`).
+    any layer replays; `layers`: the most that keep at once (`_HeldLayers.most`).
     """
 
     state: float
@@ -190,7 +190,7 @@ def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Number of layers that keep; of a chunk, those whose number is at most `keeping`
-    (`HeldLayers.numbers`).
+    (`_HeldLayers.numbers`).
 
     `peak_bytes`: predicted, of the fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank;
     None: not known. `keep_bytes`, `replay_bytes`: the peak if all layers kept or replayed.
@@ -310,7 +310,7 @@ def _ways(
             ways.append((what, needs))
         return needs <= usable
 
-    full = [replace(each, recompute=Recompute("uniform", 1)) for each in stages]
+    full = [replace(each, recompute=Recomputed("uniform", 1)) for each in stages]
     try_("full activation recomputation (--recompute-granularity full)", full)
     replicated = min(each.weights + each.gradients for each in (rank_memory(model, 0, 0, s.sharding) for s in stages))
     for size in (2, 4, 8):
@@ -331,7 +331,7 @@ class _LayerRun(NamedTuple):
     again: bool
 
 
-def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tuple[_LayerRun, ...]:
+def layer_runs(recompute: Recomputed, num_layers: int, *, training: bool) -> tuple[_LayerRun, ...]:
     """Split layers into the runs of full recomputation.
 
     Without it, or in evaluation, they are one run.
@@ -346,7 +346,7 @@ def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tupl
     return tuple(_LayerRun(min(size, num_layers - first), again=True) for first in range(0, num_layers, size))
 
 
-def attention_runs(recompute: Recompute, num_layers: int, *, training: bool = True) -> tuple[_LayerRun, ...]:
+def attention_runs(recompute: Recomputed, num_layers: int, *, training: bool = True) -> tuple[_LayerRun, ...]:
     """The runs in which attention calls are made: those of `layer_runs`, or every layer for itself
     where core attention alone is recomputed.
     """
@@ -371,7 +371,7 @@ class _HeldLayers(NamedTuple):
     again: int
 
 
-def held_layers(recompute: Recompute, num_layers: int) -> _HeldLayers:
+def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
     """Number the layers of a chunk by what keeping costs, the last ones first.
 
     The last layers hold for the shortest time. A run that is computed again holds what its layers

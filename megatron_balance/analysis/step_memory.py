@@ -18,13 +18,13 @@ from megatron_balance.analysis.backward import (
     USABLE,
     Decision,
     MicrobatchBytes,
+    Recomputed,
     Stage,
     decide,
     received_bytes,
     state_bytes,
     step_bytes,
 )
-from megatron_balance.analysis.backward import Recompute as Again
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Holding, Recompute, Sharding, rank_memory
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.ir.model import Model
@@ -52,7 +52,7 @@ class StepMemory:
     def from_json(cls, body: Mapping[str, Any]) -> StepMemory:
         """The one that `dataclasses.asdict` made a mapping of."""
         stages: list[Mapping[str, Any]] = [
-            {**each, "sharding": Sharding(**each["sharding"]), "recompute": Again(**each["recompute"])}
+            {**each, "sharding": Sharding(**each["sharding"]), "recompute": Recomputed(**each["recompute"])}
             for each in body["stages"]
         ]
         return cls(Model(**body["model"]), tuple(Stage(**each) for each in stages), body["asked"])
@@ -104,7 +104,7 @@ def stages_of(
 
     `chunks`: model chunks of a stage; `experts`: ranks that share out the experts of a layer.
     """
-    again = Again("uniform") if recompute == "full" else Again()
+    again = Recomputed("uniform") if recompute == "full" else Recomputed()
     return [
         Stage(
             model.num_layers // pipeline,

@@ -1,7 +1,7 @@
 """The wire format: tensors of a message, parcels of a pair of ranks, pieces of a routed parcel, and
 the NIC that they take.
 
-The one place that knows it, without torch: the executor packs by it (`runtime.lower.parcels`), the
+The one place that knows it, without torch: the executor packs by it (`runtime.lower.memory`), the
 simulator and plan statistics count by it. Messages are rows of `ir.columns.Message`.
 """
 

@@ -13,7 +13,6 @@ from megatron_balance.ir.columns import Held, Placed, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable
 
-# Name of the zone.
 ZONE = "window"
 
 

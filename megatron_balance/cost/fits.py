@@ -37,8 +37,8 @@ class Quadratic:
 
 
 def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadratic:
-    """The quadratic nearest to measured times. Raises ConfigError of fewer than three lengths, or
-    times not positive.
+    """The quadratic nearest to measured times: `lengths` in tokens, no coefficient negative.
+    ConfigError: fewer than three different lengths, or times not positive.
     """
     if len(set(lengths)) < 3:
         raise ConfigError(f"a quadratic needs at least 3 different lengths, got {sorted(set(lengths))}")

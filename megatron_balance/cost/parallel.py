@@ -189,7 +189,9 @@ def reduce_scatter_s(num_bytes: float, group: CollectiveGroup, algorithm: Algori
 
 
 def all_reduce_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
-    """Reduce-scatter, then all-gather of a p-th (tree: Rabenseifner's)."""
+    """Seconds until every rank has the sum of `num_bytes`: reduce-scatter, then all-gather of a p-th
+    (tree: Rabenseifner's).
+    """
     return 2 * all_gather_s(num_bytes / group.num_ranks, group, algorithm)
 
 

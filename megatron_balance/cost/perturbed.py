@@ -115,12 +115,12 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
     model that knows nothing of clusters.
     """
     gpus = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
-    return _changed(cost, cluster=cluster, **gpus)
+    return _changed(cost, "other ranks", cluster=cluster, **gpus)
 
 
 def of_model(cost: MachineCost, model: Model) -> MachineCost:
     """`cost` of the same ranks running `model`. Raises ConfigError as `on_cluster`."""
-    return _changed(cost, model=model)
+    return _changed(cost, "layers of another mask", model=model)
 
 
 def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
@@ -129,15 +129,14 @@ def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
     `cluster`: of one rank of each group (`cost.parallel.one_of_each`); `model`: that share
     (`Model.share`). Raises ConfigError as `on_cluster`.
     """
-    return _changed(cost, cluster=cluster, tensor_parallel=1, model=model)
+    return _changed(cost, "other ranks", cluster=cluster, tensor_parallel=1, model=model)
 
 
-def _changed(cost: MachineCost, **fields: Any) -> MachineCost:
+def _changed(cost: MachineCost, what: str, **fields: Any) -> MachineCost:
     if isinstance(cost, PerturbedCost):
-        return replace(cost, base=_changed(cost.base, **fields))
+        return replace(cost, base=_changed(cost.base, what, **fields))
     if not isinstance(cost, AnalyticCost | MeasuredCost):
         raise ConfigError(
-            "costs of other ranks or of another mask: expected the costs of a data sheet or of a cost table, got "
-            f"{type(cost).__name__}"
+            f"costs of {what}: expected the costs of a data sheet or of a cost table, got {type(cost).__name__}"
         )
     return replace(cost, **fields)

@@ -205,7 +205,11 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def held_number(core_attention: Any) -> int:
-    """The number of a core attention's layer by what keeping costs (`gpt.number_layers`)."""
+    """The number of a core attention's layer by what keeping costs (`gpt.number_layers`).
+
+    Raises:
+        ConfigError: it was never numbered.
+    """
     number = getattr(core_attention, "held_number", None)
     if number is None:
         raise ConfigError(

@@ -235,7 +235,10 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
 
 
 def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
-    """Megatron's data set provider: train, validation and test sets of whole documents."""
+    """Megatron's data set provider: train, validation and test sets of whole documents.
+
+    It raises ConfigError for arguments that it cannot follow, DataError for a damaged corpus.
+    """
 
     def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
         from megatron.training import get_args
@@ -244,6 +247,7 @@ def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Call
 
     # Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
     provide.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    provide.__qualname__ = provide.__name__ = "document_datasets_provider"  # as the log names it
     return provide
 
 
@@ -321,7 +325,11 @@ WHOLE = (1.0, 0.0, 0.0)
 
 
 def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
-    """The corpora of training, validation and test, as Megatron reads them from the command line."""
+    """The corpora of training, validation and test, as Megatron reads them from the command line.
+
+    Raises:
+        ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
+    """
     from megatron.training.utils import get_blend_and_blend_per_split
 
     try:

@@ -18,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_balance.analysis.backward import Recompute, held_layers
+from megatron_balance.analysis.backward import Recomputed, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import BalancedCoreAttention
 from megatron_balance.megatron.packed import BalancedSeqParams
@@ -112,8 +112,8 @@ def with_planned_model(pretrain: Callable[..., Any], args: Sequence[Any], kwargs
     return pretrain(*bound.args, **bound.kwargs)
 
 
-def number_layers(model: torch.nn.Module, recompute: Recompute) -> None:
-    """Number the attention layers of a model chunk by what keeping costs (`HeldLayers`)."""
+def number_layers(model: torch.nn.Module, recompute: Recomputed) -> None:
+    """Number the attention layers of a model chunk by what keeping costs (`held_layers`)."""
     cores = [module for _, module in _core_attentions(model)]
     for core, number in zip(cores, held_layers(recompute, len(cores)).numbers, strict=True):
         core.held_number = number

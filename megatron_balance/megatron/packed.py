@@ -92,7 +92,7 @@ class BalancedSeqParams(PackedSeqParams):
         """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
 
     def bound_now(self, number: int, mask: Mask) -> Bound:
-        """The plan that attention runs now in the layer of this number (`HeldLayers`) and mask: its
+        """The plan that attention runs now in the layer of this number (`held_layers`) and mask: its
         own, or the backward tick's once that has begun.
         """
         if self.layers is not None:

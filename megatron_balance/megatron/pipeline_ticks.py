@@ -18,7 +18,7 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_balance.analysis.backward import Recompute, attention_runs
+from megatron_balance.analysis.backward import Recomputed, attention_runs
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.ir.step import Cell, Tick, TickPlan
@@ -266,7 +266,7 @@ class _LayerPass(NamedTuple):
 
 
 def attention_passes(
-    recompute: Recompute, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
+    recompute: Recomputed, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
 ) -> tuple[_LayerPass, ...]:
     """The attention calls, in order, of a pass through the `num_layers` of a model chunk; a
     backward that computes forwards again makes their calls too, in training.
@@ -282,7 +282,7 @@ def attention_passes(
     return tuple(passes)
 
 
-def phases(recompute: Recompute, num_layers: int, *, backward: bool, training: bool = True) -> frozenset[PhaseName]:
+def phases(recompute: Recomputed, num_layers: int, *, backward: bool, training: bool = True) -> frozenset[PhaseName]:
     """The phases of attention in such a pass: a backward that computes forwards again has both."""
     passes = attention_passes(recompute, num_layers, 1, backward=backward, training=training)
     return frozenset("backward" if each.backward else "forward" for each in passes)

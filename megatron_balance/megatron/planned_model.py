@@ -10,7 +10,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_balance.analysis.backward import Recompute, Stage
+from megatron_balance.analysis.backward import Recomputed, Stage
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Sharding, parameters_of_rank
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
@@ -114,18 +114,18 @@ def mask_of(core_attention: Any) -> Mask:
     return _mask_of_layer(core_attention.config, core_attention.layer_number)
 
 
-def recompute_of(config: Any) -> Recompute:
+def recompute_of(config: Any) -> Recomputed:
     """The forwards that a backward computes again under a `TransformerConfig`, or the arguments it
     is made of.
     """
     if config.recompute_granularity == "full":
         what = "block" if config.recompute_method == "block" else "uniform"
-        return Recompute(what, config.recompute_num_layers or 1)
+        return Recomputed(what, config.recompute_num_layers or 1)
     # Of selective recomputation only core attention matters here: other modules lie between
     # attention calls.
     if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ("core_attn",)):
-        return Recompute("core_attention")
-    return Recompute()
+        return Recomputed("core_attention")
+    return Recomputed()
 
 
 def keeping(job: Session, model: Any) -> Keeping:

@@ -158,7 +158,11 @@ class Reader:
 
 
 def side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns [B, longest] of samples [n] that are one sequence each, without their own padding."""
+    """Columns [B, longest] of samples [n] that are one sequence each, without their own padding.
+
+    Raises:
+        DataError: a sample without tokens.
+    """
     lengths = [int(sample.get("original_seq_len", sample["padded_seq_len"])) for sample in samples]
     if not lengths or min(lengths) < 1:
         raise DataError(

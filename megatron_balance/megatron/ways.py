@@ -202,7 +202,9 @@ def _not_cut(args: argparse.Namespace, strategy: Strategy) -> list[str]:
 
 
 def layouts_of(args: argparse.Namespace, config: Run, layout: Strategy) -> Layouts | None:
-    """The layout that owns weights, and the strategies that training changes between."""
+    """The layout that owns weights, and the strategies that training changes between. ConfigError: the
+    options name another layout than the command line.
+    """
     chosen = config.planner
     assert chosen is not None, "a planner has named candidates"
     assert chosen.planner.layouts is not None, "a planner with candidates says what owns weights"

@@ -52,7 +52,7 @@ def pattern_of(zone: AnyZone) -> CommPattern[Any]:
 
 
 def by_pattern(zones: Iterable[AnyZone]) -> list[tuple[CommPattern[Any], list[ZoneAt[Any]]]]:
-    """The zones of a plan by pattern, each with its index."""
+    """The zones of a plan by pattern, each with its index. InvalidProgramError: no such pattern."""
     # For questions that a pattern answers for all of its zones at once.
     groups: dict[str, list[ZoneAt[Any]]] = {}
     for index, zone in enumerate(zones):

@@ -184,7 +184,7 @@ INDEX, PLACE, START, STOP = range(4)
 # tiles more for every rank and sequence, each with all of the sequence's keys before it.
 
 
-def _chunk_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
+def _mirrored_edges(lengths: Ints, dealt: Ints, size: int) -> Ints:
     """Where the 2G chunks of each length begin and end: int64 [S, 2G + 1].
 
     `dealt` [S]: tokens left over that were dealt before. The n-th one goes to group index n mod G:
@@ -207,7 +207,7 @@ def of_documents(lengths: Ints, size: int) -> Ints:
     by place, then by start.
     """
     over = lengths % (2 * size)
-    edges = _chunk_edges(lengths, np.cumsum(over) - over, size)
+    edges = _mirrored_edges(lengths, np.cumsum(over) - over, size)
     index, place = np.arange(size), np.arange(len(lengths))
     rows = np.empty((size, len(lengths), 2, 4), dtype=np.int64)
     rows[..., INDEX], rows[..., PLACE] = index[:, None, None], place[:, None]
@@ -224,7 +224,7 @@ def of_sequence(lengths: Ints, size: int) -> Ints:
     """Chunks of `lengths` one after the other; as `of_documents`."""
     ends = np.cumsum(lengths)
     total = ends[-1:] if len(ends) else np.zeros(1, dtype=np.int64)
-    edges = _chunk_edges(total, np.zeros_like(total), size)[0]
+    edges = _mirrored_edges(total, np.zeros_like(total), size)[0]
     bounds = np.delete(edges, size)  # the two chunks of the last rank touch: one fragment
     cuts = np.unique(np.concatenate([bounds, ends]))
     begin, end = cuts[:-1], cuts[1:]

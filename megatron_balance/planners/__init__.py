@@ -5,7 +5,6 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_balance.analysis.estimate import Bounds
@@ -39,13 +38,7 @@ def _always(_: Any) -> bool:
 
 
 def _parted_within(options: Any) -> bool:
-    return parts_heads(options.within, options.within_options)
-
-
-def parts_heads(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a planner of the registry with these options may part heads."""
-    planner = PLANNERS[name]
-    return planner.parts_heads is not None and planner.parts_heads(planner.options(**given))
+    return PLANNERS[options.within].parts(options.within_options)
 
 
 PLANNERS: dict[str, Planner] = {

@@ -20,6 +20,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
 from megatron_balance.planners.base import Candidate, StepContext
+from megatron_balance.solvers.groups import check_slack
 
 # Plans beside the chosen one that a note names.
 _MOST_NAMED = 3
@@ -84,8 +85,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
 
 
 def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
-    if options.slack < 1:
-        raise ConfigError(f"auto: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+    check_slack("auto", options.slack)
     if options.margin < 0:
         raise ConfigError(f"auto: margin {options.margin}: expected at least 0")
     known = [each.name for each in context.candidates]
@@ -95,7 +95,7 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
                 f"auto: planners: {name} is not one to ask; expected some of {', '.join(dict.fromkeys(known))}"
             )
     asked = [each for each in context.candidates if each.name in options.planners or not options.planners]
-    able = [each for each in asked if not (context.model.latent_travels and each.parts_heads)]
+    able = [each for each in asked if not (context.model.latent_travels and each.planner.parts(each.tried.options))]
     if asked and not able:
         raise ConfigError(
             f"auto: planners: {', '.join(options.planners)} part heads, and a latent that travels is of all of them; "

@@ -137,11 +137,6 @@ class Candidate:
         given = ", ".join(f"{key} {value}" for key, value in self.tried.options.items())
         return f"{self.name} ({given})" if given else self.name
 
-    @property
-    def parts_heads(self) -> bool:
-        asked = self.planner.parts_heads
-        return asked is not None and asked(self.planner.options(**self.tried.options))
-
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -227,6 +222,10 @@ class Planner:
     plan_with: Callable[[Any], _PlanWith | None] | None = None
     """Plan by another scheduler of context-parallel groups, if the options allow one: training
     hands it Megatron's own."""
+
+    def parts(self, given: Mapping[str, Any]) -> bool:
+        """Whether, with these options, a rank may attend with some of the heads alone."""
+        return self.parts_heads is not None and self.parts_heads(self.options(**given))
 
     @property
     def joint(self) -> bool:

@@ -128,7 +128,7 @@ def _moving_of(strategies: Sequence[Strategy], context: StepContext) -> list[Can
 
 def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None = None) -> Layouts | None:
     """The base layout and the candidates on so many ranks; None: there is no other than the base.
-    `base`: of a training job.
+    `base`: of a training job. ConfigError: options name another base, or one not for all ranks.
     """
     candidates = strategies_of(options)
     named = None if options.base is None else Strategy.parse(options.base)
@@ -145,7 +145,9 @@ def layouts_of(options: HydraulisOptions, num_ranks: int, base: Strategy | None 
 
 
 def strategies_of(options: HydraulisOptions) -> tuple[Strategy, ...]:
-    """The candidates of a training run; none: it runs the command line's layout."""
+    """The candidates of a training run; none: it runs the command line's layout. ConfigError: text
+    that is no strategy.
+    """
     return () if options.strategies == AUTO else _read_strategies(options.strategies)
 
 

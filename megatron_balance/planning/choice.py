@@ -212,7 +212,11 @@ class StepMode:
 
 
 def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> StepMode:
-    """How training runs a planner's plans under a configuration's `ping_pong` and `pipeline`."""
+    """How training runs a planner's plans under a configuration's `ping_pong` and `pipeline`.
+
+    Raises:
+        ConfigError: joint stages, which the planner cannot plan.
+    """
     ping_pong = choice.planner.ping_pong if ping_pong == "auto" else ping_pong
     if num_stages == 1:
         return StepMode(ping_pong)
@@ -232,7 +236,11 @@ def attends_jointly(choice: PlannerChoice, stages: Stages, otherwise: str) -> bo
 
 
 def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> AnalyticCost | MeasuredCost:
-    """The cost model planners plan by: the cost table of that file, or data sheets."""
+    """The cost model planners plan by: the cost table of that file, or data sheets.
+
+    Raises:
+        ConfigError: no such table, or one of another head dim.
+    """
     if table is None:
         return AnalyticCost(cluster, model, exchanges=True)
     return MeasuredCost(load_table(Path(table)), cluster, model, exchanges=True)
@@ -310,7 +318,6 @@ def resolved(config: Run) -> dict[str, Any]:
 
 def as_yaml(facts: Cluster | Model) -> str:
     """A cluster or a model as YAML that `--cluster` and `--model` read back."""
-    # a key of the run.
     of_run = "gradient_wire"
     keys = {key: value for key, value in dataclasses.asdict(facts).items() if value is not None and key != of_run}
     return yaml.safe_dump(keys, sort_keys=False)

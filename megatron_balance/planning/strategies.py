@@ -319,7 +319,10 @@ def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
 
 
 def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], context: StepContext) -> PlannerChoice:
-    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`."""
+    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`.
+
+    `steps`: lengths by microbatch. InfeasibleError: a sequence that no scheme holds.
+    """
     if not choice.planner.pipelines or choice.given.get("strategies") != AUTO:
         return choice
     batches = [list(chain.from_iterable(step)) for step in steps]
@@ -333,7 +336,9 @@ def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], con
 
 
 def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
-    """Seconds of each pipeline for a batch that is dispatched and packed."""
+    """Seconds of each pipeline for a batch that is dispatched and packed. InfeasibleError: a sequence
+    that no pipeline holds.
+    """
     return deal(lengths, pipelines)[1]
 
 

@@ -57,6 +57,11 @@ __all__ = ["AttentionShape", "Bound", "Counters", "Prepared", "bind", "prepare"]
 class Bound:
     """A plan, looked up for one rank; one serves all layers of its microbatch. Immutable but for
     `counters` and `trace`.
+
+    `owned`: int64 [n, 3], `ir.columns.Fragment`, the order of this rank's tokens. `query_rows`,
+    `key_rows`: (rows, heads) of each buffer, by number. `exchange_forms`: by the phase's Python `id`,
+    then by the exchange's; `rooms`: by the phase's. `peak_bytes`: that a call needs, where memory
+    comes from the pool. `number`: of the microbatch in its step.
     """
 
     plan: MicrobatchPlan

@@ -165,7 +165,14 @@ class StreamPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """One rank's view of its pool."""
+    """One rank's view of its pool.
+
+    `rank`: in the pool, as plans count; `ranks`: global rank of each pool rank. `by_ranks`: process
+    groups by pool ranks; the executor runs a collective among exactly such a set, and point-to-point
+    transfers otherwise. `safe`: exchanges are issued one after the other in the order of their ids
+    (`communication: safe`). `inside`: what collective calls run in
+    (`training.roll_call.RollCall.inside`).
+    """
 
     rank: int
     size: int
@@ -231,7 +238,7 @@ def make_groups(
     safe: bool = False,
 ) -> Groups:
     """Make the groups of the pool that this process belongs to. Every process calls it with the
-    same arguments.
+    same arguments: all groups are created by all processes in one order, as NCCL and gloo require.
 
     Beside the pool, each of its nodes gets a group where there are several, so that zones on whole
     nodes can use collectives. On NCCL each communication stream has a communicator

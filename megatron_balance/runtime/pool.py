@@ -37,11 +37,10 @@ Extent = tuple[int, int]
 class Fence(NamedTuple):
     """The end of another stream's use of some memory."""
 
-    # Its name.
     stream: str
     # Of the event among those of the stream, rising.
     number: int
-    # At which the use is over.
+    # The use is over when it has happened.
     event: Any
     # Makes the compute stream wait for an event, on the device.
     wait: Callable[[Any], None]

@@ -38,9 +38,10 @@ class Setup:
     `policy`, `recompute`: what is held for the backward; policy `auto`: layer by layer, as the
     cluster's memory allows. `pipeline`: stages, each with as many ranks as the plan; `interleave`:
     model chunks of a stage. `experts`: ranks that share a layer's experts; `expert_load`: how
-    unevenly tokens are routed to them; None: evenly. `overlap_sync`: gradients are synchronised
-    layer by layer beside the last backward. `interleaved`: nano-batches run interleaved, else one
-    after the other. `layouts`: what owns weights, and the strategies that share the memory of
+    unevenly tokens are routed to them; None: each rank computes for its own tokens. `overlap_sync`:
+    gradients are synchronised layer by layer beside the last backward. `interleaved`: nano-batches
+    run interleaved, else one after the other. `transport`: the clocks of exchanges, CUDA streams or
+    gloo's sockets. `layouts`: what owns weights, and the strategies that share the memory of
     roles; None: weights stay where they are.
     """
 

@@ -138,7 +138,12 @@ def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: in
 
 
 def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit: int = 200) -> Assigned:
-    """The better of `dispatch` and what HiGHS (in SciPy) finds for Eq. 3 within `node_limit` nodes."""
+    """The better of `dispatch` and what HiGHS (in SciPy) finds for Eq. 3 within `node_limit` nodes.
+
+    Raises:
+        InfeasibleError: a sequence that no pipeline holds.
+        milp.NoSolverError: SciPy is not there.
+    """
     known = dispatch(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
     found = _solved(problem, node_limit) if lengths else None

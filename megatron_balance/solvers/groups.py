@@ -115,7 +115,11 @@ def zones(placement: Placement, cluster: Cluster, pattern: str = "ring") -> tupl
 
 
 def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
-    """Check that ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence alone."""
+    """Check that ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence alone.
+
+    Raises:
+        InfeasibleError: one that they do not.
+    """
     if tokens_per_rank is None or not lengths:
         return
     pool_tokens = num_ranks * tokens_per_rank
@@ -224,16 +228,23 @@ class _WithSlack(Protocol):
     def slack(self) -> float: ...
 
 
+def check_slack(planner: str, slack: float) -> None:
+    """Refuse a capacity below the mean of the ranks.
+
+    Raises:
+        ConfigError: a slack below 1.
+    """
+    if slack < 1:
+        raise ConfigError(f"{planner}: slack {slack}: a capacity below the average holds no batch; use at least 1")
+
+
 def capacity_of(planner: str, options: _WithSlack, num_tokens: int, num_ranks: int) -> int:
     """Tokens that a rank may hold: as given, or `slack` times the mean.
 
     Raises:
         ConfigError: a slack below 1.
     """
-    if options.slack < 1:
-        raise ConfigError(
-            f"{planner}: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
-        )
+    check_slack(planner, options.slack)
     return options.tokens_per_rank or max(1, ceil(options.slack * num_tokens / num_ranks))
 
 

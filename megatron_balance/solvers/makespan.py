@@ -46,7 +46,7 @@ ROUNDS_FEW, ROUNDS_AHEAD = 24, 8
 
 
 def assign(problem: MachinesProblem, seed: int = 0, searches: int = IMPROVED) -> Ints:
-    """The machine of each item, equal on every host. `searches`: starts to search from."""
+    """The machine of each item [items], equal on every host. `searches`: starts to search from."""
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
     few = problem.num_items <= MANY

@@ -52,7 +52,9 @@ class Constraints:
         self._count = 0
 
     def add(self, count: int, low: Floats | Ints | float, high: Floats | Ints | float, *terms: Term) -> None:
-        """`count` rows low <= A x <= high; rows of `terms` count from 0 within the block."""
+        """`count` rows low <= A x <= high; A[row, column] = value of each of `terms`, whose rows count
+        from 0 within the block.
+        """
         self._entries += [(row + self._count, column, value) for row, column, value in terms]
         self._bounds.append(np.stack([np.broadcast_to(np.asarray(b, np.float64), count) for b in (low, high)]))
         self._count += count

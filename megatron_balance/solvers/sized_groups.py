@@ -246,7 +246,6 @@ class _IntegerProgram:
         bucket, group = np.array(self.takes, dtype=np.int64).reshape(-1, 2).T
         size = np.array(self.group_sizes, dtype=np.int64)
         num_ranks = np.array(problem.sizes, dtype=np.int64)[size]
-        # The groups' columns.
         there = 1 + np.arange(len(size))
         takes = 1 + len(size) + np.arange(len(bucket))
         seconds = np.array(self.seconds)[bucket, size[group]] / self.most_s

@@ -175,6 +175,11 @@ class SequenceBalancer:
         Args:
             documents: that this rank read; none is fine. Token ids [n], or tuples (tokens, labels,
                 others [n, ...]). All ranks give the same number of other tensors, of the same types.
+
+        Raises:
+            DataError: documents that are none, on every rank.
+            InfeasibleError: documents that the ranks cannot hold.
+            PlanMismatchError: ranks that planned differently.
         """
         (batch,) = self.step([documents])
         return batch
@@ -248,7 +253,7 @@ class SequenceBalancer:
         return batch
 
     def gather(self, values: Tensor, *, attended: int | None = None) -> list[Tensor]:
-        """`BalancedBatch.gather` of the batch that was made last."""
+        """`BalancedBatch.gather` of the batch that was made last. ConfigError: there is none yet."""
         if self._last is None:
             raise ConfigError("expected a batch before gather, got none; call the balancer first")
         return self._last.gather(values, attended=attended)

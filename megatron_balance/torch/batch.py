@@ -39,7 +39,9 @@ Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Labels of a step that count, and the ranks over which gradients are averaged."""
+    """The ranks over which gradients are averaged, and the labels that count of all these ranks, in
+    all microbatches of the step: a scalar.
+    """
 
     num_targets: Tensor
     num_ranks: int
@@ -297,7 +299,8 @@ class BalancedBatch:
         return self._dealt.exchange()
 
     def layout(self, rank: int | None = None) -> Ints:
-        """Rows (document, start, stop) of a rank of the pool, default this one, in order.
+        """Where tokens lie: rows (document, start, stop) of a rank of the pool, default this one, in
+        order. ConfigError: no such rank.
 
         `document`: its number in the microbatch of all ranks, an index of `plan.lengths`.
         """

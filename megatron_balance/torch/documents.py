@@ -160,7 +160,9 @@ def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form 
 
 
 def agree_form(mine: Form | None, pool: Pool) -> Form | None:
-    """The form of all ranks' documents; None: nobody has any yet. Collective, errors alike."""
+    """The form of all ranks' documents; None: nobody has any yet. Collective over the
+    pool. DataError on every rank: forms that differ.
+    """
     forms: list[Form | None] = [mine] * pool.size
     if pool.size > 1:
         dist.all_gather_object(forms, mine, group=pool.groups.pool)

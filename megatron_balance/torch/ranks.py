@@ -95,7 +95,7 @@ def _members_of(ranks: Ranks | None) -> tuple[int, ...]:
 
 
 def group_of(ranks: Ranks) -> dist.ProcessGroup:
-    """The process group of a mesh of one dimension, or the group itself."""
+    """The process group of a mesh of one dimension, or the group itself. ConfigError: neither."""
     if not isinstance(ranks, DeviceMesh):
         if not isinstance(ranks, dist.ProcessGroup):
             raise ConfigError(f"averaged_over: expected a mesh or a process group, got {type(ranks).__name__}")

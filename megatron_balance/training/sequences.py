@@ -234,7 +234,8 @@ NOTHING = Recalled()
 def by_nano_batch(
     mine: Sequence[Sequences], shared: PoolLengths, members: Members, rank: int, recalled: Recalled = NOTHING
 ) -> tuple[list[Sequences], PoolLengths]:
-    """Sequences read here and in the pool, with each nano-batch as a microbatch of its own.
+    """Sequences read here and in the pool, with each nano-batch as a microbatch of its own: two of one
+    microbatch take turns at the link (ping-pong; DistCA, section 4.1).
 
     Args:
         mine: by microbatch as read, or empty on ranks whose microbatches do not count.

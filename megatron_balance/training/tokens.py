@@ -110,7 +110,9 @@ class TokenExchange:
         return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
 
     def back(self, given: Tensor) -> Tensor:
-        """The inverse of `there`, over a pool."""
+        """The inverse of `there`, over a pool: [rows of this rank's layouts, ...] to [rows read
+        here, ...].
+        """
         routes = self._routes
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         # Scattered, as the inverse of the gather in `there`.

@@ -58,7 +58,8 @@ class _LinkWay:
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Transfers of one slot of layers (`analysis.link`), or of all. `inside`: among ranks of
-    a node, behind `across` in a pull and before it in a push.
+    a node, behind `across` in a pull and before it in a push; None: there are none on any rank, so
+    that no rank waits for the call.
     """
 
     across: _LinkWay
@@ -226,7 +227,9 @@ def _matched(table: Ints, flat: Flat, message: torch.Tensor) -> list[tuple[torch
 
 
 class Stopwatch:
-    """Measures named parts of a step, by the device's own clock where it has one."""
+    """Measures named parts of a step, by the device's own clock where it has one; nothing waits for it
+    before the seconds are asked for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"

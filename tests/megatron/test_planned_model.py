@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_balance.analysis.backward import Recompute
+from megatron_balance.analysis.backward import Recomputed
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.planned_model import planned_model, stages_of
 from megatron_balance.planning.choice import Run
@@ -93,4 +93,4 @@ def test_state_is_of_the_stages_and_of_a_ranks_own_experts() -> None:
     assert apart[0].sharding.experts == 4
     assert apart[0].state_bytes == pytest.approx(6 * (others + experts / 2) + 12 * (others / 8 + experts / 2 / 2))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recompute("uniform")
+    assert stages_of(job_args(**full), seen(), 1, 1)[0].recompute == Recomputed("uniform")

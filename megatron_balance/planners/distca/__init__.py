@@ -8,15 +8,19 @@ scheduling by seconds of attention migrated for each byte, with closed forms (`s
 What we leave out: the order of execution (ping-pong, ticks), which plans each nano-batch and each
 tick by `plan_owned`.
 
-Where we differ and why: |* Keys that a server has already, by owner or by an earlier task, are
-free, and so are those that a |  source no longer needs (the paper counts all and says so, section
-8). A query counts with its output. |* Only the upper side of the tolerance counts: filling up the
-lightest servers moves keys for nothing. |* Before anything heavy moves, light servers give all they
-have to others (`empty_light_servers`). |* The limit is in seconds with padded tiles, and a little
-below the tolerance, so that neither seconds |  nor pairs pass it; where padding is much, seconds
-alone are evened out. |* Blocks are coarse where contexts are long, so a shard is chosen for a tight
-fit as well as for few |  bytes; where no block fits anywhere, a server sheds light work, or else
-the limit gives way. |* Head-tail pairs mirror each other within what a rank holds of a sequence.
+Where we differ and why:
+
+* Keys that a server has already, by owner or by an earlier task, are free, and so are those that a
+  source no longer needs (the paper counts all and says so, section 8). A query counts with its
+  output.
+* Only the upper side of the tolerance counts: filling up the lightest servers moves keys for
+  nothing.
+* Before anything heavy moves, light servers give all they have to others (`empty_light_servers`).
+* The limit is in seconds with padded tiles, and a little below the tolerance, so that neither
+  seconds nor pairs pass it; where padding is much, seconds alone are evened out.
+* Blocks are coarse where contexts are long, so a shard is chosen for a tight fit as well as for few
+  bytes; where no block fits anywhere, a server sheds light work, or else the limit gives way.
+* Head-tail pairs mirror each other within what a rank holds of a sequence.
 """
 
 from __future__ import annotations

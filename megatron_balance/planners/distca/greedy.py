@@ -296,12 +296,12 @@ def _keys_of_surplus(servers: Servers, surplus: Floats) -> float:
 
 def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Rule) -> bool:
     """Whether moving all tasks of a server saves more bytes than it costs."""
-    num_bytes = 0.0
+    costs_bytes = 0.0
     most_bytes = min(saved_bytes, float(servers.load[giver]) / rule.least_score) if rule.least_score else saved_bytes
     for piece in servers.pieces[giver]:
         keys = servers.missing(taker, servers.seq(piece), servers.shards.key_stop(piece)) - servers.freed(giver, piece)
-        num_bytes += servers.shards.num_queries(piece) * rule.sizes.query + keys * rule.sizes.kv
-        if num_bytes >= most_bytes or not servers.allows(taker, piece):
+        costs_bytes += servers.shards.num_queries(piece) * rule.sizes.query + keys * rule.sizes.kv
+        if costs_bytes >= most_bytes or not servers.allows(taker, piece):
             return False
     return True
 

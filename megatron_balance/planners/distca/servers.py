@@ -29,7 +29,11 @@ _NO_CAPS = Caps()
 
 
 class Servers:
-    """Loads and pieces of all servers. The fragments of `edges` are in the order of their ranks."""
+    """Loads and pieces of all servers [R]. The fragments of `edges` are in the order of their ranks.
+
+    `load`: seconds of attention; `reach`: by sequence, where the keys end that are there; `keys`,
+    `queries`: tokens that come from others.
+    """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
         self.edges, self.shards, self.caps = edges, shards, caps

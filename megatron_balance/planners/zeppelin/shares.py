@@ -475,7 +475,8 @@ def shared_zone(
     of: Sequence[dict[int, float]], lengths: Sequence[int], cluster: Cluster, size: int, waves: tuple[int, int]
 ) -> SharedZone:
     """The zone of a placement: every group's fragments in near-equal runs on its ranks, those of
-    its lead and those of the others. `waves`: how many, and the lead.
+    its lead and those of the others. `of[seq]`: the share of it that each group holds. `waves`: how
+    many, and the lead.
     """
     node_size, (num_waves, lead) = cluster.node_size, waves
     held: list[tuple[int, int, int, int]] = []

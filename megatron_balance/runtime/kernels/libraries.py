@@ -345,17 +345,16 @@ class Offer:
 
     # Makes it for tensors of a head dim.
     make: Callable[[int], Kernel]
-    # Types that it serves.
+    # Types of devices.
     devices: tuple[str, ...]
-    # That it serves.
     dtypes: tuple[torch.dtype, ...]
-    # Head dim, by compute capability.
+    # Largest head dim, by compute capability.
     largest: Callable[[Capability | None], int] = _any_head_dim
     # One of them must be there and can be imported.
     modules: tuple[str, ...] = ()
     # How to get it.
     mend: str = ""
-    # That it serves.
+    # Of GPUs.
     capabilities: Capabilities = Capabilities((0, 0))
     # Further needs; the reason why it cannot be used here, "" if it can.
     check: Callable[[], str] = str

@@ -85,9 +85,7 @@ class Launch(NamedTuple):
 
     op: int
     zone: str
-    # Queries.
     q: Operand
-    # Keys and values.
     k: Operand
     # As the kernel prepared them.
     entries: Any
@@ -210,11 +208,11 @@ class ExchangeStep(NamedTuple):
     routed_sends: dict[int, tuple[Piece, ...]]
     # By peer, the pieces that all messages from it travel as.
     routed_receives: dict[int, tuple[Piece, ...]]
-    # Peers on other nodes.
+    # On other nodes.
     far: frozenset[int]
-    # Of a collective.
+    # Of a collective; "": none.
     stream: str
-    # Messages received, by number, that are taken together (`lower.arrivals`).
+    # Messages received, by number, that are taken together (`lower.messages`).
     arrivals: tuple[tuple[int, ...], ...] = ()
 
     def places(self) -> list[tuple[str, str]]:
@@ -253,7 +251,6 @@ Work: TypeAlias = tuple[tuple[str, int], ...]
 class Phase:
     """The steps of the forward or the backward."""
 
-    # In order.
     steps: tuple[Step, ...]
     # Where another call's segments may run between the steps.
     cuts: Cuts

@@ -13,7 +13,7 @@ from megatron_balance.analysis.backward import (
     USABLE,
     MicrobatchBytes,
     ReceivedBytes,
-    Recompute,
+    Recomputed,
     Stage,
     StepBytes,
     check_fits,
@@ -62,11 +62,11 @@ def test_a_head_exchange_keeps_its_heads_only():
 @pytest.mark.parametrize(
     ("recompute", "numbers", "most"),
     [
-        (Recompute(), (5, 4, 3, 2, 1), 5),
-        (Recompute("core_attention"), (1, 1, 1, 1, 1), 1),
-        (Recompute("uniform", 1), (1, 1, 1, 1, 1), 1),
-        (Recompute("uniform", 2), (2, 1, 2, 1, 1), 2),
-        (Recompute("block", 2), (1, 1, 4, 3, 2), 4),
+        (Recomputed(), (5, 4, 3, 2, 1), 5),
+        (Recomputed("core_attention"), (1, 1, 1, 1, 1), 1),
+        (Recomputed("uniform", 1), (1, 1, 1, 1, 1), 1),
+        (Recomputed("uniform", 2), (2, 1, 2, 1, 1), 2),
+        (Recomputed("block", 2), (1, 1, 4, 3, 2), 4),
     ],
 )
 def test_layers_are_numbered_by_what_keeping_costs(recompute, numbers, most):
@@ -115,7 +115,7 @@ def test_pipeline_stages_hold_what_their_microbatches_in_flight_received():
 
 
 def test_what_is_computed_again_is_held_for_one_run_at_a_time():
-    full = step_bytes([microbatch()], MODEL, Stage(4, recompute=Recompute("uniform", 2)))
+    full = step_bytes([microbatch()], MODEL, Stage(4, recompute=Recomputed("uniform", 2)))
     plain = step_bytes([microbatch()], MODEL, Stage(4))
     assert (full.layers, plain.layers) == (2, 4)
     assert plain.activations.max() == 4 * 1000 * layer_activation_bytes(MODEL)

@@ -14,7 +14,7 @@ from megatron_balance.analysis.estimate import Bounds, Estimate, best_first, est
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.planners import PLANNERS, parts_heads
+from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, bound_s, simulate_step
@@ -110,7 +110,7 @@ def test_an_estimate_is_near_what_the_simulator_says(
     bound that `compare` prints.
     """
     for causal, cluster in MACHINES:
-        if causal.latent_travels and parts_heads(name, options):
+        if causal.latent_travels and PLANNERS[name].parts(options):
             continue
         model = replace(causal, attention=MASKS[mask])
         plan = make_planner(name, cluster, model, **options)(LENGTHS)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.backward import MicrobatchBytes, ReceivedBytes, Recompute, Stage, decide, step_bytes
+from megatron_balance.analysis.backward import MicrobatchBytes, ReceivedBytes, Recomputed, Stage, decide, step_bytes
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.estimate.times import PricedMachine as Prices
 from megatron_balance.analysis.memory import Sharding
@@ -130,12 +130,12 @@ def test_auto_takes_the_fastest_where_it_took_what_needs_the_least() -> None:
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 2),
-    st.sampled_from([Recompute(), Recompute("uniform")]),
+    st.sampled_from([Recomputed(), Recomputed("uniform")]),
     st.integers(0, 3_000_000),
     st.floats(0.2e9, 4e9),
 )
 def test_stages_that_are_left_out_change_no_decision(
-    pipeline: int, number: int, chunks: int, recompute: Recompute, kept: int, memory_bytes: float
+    pipeline: int, number: int, chunks: int, recompute: Recomputed, kept: int, memory_bytes: float
 ) -> None:
     stages = tuple(
         Stage(

@@ -14,7 +14,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners import PLANNERS, parts_heads
+from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.runtime.kernels.latent import check_latent
@@ -38,7 +38,7 @@ def plans(name: str, options: Mapping[str, Any], batches: Sequence[tuple[int, ..
     return [plan for lengths in batches for plan in choice.plan_step((lengths,), context)[0].plans]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if not parts_heads(name, {})])
+@pytest.mark.parametrize("name", [name for name in PLANNERS if not PLANNERS[name].parts({})])
 def test_planners_that_do_not_part_heads_plan_for_latents(name: str) -> None:
     for plan in plans(name, {}):
         check_latent(plan)
@@ -47,14 +47,14 @@ def test_planners_that_do_not_part_heads_plan_for_latents(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {}) for name in PLANNERS if parts_heads(name, {})),
+        *((name, {}) for name in PLANNERS if PLANNERS[name].parts({})),
         ("zeppelin", {"rule": "groups"}),
         ("zeppelin", {"group_size": 8}),
         ("wlb_llm", {"within": "ulysses"}),
     ],
 )
 def test_those_that_do_say_so(name: str, options: Mapping[str, Any]) -> None:
-    assert parts_heads(name, options)
+    assert PLANNERS[name].parts(options)
     (plan,) = plans(name, options, BATCHES[:1])
     with pytest.raises(ConfigError, match="parts heads"):
         check_latent(plan)
