@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import EXPERTS, Train, assert_same_training
+from tests.megatron.conftest import EXPERTS, Train
 from tests.megatron.test_training import validation_losses
 from tests.support.megatron_run import Result
 from tools.megatron_flags import LOCAL_LAYERS
@@ -148,8 +148,3 @@ def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
         assert "error: --iterations-to-skip" in result.log(0)
 
     train(1, "te_ring", {"iterations-to-skip": 3}, entry="launch", before=(SCRIPT,), expect=refused)
-
-
-def test_both_sides_agree_step_by_step(train: Train) -> None:
-    one = train(1, "te_ring", STEPS, entry="launch", before=(SCRIPT,))
-    assert_same_training(train(2, "llama_all_gather", STEPS, entry="launch", before=(SCRIPT,)), one)

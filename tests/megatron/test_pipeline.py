@@ -49,8 +49,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 @pytest.mark.parametrize(
     "planner",
     [
-        "te_ring",
-        *(pytest.param(name, marks=pytest.mark.product) for name in ("llama_all_gather", "ulysses")),
+        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
         "zeppelin",
         "distca",
     ],
