@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import (
+    EXPERTS,
+    MODEL,
+    SEQ_LENGTH,
+    Run,
+    Train,
+    assert_same_training,
+    loaded_run,
+    started,
+)
 from tests.support.pipeline_runs import worst_gradient
 
 pytestmark = pytest.mark.megatron
@@ -257,8 +266,7 @@ def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path
     """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
     and all attend.
     """
-    flags = started(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
-    one = train(1, "te_ring", at_once(flags))
+    flags, one = loaded_run(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
     run = train(4, distca, {**flags, "context-parallel-size": 1}, config=two_nodes(4))
     assert_same_training(run, one)
@@ -270,9 +278,7 @@ def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3})
-    return flags, train(1, "te_ring", flags)
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3}, whole=True)
 
 
 @pytest.mark.parametrize(
