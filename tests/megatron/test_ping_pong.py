@@ -16,7 +16,7 @@ pytestmark = pytest.mark.megatron
 
 EIGHT = {"global-batch-size": 8, "context-parallel-size": 1}
 """Eight samples a step: one microbatch of eight ranks, two of four."""
-STEPS = 20
+STEPS = 6
 
 
 def two_nodes(num_ranks: int) -> dict[str, Any]:
@@ -36,10 +36,9 @@ def ping_pong(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -> 
 
 @pytest.fixture(scope="module")
 def one_rank(train: Train) -> Run:
-    run = train(1, flags=at_once(EIGHT))
-    losses = run.column("loss")
-    assert len(losses) == STEPS
-    assert losses[-1] < 0.98 * losses[0], "a model that learns nothing would prove nothing"
+    """Of the model that learns in test_parity.py."""
+    run = train(1, flags=at_once({**EIGHT, "train-iters": STEPS}))
+    assert len(run.steps) == STEPS
     return run
 
 
