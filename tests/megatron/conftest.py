@@ -166,6 +166,35 @@ def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]
     return {**checkpoint, "load": folder, "finetune": True, "no-load-optim": True, "no-load-rng": True}
 
 
+def loaded_run(
+    train: Train, folder: Path, flags: dict[str, Any], *, whole: bool = False, entry: Entry = "pretrain_gpt"
+) -> tuple[dict[str, Any], Run]:
+    """Flags to start from one rank's weights (`started`), and one rank's run from there. `whole`: with
+    the microbatches of the flags, not `at_once`.
+    """
+    given = started(train, folder, flags)
+    return given, train(1, "te_ring", given if whole else at_once(given), entry=entry)
+
+
+def one_line(result: Result, rank: int = 0) -> str:
+    """The one error that a rank printed, without a traceback."""
+    lines = [line for line in result.log(rank).splitlines() if line.startswith("error")]
+    assert len(lines) == 1, result.tail(rank)
+    assert "Traceback" not in result.log(rank)
+    return lines[0]
+
+
+def refusal(*sentences: str, codes: tuple[int, ...] = (2, 2)) -> Callable[[Result], None]:
+    """For `expect`: all ranks end with exit code 2 and one line, which has all of `sentences`."""
+
+    def refused(result: Result) -> None:
+        assert result.codes == codes, result.tail(result.failed or 0)
+        for sentence in sentences:
+            assert sentence in one_line(result)
+
+    return refused
+
+
 def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> None:
     """Check that two runs have equal steps, losses and gradient norms, relative to `tolerance`."""
     assert run.column("step") == reference.column("step")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import Run, Train, assert_same_training
+from tests.megatron.conftest import Run, Train, assert_same_training, refusal
 
 pytestmark = pytest.mark.megatron
 
@@ -36,10 +36,6 @@ def test_a_mix_by_layer_trains_as_keep_does(train, planner):
 
 
 def test_a_step_that_fits_in_no_way_ends_before_it_begins(train):
-    def refused(result: Any) -> None:
-        assert set(result.codes) == {2}
-        assert "error: this step does not fit: rank" in result.log(0)
-        assert "set 'backward: replay'" in result.log(0)
-
     config = {"cluster": {"ranks_per_node": 2, "memory_bytes": 1e6}}
+    refused = refusal("error: this step does not fit: rank", "set 'backward: replay'")
     train(2, "te_ring", FLAGS, config=config, expect=refused)

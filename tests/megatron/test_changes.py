@@ -14,7 +14,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron import flags
 from megatron_balance.megatron.ways import check_strategies
-from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.megatron.test_training import validation_losses
 from tests.support.megatron_run import Result
@@ -62,8 +62,8 @@ def test_a_run_that_changes_strategies_trains_like_one_rank_and_resumes_on_anoth
     """Tied embeddings. It goes on, optimizer included, on another base layout with other candidates.
     Every parameter's gradient before weights differ by rounding.
     """
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed})
-    one = train(1, "te_ring", at_once(flags), entry="gradients")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    flags, one = loaded_run(train, folder, {**FLAGS, "data-path": mixed}, entry="gradients")
     ours = tmp_path_factory.mktemp("ours")
     saved = {"save": ours, "save-interval": HALF, "exit-interval": HALF, "dist-ckpt-optim-fully-reshardable": True}
     planner = {"name": "hydraulis", "tokens_per_rank": 256, "within": "zeppelin"}
@@ -92,8 +92,7 @@ def test_in_bf16_the_own_models_weights_give_their_memory_back_until_it_trains_o
     """Beside one rank in bf16, within its rounding. The traps of `role_traps` see the memory."""
     buckets = {"overlap-grad-reduce": True, "ddp-bucket-size": 20_000}
     bf16 = {"bf16": True, "split": "80,20,0", "eval-interval": HALF, "eval-iters": 1, "train-iters": HALF}
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed, **bf16})
-    one = train(1, "te_ring", at_once(flags))
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": mixed, **bf16})
     own = "2*tp2-pp1-cp1"
     planner = {"name": "hydraulis", "tokens_per_rank": 256, "strategies": ["tp1-pp1-cp4", own], "overlap": False}
     base = {"tensor-model-parallel-size": 2, "sequence-parallel": True, **buckets}

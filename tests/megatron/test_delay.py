@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-from tests.megatron.conftest import Run, Train, assert_same_training, started
+from tests.megatron.conftest import Run, Train
 
 pytestmark = pytest.mark.megatron
 
@@ -49,10 +49,3 @@ def test_documents_wait_over_a_resume_and_other_ranks_and_none_is_left(train: Tr
         assert resumed.column(name) == whole.column(name)[SAVED:], name
     assert elsewhere.column("waiting_tokens") == resumed.column("waiting_tokens")
     assert elsewhere.column("loss") == pytest.approx(resumed.column("loss"), rel=1e-5)
-
-
-def test_packing_by_work_without_delay_trains_as_one_rank_does(train: Train, tmp_path: Path) -> None:
-    load = started(train, tmp_path, {**FOUR, "train-iters": 3})
-    packed = train(2, {"name": "wlb_llm", "within": "zeppelin"}, load)
-    assert_same_training(packed, train(1, "te_ring", load))
-    adds_up(packed)

@@ -121,7 +121,7 @@ def test_its_flags_train_like_megatron_alone(
     train: Train, tmp_path_factory: pytest.TempPathFactory, family: dict[str, Any]
 ) -> None:
     """Losses of two steps, every gradient of the first, on two tensor-parallel ranks of two nodes; and
-    the same with the optimizer's state shared out."""
+    of one, the same with the optimizer's state shared out."""
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), family)
     folder = tmp_path_factory.mktemp("gradients")
     plain = train(1, "te_ring", {**flags, **ON_CPU}, entry="plain", before=(SCRIPT, str(folder)))
@@ -130,7 +130,8 @@ def test_its_flags_train_like_megatron_alone(
     # Megatron's second line is the mean of the first two steps.
     assert printed_losses(plain.result, 0) == pytest.approx([losses[0], (losses[0] + losses[1]) / 2], rel=1e-5)
     assert worst_gradient(run.result.logs, folder, step=1) < 1e-5
-    assert_same_training(train(4, "zeppelin", {**flags, **PARALLEL, **SHARDED}, config=two_nodes(2)), run)
+    if family is LLAMA_3:
+        assert_same_training(train(4, "zeppelin", {**flags, **PARALLEL, **SHARDED}, config=two_nodes(2)), run)
 
 
 EXPERTS = {"context-parallel-size": 2, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}

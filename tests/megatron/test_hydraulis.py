@@ -13,7 +13,7 @@ import pytest
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
 from megatron_balance.megatron.ways import runs_pipelines
-from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient
 
@@ -37,9 +37,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, uneven: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": uneven})
-    return flags, train(1, "te_ring", at_once(flags), entry="gaps")
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": uneven}, entry="gaps")
 
 
 def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_and_an_empty_pipeline(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import EXPERTS, Train, assert_same_training
+from tests.megatron.conftest import EXPERTS, Train, refusal
 from tests.megatron.test_training import validation_losses
 from tests.support.megatron_run import Result
 from tools.megatron_flags import LOCAL_LAYERS
@@ -135,21 +135,9 @@ def test_a_script_resumes_through_the_launcher_in_the_data_that_it_trained(
 
 
 def test_the_launcher_needs_a_script(train: Train) -> None:
-    def refused(result: Result) -> None:
-        assert result.codes == (2,)
-        assert "no such training script" in result.log(0)
-
-    train(1, entry="launch", before=("nowhere.py",), expect=refused)
+    train(1, entry="launch", before=("nowhere.py",), expect=refusal("no such training script", codes=(2,)))
 
 
 def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
-    def refused(result: Result) -> None:
-        assert result.codes == (2,)
-        assert "error: --iterations-to-skip" in result.log(0)
-
+    refused = refusal("error: --iterations-to-skip", codes=(2,))
     train(1, "te_ring", {"iterations-to-skip": 3}, entry="launch", before=(SCRIPT,), expect=refused)
-
-
-def test_both_sides_agree_step_by_step(train: Train) -> None:
-    one = train(1, "te_ring", STEPS, entry="launch", before=(SCRIPT,))
-    assert_same_training(train(2, "llama_all_gather", STEPS, entry="launch", before=(SCRIPT,)), one)

@@ -30,7 +30,7 @@ from megatron_balance.cost.modules import layer_modules
 from megatron_balance.megatron.planned_model import planned_model
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
-from tests.megatron.conftest import Train, assert_same_training, at_once, started
+from tests.megatron.conftest import Train, assert_same_training, loaded_run
 from tests.megatron.test_parity import two_nodes
 from tests.support.pipeline_runs import worst_gradient
 
@@ -81,8 +81,7 @@ def _extension() -> None:
 
 @pytest.mark.usefixtures("_extension")
 def test_multi_latent_attention_trains_like_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), FLAGS)
-    one = train(1, "te_ring", at_once(flags), entry="gaps")
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), FLAGS, entry="gaps")
     run = train(4, "zeppelin", flags, config={**two_nodes(4), "remap": True, "latent_kv": "pays"}, entry="gaps")
     assert_same_training(run, one)
     assert "latent_kv: pays: keys and values travel: predicted are " in run.result.log(0)

@@ -16,7 +16,7 @@ from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, 
 from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.patches.mtp import looked_up
 from megatron_balance.training.sequences import from_bits
-from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_parity import two_nodes
 from tests.megatron.test_ping_pong_experts import logged
 from tests.support.pipeline_runs import worst_gradient
@@ -68,8 +68,7 @@ def test_several_tensors_are_rolled_at_once_and_masks_say_their_count() -> None:
 
 
 def test_further_tokens_are_predicted_as_on_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), FLAGS)
-    one = train(1, "te_ring", at_once(flags), entry="gaps")
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), FLAGS, entry="gaps")
     run = train(
         4, "zeppelin", {**flags, "context-parallel-size": 2}, config={**two_nodes(4), "remap": True}, entry="gaps"
     )

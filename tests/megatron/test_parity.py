@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import (
+    EXPERTS,
+    MODEL,
+    SEQ_LENGTH,
+    Run,
+    Train,
+    assert_same_training,
+    loaded_run,
+    started,
+)
 from tests.support.pipeline_runs import worst_gradient
 
 pytestmark = pytest.mark.megatron
@@ -19,8 +28,6 @@ pytestmark = pytest.mark.megatron
 STEPS = 20
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
 """Planners that together use every comm pattern."""
-OTHERS = {name: () if name in ("te_ring", "zeppelin") else (pytest.mark.product,) for name in ONE_OF_EACH}
-"""Marks of the runs that two of the planners stand for in the suite."""
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 
@@ -63,7 +70,7 @@ def options_of(planner: str) -> dict[str, Any]:
 # has both by default.
 LAYERED: list[Any] = [
     # Others train in plain PyTorch (tests/distributed/test_torch.py), by the same patterns.
-    pytest.param(planner, "never", False, marks=() if planner in ONE_OF_EACH else (pytest.mark.product,))
+    pytest.param(planner, "never", False, marks=() if planner in ONE_OF_EACH[1:] else (pytest.mark.product,))
     for planner in PLANNERS
 ]
 LAYERED += [
@@ -94,7 +101,7 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
     ("planner", "num_ranks"),
     [
         *(pytest.param(name, 8, marks=() if name == "zeppelin" else (pytest.mark.product,)) for name in ONE_OF_EACH),
-        ("te_ring", 2),
+        pytest.param("te_ring", 2, marks=pytest.mark.product),
         ("zeppelin", 2),
     ],
 )
@@ -194,23 +201,12 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
     assert ran == unrouted if routing == "never" else "exchanges_p2p" in ran
 
 
+SHARDED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
+RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "replayed backward": ({}, {"backward": "replay"}),
-    "full recomputation": (
-        {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
-        {},
-    ),
+    "replayed backward, two samples a microbatch": ({"micro-batch-size": 2}, {"backward": "replay"}),
+    "full recomputation, optimizer shared out": ({**RECOMPUTED, **SHARDED, "context-parallel-size": 2}, {}),
     "recomputed core attention": ({"recompute-granularity": "selective"}, {}),
-    "two samples a microbatch": ({"micro-batch-size": 2}, {}),
-    "distributed optimizer, overlapped": (
-        {
-            "use-distributed-optimizer": True,
-            "overlap-grad-reduce": True,
-            "overlap-param-gather": True,
-            "context-parallel-size": 2,
-        },
-        {},
-    ),
 }
 
 
@@ -252,7 +248,7 @@ def test_a_batch_that_grows_trains_like_one_rank(train: Train) -> None:
     assert worst_gradient(run.result.logs, one.result.logs, step=3) < 1e-5
 
 
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.product), 2])
 def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, context: int) -> None:
     flags = {"context-parallel-size": context, "train-iters": 3}
     run = train(2 * context, "zeppelin", flags, config=two_nodes(2 * context))
@@ -270,8 +266,7 @@ def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path
     """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
     and all attend.
     """
-    flags = started(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
-    one = train(1, "te_ring", at_once(flags))
+    flags, one = loaded_run(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
     run = train(4, distca, {**flags, "context-parallel-size": 1}, config=two_nodes(4))
     assert_same_training(run, one)
@@ -283,15 +278,14 @@ def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3})
-    return flags, train(1, "te_ring", flags)
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3}, whole=True)
 
 
 @pytest.mark.parametrize(
     ("planner", "sequence_parallel"),
     [
-        *(pytest.param(name, True, marks=OTHERS[name] if name != "distca" else ()) for name in ONE_OF_EACH),
+        *(pytest.param(name, True, marks=pytest.mark.product) for name in ONE_OF_EACH[:3]),
+        *(("distca", True), ("zeppelin", True)),
         pytest.param("zeppelin", False, marks=pytest.mark.product),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import ping_pong
-from tests.megatron.conftest import EXPERTS, MODEL, Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import EXPERTS, MODEL, Run, Train, assert_same_training, at_once, loaded_run
 from tests.megatron.test_arguments import parse
 from tests.support.megatron_run import Result
 
@@ -40,12 +40,8 @@ RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "r
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and that rank's run from there."""
-    one_for_all = {"moe-shared-expert-intermediate-size": 32}
-    flags = started(
-        train, tmp_path_factory.mktemp("checkpoint"), {**EXPERTS, **BIASED, **BALANCED, **TWO, **one_for_all}
-    )
-    return flags, train(1, "te_ring", flags)
+    flags = {**EXPERTS, **BIASED, **BALANCED, **TWO, "moe-shared-expert-intermediate-size": 32}
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), flags, whole=True)
 
 
 def logged(result: Result, name: str) -> list[float]:

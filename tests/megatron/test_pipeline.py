@@ -17,7 +17,7 @@ from megatron_balance.runtime.groups import Groups, single
 from megatron_balance.training import sequences
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.sequences import Sequences
-from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_planning import job
 
 pytestmark = pytest.mark.megatron
@@ -37,11 +37,8 @@ ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "a
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there; what initialises a
-    layer depends on its stage.
-    """
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
-    return flags, train(1, "te_ring", at_once(flags))
+    """What initialises a layer depends on its stage."""
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
 
 
 # One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
@@ -49,8 +46,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 @pytest.mark.parametrize(
     "planner",
     [
-        "te_ring",
-        *(pytest.param(name, marks=pytest.mark.product) for name in ("llama_all_gather", "ulysses")),
+        *(pytest.param(name, marks=pytest.mark.product) for name in ("te_ring", "llama_all_gather", "ulysses")),
         "zeppelin",
         "distca",
     ],

@@ -15,7 +15,15 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.pipeline_ticks import attention_passes, phases
 from megatron_balance.megatron.planned_model import recompute_of
 from megatron_balance.megatron.ways import attends_jointly
-from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.conftest import (
+    SEQ_LENGTH,
+    Run,
+    Train,
+    assert_same_training,
+    at_once,
+    loaded_run,
+    write_corpus,
+)
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
 from tests.megatron.test_training import validation_losses
@@ -31,13 +39,8 @@ RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "r
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(
-        train,
-        tmp_path_factory.mktemp("checkpoint"),
-        {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": 3},
-    )
-    return flags, train(1, "te_ring", at_once(flags))
+    flags = {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": 3}
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), flags)
 
 
 INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 3, **OVERLAPPED}

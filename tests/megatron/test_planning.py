@@ -21,7 +21,6 @@ from megatron_balance.compile.layouts import layouts
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import planning
@@ -198,13 +197,6 @@ def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(ca
     ]
 
 
-def test_a_step_that_runs_again_is_not_planned_again() -> None:
-    planner = planning.step_plans(job(None), ahead=False)
-    first = planner.plan(step(0))
-    assert planner.plan(step(0)) is first
-    assert planner.plan(step(2)) is not first
-
-
 def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
     assert planning.tokens_per_rank(64, 2, 4) == 32
     with pytest.raises(ConfigError, match="not divisible"):
@@ -243,11 +235,6 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
     seen = {size: of_pool(gpus, size) for size in (1, 2, 4, 8)}
     assert {size: cluster.ranks_per_nic for size, cluster in seen.items()} == {1: 4, 2: 2, 4: 1, 8: 1}
     assert {size: cluster.nic_bytes_per_s for size, cluster in seen.items()} == {1: 40e9, 2: 20e9, 4: 10e9, 8: 10e9}
-
-
-def test_ranges_are_runs_of_integers() -> None:
-    assert ranges(np.array([5, 0, 9]), np.array([7, 0, 12]))[1].tolist() == [5, 6, 9, 10, 11]
-    assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))[1].tolist() == []
 
 
 def test_evaluation_has_room_for_its_own_microbatches() -> None:

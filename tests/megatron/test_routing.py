@@ -18,7 +18,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.router import check_router, sinkhorn_of_pool
 from megatron_balance.megatron.ways import check_samples
 from megatron_balance.planners import PLANNERS
-from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, at_once, started
+from tests.megatron.conftest import EXPERTS, Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_arguments import EXPERTS as WORDS
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_parity import two_nodes
@@ -69,9 +69,7 @@ def test_megatrons_own_router_is_refused_where_it_would_balance_the_rows_of_a_ra
 
 @pytest.fixture(scope="module")
 def sinkhorned(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and that rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), SINKHORN)
-    return flags, train(1, "te_ring", at_once(flags), entry="gaps")
+    return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), SINKHORN, entry="gaps")
 
 
 # Flags that say how plain Megatron moves tokens and keys, and are switched off.
@@ -111,8 +109,7 @@ BY_SAMPLE: dict[str, Any] = {
 
 def test_the_loss_of_a_sample_is_that_of_one_rank(train: Train, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Coefficients that show; samples of one microbatch on all ranks, in halves, and in stages."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), BY_SAMPLE)
-    one = train(1, "te_ring", at_once(flags), entry="gaps")
+    flags, one = loaded_run(train, tmp_path_factory.mktemp("checkpoint"), BY_SAMPLE, entry="gaps")
     run = train(4, "zeppelin", {**flags, "micro-batch-size": 2}, config=two_nodes(4), entry="gaps")
     assert_same_training(run, one)
     assert worst_gradient(run.result.logs, one.result.logs, step=1) < 1e-5

@@ -16,7 +16,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.forward_backward import check_number
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.simulator import pipeline
-from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
 from tests.megatron.test_training import validation_losses
 from tests.support import counted_transfers
 
@@ -30,7 +30,6 @@ EVALUATION = {"split": "80,20,0", "eval-interval": 2, "eval-iters": 1}
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there."""
     folder = tmp_path_factory.mktemp("uneven")
     deep: dict[str, Any] = {
         "num-layers": LAYERS,
@@ -41,8 +40,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
         "untie-embeddings-and-output-weights": False,
         **EVALUATION,
     }
-    flags = started(train, folder / "checkpoint", deep)
-    return flags, train(1, "te_ring", at_once(flags))
+    return loaded_run(train, folder / "checkpoint", deep)
 
 
 INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2}

@@ -4,6 +4,7 @@ every gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,14 @@ GPT_OSS: dict[str, Any] = {
     "train-iters": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {**SMALL, "GPT-OSS": GPT_OSS}
-IN_THE_SUITE = {("window, MHA", "zeppelin"), ("off by one", "distca")}
+IN_THE_SUITE = {
+    *(("window, MHA", "zeppelin"), ("off by one", "distca")),
+    *(("both masks, sinks, GQA 8:1", planner) for planner in ("zeppelin", "distca", "ulysses")),
+}
+"""Others have sinks in tests/distributed/test_executor.py, and windows are one comm pattern."""
 RUNS = [
-    pytest.param(model, planner, marks=() if model[:4] == "both" or (model, planner) in IN_THE_SUITE else (product,))
-    for product in [pytest.mark.product]
-    for model in SMALL
-    for planner in PLANNERS
+    pytest.param(*run, marks=() if run in IN_THE_SUITE else (pytest.mark.product,))
+    for run in itertools.product(SMALL, PLANNERS)
 ]
 Alone = Callable[[str], tuple[dict[str, Any], Run, Path]]
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.pipeline import compile_ranks, layout
+from megatron_balance.compile.layouts import fragments, layouts, remote
+from megatron_balance.compile.pipeline import Projector, compile_ranks, layout
 from megatron_balance.compile.proof.issued import verify_issue_order
 from megatron_balance.compile.proof.runs import prove
 from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Held, Placed, RemoteHeld
 from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
@@ -36,7 +39,8 @@ def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Ca
     """Of one plan: the same input gives it again; it is read back from its JSON; every token has one
     owner, in the order of the layout. Of its one program: every query meets every key that it may
     see once, forward and backward, as it stands and as its ranks run it; it is read back from what
-    it prints; outputs and gradients equal dense attention.
+    it prints; outputs and gradients equal dense attention. Layouts of all ranks at once are those of
+    each, and remote tokens those of the moves.
     """
     planned = plan(planner, case)
     assert plan(planner, case) == planned
@@ -45,6 +49,7 @@ def test_a_plan_and_its_program_are_right(planner: str, policy: Policy, case: Ca
     assert read.fingerprint() == planned.fingerprint()
     program = prove(planned, policy)
     assert_tokens_have_one_owner(planned, case, program)
+    assert_layouts_of_all_ranks_are_those_of_each(planned)
     assert parse(text(program)) == program
     assert_equals_dense(program)
 
@@ -95,6 +100,34 @@ def assert_tokens_have_one_owner(planned: MicrobatchPlan, case: Case, program: P
     tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
     assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
     assert owned == [as_array(owned).tolist() for owned in program.owned]
+
+
+def assert_layouts_of_all_ranks_are_those_of_each(planned: MicrobatchPlan) -> None:
+    ranks = range(planned.num_ranks)
+    rows, held = layouts(planned), fragments(planned)
+    of_each = [rows[rows[:, Placed.RANK] == rank][:, Placed.FRAGMENT].tolist() for rank in ranks]
+    assert of_each == [layout(planned, rank).tolist() for rank in ranks]
+    in_attention = [held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist() for rank in ranks]
+    assert in_attention == [Projector(planned).attention_layout(rank).tolist() for rank in ranks]
+    some = np.arange(0, planned.num_ranks, 2)
+    assert fragments(planned, some).tolist() == held[held[:, Held.RANK] % 2 == 0].tolist()
+    if planned.moves:
+        assert_remote_tokens_are_the_moves(planned, held)
+
+
+def assert_remote_tokens_are_the_moves(planned: MicrobatchPlan, held: Ints) -> None:
+    moved: dict[tuple[int, int], int] = {}
+    for row in remote(planned, held).tolist():
+        fragment = held[row[RemoteHeld.FRAGMENT]].tolist()
+        assert fragment[Held.RANK] == row[RemoteHeld.HOLDER]
+        assert [fragment[at] for at in (Held.SEQ, Held.ZONE, Held.SENT_ON)] == [
+            row[at] for at in (RemoteHeld.SEQ, RemoteHeld.ZONE, RemoteHeld.SENT_ON)
+        ]
+        start, stop = row[RemoteHeld.START], row[RemoteHeld.STOP]
+        assert fragment[Held.START] <= start < stop <= fragment[Held.STOP]
+        ends = row[RemoteHeld.HOLDER], row[RemoteHeld.OWNER]
+        moved[ends] = moved.get(ends, 0) + stop - start
+    assert moved == {(src, dst): tokens for src, dst, tokens in planned.moves}
 
 
 def assert_equals_dense(program: Program) -> None:

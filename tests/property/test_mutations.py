@@ -15,7 +15,6 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Program
-from megatron_balance.ir.text import parse, text
 from tests.support import by_hand
 
 ZONES = ("ring", "all_gather", "head_exchange", "chunk_exchange", "head_exchange_once", "head_ring")
@@ -90,10 +89,3 @@ def test_dropping_any_op_is_caught(pattern: str, policy: Any) -> None:
             assert is_invalid(mutant), f"not caught: seed {seed}, {name}"
             dropped += 1
     assert dropped > 50
-
-
-@pytest.mark.parametrize("pattern", [*ZONES, "tiles"])
-def test_programs_survive_their_text(pattern: str) -> None:
-    for seed in range(10):
-        program = expand(random_plan(pattern, seed), "replay")
-        assert parse(text(program)) == program

@@ -7,7 +7,7 @@ kernels: they do nothing, so no other rank is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.pool import BufferPool
+from tests.support.silent import SilentStreams
 
 DEVICE = torch.device("cpu", 0)
 """The GPU here: a name for the host's memory under which copies to it are told from others."""
@@ -41,28 +42,6 @@ class Copies:
     in_layers: int = 0
     bound: bool = False
     launches: list[str] = field(default_factory=list)
-
-
-class _Stream:
-    """A stream, and all streams, that issue nothing."""
-
-    def of(self, _name: str) -> _Stream:
-        return self
-
-    def now(self) -> None: ...
-
-    def wait(self, _event: object) -> None: ...
-
-    def batch(self, _transfers: Sequence[object]) -> None: ...
-
-    def call(self, _issue: Callable[[], object]) -> None: ...
-
-    def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def uses(self, _x: Tensor) -> None: ...
-
-    def record(self) -> None: ...
 
 
 class _Calls:
@@ -120,7 +99,7 @@ def _groups(plan: MicrobatchPlan, rank: int) -> Groups:
     by_ranks: dict[tuple[int, ...], Any] = {tuple(range(size)): whole}
     if 1 < per_node < size:
         by_ranks[tuple(range(node * per_node, (node + 1) * per_node))] = whole
-    streams: Any = _Stream()
+    streams: Any = SilentStreams()
     return Groups(rank, size, tuple(range(size)), whole, by_ranks, streams=streams, buffers=BufferPool(cpu=True))
 
 

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.compile.transpose import Policy
@@ -28,9 +27,9 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels.base import Entries, PlainKernel
 from megatron_balance.runtime.transport import comm
 from tests.support.rendezvous import GroupCall, Meeting
+from tests.support.silent import ShapeKernel, SilentStream, SilentStreams
 
 _here = local()
 
@@ -83,15 +82,12 @@ class Hosts:
 
 
 @dataclass
-class HostStream:
-    """A stream that carries nothing."""
+class HostStream(SilentStream):
+    """A stream whose group calls hold the host."""
 
     name: str
     rank: int
     hosts: Hosts
-
-    def wait(self, event: None) -> None:
-        del event
 
     def batch(self, transfers: Sequence[StreamMessage]) -> None:
         pairs = frozenset((self.rank, t.peer) if t.sends else (t.peer, self.rank) for t in transfers)
@@ -101,18 +97,9 @@ class HostStream:
         _here.rank, _here.hosts, _here.stream = self.rank, self.hosts, self.name
         issue()
 
-    def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def uses(self, x: Tensor) -> None:
-        del x
-
-    def record(self) -> None:
-        return None
-
 
 @dataclass
-class HostStreams:
+class HostStreams(SilentStreams):
     """Streams of one rank. No event is waited for."""
 
     rank: int
@@ -121,28 +108,6 @@ class HostStreams:
 
     def of(self, name: str) -> HostStream:
         return self.streams.setdefault(name, HostStream(name, self.rank, self.hosts))
-
-    def now(self) -> None:
-        return None
-
-    def wait(self, event: None) -> None:
-        del event
-
-
-class _NoKernel(PlainKernel):
-    """Results of the right shapes."""
-
-    def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        del k, v, scale
-        out = torch.empty(entries.num_q, *q.shape[1:])
-        return out, out[..., 0]
-
-    def backward(
-        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        del dout, v, scale
-        key_grad = torch.empty(sum(stop - start for start, stop in entries.k), *k.shape[1:])
-        return torch.empty(entries.num_q, *q.shape[1:]), key_grad, key_grad
 
 
 @contextmanager
@@ -203,7 +168,7 @@ def _run_rank(rank: int, plans: Sequence[MicrobatchPlan], policy: Policy, hosts:
     for plan in plans:
         shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 4)
         bound = bind(plan, rank, shape, groups=groups, policy=policy, kernel="plain", mover="plain")
-        _call(replace(bound, kernel=_NoKernel()))
+        _call(replace(bound, kernel=ShapeKernel()))
 
 
 def _call(bound: Bound) -> None:

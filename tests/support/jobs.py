@@ -120,13 +120,13 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: Widths, runs: Sequence[
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
-            q, k, v, dout = _tensors(x, owned, shape, run)
+            q, k, v, dout = tensors(x, owned, shape, run)
             calls.append(((q, k, v), balanced_attention(q, k, v, bound, x.scale), dout))
         grads = [torch.autograd.grad(out, leaves, dout) for leaves, out, dout in calls]
         of_call = (calls[0][1], *grads[0])
         gaps = tuple(name for name, t in zip(Ran.__match_args__, of_call, strict=False) if not t.is_contiguous())
-        tensors = (t.detach().cpu().to(torch.float64).numpy() for t in of_call)
-        results.append(Ran(*tensors, counters=asdict(bound.counters), gaps=gaps))
+        arrays = (t.detach().cpu().to(torch.float64).numpy() for t in of_call)
+        results.append(Ran(*arrays, counters=asdict(bound.counters), gaps=gaps))
     return results
 
 
@@ -160,7 +160,7 @@ def attend_with_sink(world: World, plan: MicrobatchPlan, head_dim: int) -> list[
     for policy in ("keep", "replay"):
         bound = bind(plan, world.rank, shape, groups=world.groups, dtype=torch.float64, policy=policy)
         x = inputs(plan, head_dim)
-        q, k, v, dout = _tensors(x, owned, shape, Run(policy, "float64"))
+        q, k, v, dout = tensors(x, owned, shape, Run(policy, "float64"))
         sink = torch.from_numpy(sinks(plan.num_heads)).requires_grad_()
         if policy == "keep":
             out = balanced_attention(q, k, v, bound, x.scale, sink=sink)
@@ -198,11 +198,11 @@ def attend_again(world: World, plan: MicrobatchPlan, other: MicrobatchPlan, segm
             call.attend()
             return call.end()
 
-        q, k, v, dout = _tensors(inputs(plan, 8), owned, shape, run)
+        q, k, v, dout = tensors(inputs(plan, 8), owned, shape, run)
         out = forward(bound, q, k, v)
         first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         held = _used(groups.buffers)
-        *leaves, grad = _tensors(inputs(other, 8, seed=1), theirs, shape, run)
+        *leaves, grad = tensors(inputs(other, 8, seed=1), theirs, shape, run)
         torch.autograd.grad(forward(between, leaves[0], leaves[1], leaves[2]), leaves, grad)
         second = torch.autograd.grad(out, (q, k, v), 2 * dout)
         grads = [(a + b).numpy() for a, b in zip(first, second, strict=True)]
@@ -286,7 +286,7 @@ def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
     return "agreed"
 
 
-def _tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
+def tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     heads, (keys, values) = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.widths
     rows = [

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.reference import Floats, owned_rows
+from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import AttentionCall, BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.phase_run import PhaseRun
@@ -149,13 +148,8 @@ def recorded(nano_batch_of: Callable[[Bound], int]) -> Iterator[list[Done]]:
 def leaves(plan: MicrobatchPlan, rank: int, shape: AttentionShape, seed: int = 0) -> tuple[QKV, Tensor]:
     """A rank's inputs, and the gradient of its output."""
     owned = Rows.of(3, layout(plan, rank).tolist())
-    x = jobs.inputs(plan, shape.head_dim, seed)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    values = zip((x.q, x.k, x.v, x.dout), heads, strict=True)
-    q, k, v, dout = (
-        torch.from_numpy(owned_rows(owned, of) if of else np.empty((0, h, shape.head_dim))) for of, h in values
-    )
-    return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout
+    q, k, v, dout = jobs.tensors(jobs.inputs(plan, shape.head_dim, seed), owned, shape, jobs.Run("keep", "float64"))
+    return (q, k, v), dout
 
 
 def _array(x: Tensor) -> Floats:

@@ -23,6 +23,7 @@ from megatron_balance.runtime.groups import stream_names
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase, Step
 from megatron_balance.runtime.recorder import Recorder, Trace, Traced, hidden_share
+from megatron_balance.training.stragglers import Link, link_rates
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import World
@@ -70,8 +71,7 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     """Forward and backward of `plan`, as they were recorded."""
     trace: Trace = []
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups, policy=policy, trace=trace)
-    inputs = _inputs(bound)
-    out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    out = _attend(bound)
     forward = list(trace)
     out.sum().backward()
     program = compile_policies(plan, world.rank, [policy])[0].program
@@ -84,9 +84,8 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
 def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
     """Names of the ranges that a profiler sees of forward and backward, and those of the steps."""
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
-    inputs = _inputs(bound)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        balanced_attention(inputs[0], inputs[1], inputs[2], bound).sum().backward()
+        _attend(bound).sum().backward()
     found = sorted((event.time_range.start, event.name) for event in seen.events() or ())
     steps = [(phase == "forward", step) for phase in ("forward", "backward") for step in bound.phases[phase].steps]
     return (
@@ -127,8 +126,7 @@ def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Fatal())
-    inputs = _inputs(bound)
-    balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    _attend(bound)
 
 
 def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
@@ -136,9 +134,8 @@ def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Failing())
-    inputs = _inputs(bound)
     try:
-        balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+        _attend(bound)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -158,6 +155,32 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
     return time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class Waited:
+    """`HostTimes` of one forward."""
+
+    attended_s: float
+    waited_s: dict[int, float]
+
+
+def late(world: World, plan: MicrobatchPlan, rank: int, seconds: float) -> Waited:
+    """A forward to which one rank comes late."""
+    bound, times = bind(plan, world.rank, _shape(plan), groups=world.groups), world.groups.host_times
+    _attend(bound)
+    times.clear()
+    if world.rank == rank:
+        time.sleep(seconds)
+    _attend(bound)
+    found = Waited(times.attended_s, dict(times.waited_s))
+    times.clear()
+    return found
+
+
+def rates(world: World, links: Sequence[Link], ranks_per_node: int) -> dict[Link, float]:
+    """The rates of links."""
+    return link_rates(links, world.groups, ranks_per_node)
+
+
 def _phase_trace(trace: Trace, expected: dict[str, tuple[Issue, ...]], phase: Phase) -> PhaseTrace:
     return PhaseTrace(
         trace, expected, [{relay_task.op for relay_task in group} for group in phase.relay_tasks], hidden_share(trace)
@@ -172,6 +195,11 @@ def _inputs(bound: Bound) -> list[torch.Tensor]:
     torch.manual_seed(bound.rank)
     heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
     return [torch.randn(bound.num_tokens, h, HEAD_DIM, requires_grad=True) for h in heads]
+
+
+def _attend(bound: Bound) -> torch.Tensor:
+    q, k, v = _inputs(bound)
+    return balanced_attention(q, k, v, bound)
 
 
 class _Fatal:

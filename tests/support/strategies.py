@@ -48,6 +48,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ALL_PLANNERS = (*PLANNERS, *(name for name, (planner, _) in VARIANTS.items() if planner in PLANNERS), *TEST_PLANNERS)
 
+EVERY_PATTERN = (
+    *("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares"),
+)
+"""Planners that between them have every comm pattern, and stand for all where these take long."""
+
 _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6), 7: (1, 7), 8: (2, 4, 8)}
 
 

@@ -66,16 +66,6 @@ def test_a_remap_is_around_all_zones() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("passing", [False, True])
-@pytest.mark.parametrize("name", PLANS)
-def test_issue_order_is_one_for_all_ranks(name: str, passing: bool, policy: Policy) -> None:
-    compiled = compile_ranks(PLANS[name], policy, passing=passing)
-    for backward in (False, True):
-        verify_issue_order(issued(compiled, PLANS[name].ranks_per_node, backward=backward))
-    assert not hanging(calls_of([PLANS[name]], [compiled]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PLANS)
 def test_in_the_safe_order_exchanges_start_by_their_ids(name: str, policy: Policy) -> None:
     for each in compile_ranks(PLANS[name], policy, passing=False):

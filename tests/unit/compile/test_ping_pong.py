@@ -1,5 +1,5 @@
-"""Turns of two nano-batches, where a phase is cut, and that interleaved programs meet in one order
-on all ranks."""
+"""Turns of two nano-batches, and where a phase is cut. That interleaved programs meet in one order on
+all ranks, the contract suite proves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.issue_order import IssueOrder, issue_orders
-from megatron_balance.compile.order import RunLaunches, Start, Step, order
+from megatron_balance.compile.order import RunLaunches, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange, Op
 from tests.support import by_hand
-from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 # A document of 8 tokens on each of two ranks; rank 1 attends for the later half of rank 0's.
 DISPATCH = by_hand.plan(
@@ -122,82 +120,6 @@ def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
     assert cut_segments((), (), frozenset({0})) == Cuts(0, 0)
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
     assert cut_segments(ops, (RunLaunches(0),), frozenset({0})) == Cuts(0, 1)
-
-
-# Two programs under way
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=3)
-@given(case=cases(max_length=80, max_sequences=4), other=cases(max_length=80, max_sequences=4))
-def test_two_interleaved_programs_meet(planner: str, policy: Policy, case: Case, other: Case) -> None:
-    """No rank waits for ever. That all issue in one order is proved in the contract suite."""
-    case = replace(case, tokens_per_rank=None)
-    other = replace(case, batch=other.batch, seed=other.seed)
-    nano_batches = [plan(planner, case), plan(planner, other)]
-    for backward in (False, True):
-        ops = [programs_of(nano_batch, policy, backward=backward) for nano_batch in nano_batches]
-        issue = [issue_orders(nano_batch, policy)[backward] for nano_batch in nano_batches]
-        segments = ping_pong.forward(2)
-        segments = ping_pong.backward(segments) if backward else segments
-        joint = [
-            _joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, issue, segments)
-            for rank in range(case.cluster.num_ranks)
-        ]
-        for rank, steps in enumerate(joint):
-            for nano_batch in (0, 1):  # nothing is left out
-                for layer in (0, 1):
-                    own = [step for at, of, step in steps if (at, of) == (nano_batch, layer)]
-                    assert tuple(own) == order(ops[nano_batch][rank], rank, issue=issue[nano_batch])
-        assert_all_end(ops, joint)
-
-
-def _joint(
-    programs: Sequence[Sequence[Op]], rank: int, issue: Sequence[IssueOrder], segments: Sequence[Segment]
-) -> list[tuple[int, int, Step]]:
-    """All steps of a rank as (half, layer, step), interleaved."""
-    steps_of = [order(ops, rank, issue=of) for ops, of in zip(programs, issue, strict=True)]
-    of_nano_batch = [
-        (steps, cut_segments(ops, steps, of.first)) for ops, steps, of in zip(programs, steps_of, issue, strict=True)
-    ]
-    found: list[tuple[int, int, Step]] = []
-    for nano_batch, layer, part in segments:
-        steps, (attend, end) = of_nano_batch[nano_batch]
-        of_segment = {
-            "start": slice(0, attend),
-            "attend": slice(attend, end),
-            "end": slice(end, None),
-            "linear": slice(0, 0),
-        }[part]
-        found += [(nano_batch, layer, step) for step in steps[of_segment]]
-    return found
-
-
-Joint = Sequence[Sequence[tuple[int, int, Step]]]
-
-
-def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
-    """Ranks run side by side; an end waits until every rank that sends in the exchange has started
-    it."""
-    started: set[tuple[int, int, int, int]] = set()
-    at = [0] * len(joint)
-    moving = True
-    while moving:
-        moving = False
-        for rank, steps in enumerate(joint):
-            while at[rank] < len(steps):
-                nano_batch, layer, step = steps[at[rank]]
-                op = ops[nano_batch][rank][step.op]
-                if isinstance(op, Exchange):
-                    sources = {row[6] for row in op.transfers if row[7] == rank}
-                    if isinstance(step, Start):
-                        started.add((nano_batch, layer, rank, op.id))
-                    elif any((nano_batch, layer, source, op.id) not in started for source in sources):
-                        break
-                at[rank] += 1
-                moving = True
-    assert at == [len(steps) for steps in joint], "ranks wait for one another"
 
 
 def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:

@@ -20,12 +20,13 @@ from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
 from megatron_balance.runtime.cuda import CudaStreams, StreamMessage  # noqa: E402
 from megatron_balance.runtime.groups import Groups, stream_names  # noqa: E402
 from tests.support import by_hand  # noqa: E402
+from tests.support.silent import SilentStream, SilentStreams  # noqa: E402
 
 RING = by_hand.pool("ring", (64,), 4, ranks_per_node=2)
 PAIR = by_hand.plan((64,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
 
 
-class Written:
+class Written(SilentStreams):
     """Streams that write down what they are told; every event is the number of what came before it."""
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Written:
         raise AssertionError(f"nobody asked for times, but {begin} to {end}")
 
 
-class WrittenStream:
+class WrittenStream(SilentStream):
     def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
         self.name, self.log = name, log
 
@@ -61,9 +62,6 @@ class WrittenStream:
 
     def call(self, issue: Callable[[], Sequence[Any]]) -> None:
         raise AssertionError(f"no collective here, but {issue}")
-
-    def empty(self, num_bytes: int) -> Any:
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def uses(self, x: Any) -> None:
         self.log.append((self.name, "uses", x.nbytes))

@@ -8,13 +8,13 @@ from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.text import parse, text
-from tests.support import programs
+from tests.support.programs import ALL, CHAIN, DISPATCH, PREFIX, TWO_LAUNCHES
 
-PREFIX_BACK = text(with_backward(parse(programs.PREFIX), "keep"))
-DISPATCH_BACK = text(with_backward(parse(programs.DISPATCH), "replay"))
-TWO_LAUNCHES_BACK = text(with_backward(parse(programs.TWO_LAUNCHES), "keep"))
-CHAIN_BACK = text(with_backward(parse(programs.CHAIN), "keep"))
-GATHER = programs.PREFIX.replace("exchange 0 p2p", "exchange 0 all_gather r0 r1")
+PREFIX_BACK = text(with_backward(parse(PREFIX), "keep"))
+DISPATCH_BACK = text(with_backward(parse(DISPATCH), "replay"))
+TWO_LAUNCHES_BACK = text(with_backward(parse(TWO_LAUNCHES), "keep"))
+CHAIN_BACK = text(with_backward(parse(CHAIN), "keep"))
+GATHER = PREFIX.replace("exchange 0 p2p", "exchange 0 all_gather r0 r1")
 GATHER_OF_THREE = """\
 program lengths 3 heads 1 kv_heads 1 policy none
 owner r0 s0[0:1)
@@ -50,15 +50,8 @@ backward
 @pytest.mark.parametrize(
     "source",
     [
-        *programs.ALL.values(),
-        PREFIX_BACK,
-        DISPATCH_BACK,
-        TWO_LAUNCHES_BACK,
-        CHAIN_BACK,
-        GATHER,
-        GATHER_OF_THREE,
-        GATHER_OF_THREE_BACK,
-        GQA,
+        *(*ALL.values(), PREFIX_BACK, DISPATCH_BACK, TWO_LAUNCHES_BACK, CHAIN_BACK),
+        *(GATHER, GATHER_OF_THREE, GATHER_OF_THREE_BACK, GQA),
     ],
 )
 def test_the_programs_that_the_others_are_made_of_are_right(source: str) -> None:
@@ -74,186 +67,138 @@ def complaint(source: str, right: str, wrong: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "right", "wrong", "expected"),
-    [
-        # The frame
+WRONG = {
+    PREFIX: [
         (
-            programs.PREFIX,
             "heads 2 kv_heads 1",
             "heads 3 kv_heads 2",
             "expected key-value heads that divide the query heads, got 2 and 3",
         ),
-        (programs.PREFIX, "lengths 8", "lengths 8 0", "sequence 1 has length 0"),
-        (programs.PREFIX, "policy none", "policy recompute", "unknown policy 'recompute'; known: keep, replay"),
-        (PREFIX_BACK, "policy keep", "policy none", "has a backward but no policy"),
-        # Regions
-        (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s3[0:4)", "names sequence 3, but there are 1"),
+        ("lengths 8", "lengths 8 0", "sequence 1 has length 0"),
+        ("policy none", "policy recompute", "unknown policy 'recompute'; known: keep, replay"),
+        ("r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s3[0:4)", "names sequence 3, but there are 1"),
+        ("r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[0:9)", "region s0[0:9) is empty or outside its sequence"),
+        ("r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[4:4)", "region s0[4:4) is empty or outside its sequence"),
+        ("r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[0:4) h[0:2)", "heads that the model has not"),
+        ("owner r1 s0[4:8)", "owner r1 s0[5:8)", "layout: sequence 0, tokens [4:5) lie on 0 ranks"),
+        ("owner r1 s0[4:8)", "owner r1 s0[3:8)", "layout: sequence 0, tokens [3:4) lie on 2 ranks"),
+        ("exchange 0 p2p\n  r1 <- r0 kv s0[0:4)\n", "exchange 0 p2p\n", "forward op 0: it moves nothing"),
+        ("backward", "attend r1\nbackward", "forward op 3: it attends nothing"),
+        ("backward", "merge r1\nbackward", "forward op 3: it merges nothing"),
+        ("attend r0", "attend r2", "forward op 1: it names a rank that is not there; there are 2"),
+        ("exchange 0 p2p", "exchange 0 all_to_all r0 r1 r2", "forward op 0: it names a rank that is not there"),
+        ("r1 <- r0", "r0 <- r0", "forward op 0: a transfer is from a rank to itself"),
+        ("r1 <- r0", "r9 <- r0", "names a rank that is not there"),
+        ("r0 kv s0[0:4)", "r0 dkv s0[0:4)", "moves a kind of value that does not belong into the forward"),
+        ("kv s0[0:4)\n", "kv s0[4:8)\n", "from rank 0 to rank 1: the source does not hold it"),
         (
-            programs.PREFIX,
-            "r1 <- r0 kv s0[0:4)",
-            "r1 <- r0 kv s0[0:9)",
-            "region s0[0:9) is empty or outside its sequence",
-        ),
-        (
-            programs.PREFIX,
-            "r1 <- r0 kv s0[0:4)",
-            "r1 <- r0 kv s0[4:4)",
-            "region s0[4:4) is empty or outside its sequence",
-        ),
-        (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[0:4) h[0:2)", "heads that the model has not"),
-        # Layout
-        (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[5:8)", "layout: sequence 0, tokens [4:5) lie on 0 ranks"),
-        (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[3:8)", "layout: sequence 0, tokens [3:4) lie on 2 ranks"),
-        # Ops that are nothing or nowhere
-        (
-            programs.PREFIX,
-            "exchange 0 p2p\n  r1 <- r0 kv s0[0:4)\n",
-            "exchange 0 p2p\n",
-            "forward op 0: it moves nothing",
-        ),
-        (programs.PREFIX, "backward", "attend r1\nbackward", "forward op 3: it attends nothing"),
-        (programs.PREFIX, "backward", "merge r1\nbackward", "forward op 3: it merges nothing"),
-        (programs.PREFIX, "attend r0", "attend r2", "forward op 1: it names a rank that is not there; there are 2"),
-        (
-            programs.PREFIX,
-            "exchange 0 p2p",
-            "exchange 0 all_to_all r0 r1 r2",
-            "forward op 0: it names a rank that is not there",
-        ),
-        # Exchange
-        (programs.PREFIX, "r1 <- r0", "r0 <- r0", "forward op 0: a transfer is from a rank to itself"),
-        (programs.PREFIX, "r1 <- r0", "r9 <- r0", "names a rank that is not there"),
-        (
-            programs.PREFIX,
-            "r0 kv s0[0:4)",
-            "r0 dkv s0[0:4)",
-            "moves a kind of value that does not belong into the forward",
-        ),
-        (
-            PREFIX_BACK,
-            "r0 <- r1 dkv s0[0:4)",
-            "r0 <- r1 out s0[0:4)",
-            "moves a kind of value that does not belong into the backward",
-        ),
-        (programs.PREFIX, "kv s0[0:4)\n", "kv s0[4:8)\n", "from rank 0 to rank 1: the source does not hold it"),
-        (
-            programs.PREFIX,
             "  r1 <- r0 kv s0[0:4)\n",
             "  r1 <- r0 kv s0[0:4)\n  r1 <- r0 kv s0[2:3)\n",
             "a rank receives the same value twice",
         ),
+        ("attend r0", "exchange 1 p2p\n  r1 <- r0 kv s0[0:4)\nattend r0", "the target holds it already"),
         (
-            programs.PREFIX,
-            "attend r0",
-            "exchange 1 p2p\n  r1 <- r0 kv s0[0:4)\nattend r0",
-            "the target holds it already",
-        ),
-        (
-            programs.PREFIX,
             "attend r0",
             "exchange 1 p2p\n  r0 <- r1 kv s0[4:8)\nattend r0",
             "forward op 1: nothing that it brings is ever used",
         ),
-        (programs.DISPATCH, "r0 <- r1 out s0[2:4)", "r0 <- r1 out s0[1:4)", "the source holds no partial output of it"),
+        ("exchange 0 p2p", "exchange 0 all_to_all r0", "all_to_all reaches beyond its group"),
+        ("attend r0", "attend_grad r0", "AttendGrad does not belong into the forward"),
+        ("q s0[4:8) over s0[0:4)", "q s0[3:8) over s0[0:4)", "q s0[3:8) over [0:4): rank does not hold Q"),
         (
-            programs.DISPATCH,
-            "  r0 <- r1 out s0[2:4)\n",
-            "  r0 <- r1 out s0[2:4)\n  r0 <- r1 out s0[2:3)\n",
-            "a partial is given away twice",
-        ),
-        (programs.PREFIX, "exchange 0 p2p", "exchange 0 all_to_all r0", "all_to_all reaches beyond its group"),
-        (GATHER_OF_THREE, "  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all"),
-        (
-            GATHER_OF_THREE_BACK,
-            "  r1 <- r0 dkv s0[1:2)\n",
-            "",
-            "reduce_scatter, but rank 1 is not sent the same by all",
-        ),
-        (
-            GATHER_OF_THREE_BACK,
-            "  r0 <- r1 dkv s0[0:1)\n",
-            "  r0 <- r1 dkv s0[0:1)\n  r0 <- r1 dout s0[0:1)\n",
-            "reduce_scatter of values that are not sums of gradients",
-        ),
-        # Attend
-        (programs.PREFIX, "attend r0", "attend_grad r0", "AttendGrad does not belong into the forward"),
-        (PREFIX_BACK, "attend_grad r0", "attend r0", "Attend does not belong into the backward"),
-        (
-            programs.PREFIX,
-            "q s0[4:8) over s0[0:4)",
-            "q s0[3:8) over s0[0:4)",
-            "q s0[3:8) over [0:4): rank does not hold Q",
-        ),
-        (
-            programs.PREFIX,
             "attend r0\n  q s0[0:4) over s0[0:4)",
             "attend r0\n  q s0[0:4) over s0[0:4)\n  q s0[2:4) over s0[0:1)",
             "it computes some pair twice",
         ),
-        (programs.PREFIX, "backward", "attend r0\n  q s0[2:4) over s0[0:1)\nbackward", "some of it is computed twice"),
+        ("backward", "attend r0\n  q s0[2:4) over s0[0:1)\nbackward", "some of it is computed twice"),
         (
-            programs.PREFIX,
             "attend r0\n  q s0[0:4) over s0[0:4)",
             "attend r0\n  q s0[0:2) over s0[2:4)",
             "no query of it may see any key of it",
         ),
         (
-            GQA,
-            "h[2:3) over s0[0:2) h[1:2)",
-            "h[2:3) over s0[0:2) h[0:1)",
-            "its query heads do not map evenly onto its key-value heads",
-        ),
-        # Partials
-        (
-            programs.TWO_LAUNCHES,
-            "merge r0\n  out s0[2:4)\n",
-            "",
-            "forward: rank 0 never completes OUT of s0[2:4): it has 2 of 2 parts of the sequence in 2 partials",
-        ),
-        (
-            programs.TWO_LAUNCHES,
-            "out s0[2:4)",
-            "out s0[1:4)",
-            "OUT s0[1:4) heads [0:1): there are not two partials to merge",
-        ),
-        (programs.TWO_LAUNCHES, "out s0[2:4)", "kv s0[2:4)", "merges KV, which has no partials"),
-        (
-            CHAIN_BACK,
-            "merge r1\n  dkv s0[0:4)\n",
-            "",
-            "from rank 1 to rank 0: the source holds several partials of it that are not merged",
-        ),
-        # Completeness
-        (
-            programs.PREFIX,
             "q s0[4:8) over s0[0:4) s0[4:8)",
             "q s0[4:8) over s0[4:8)",
             "forward op 0: nothing that it brings is ever used",
         ),
         (
-            programs.PREFIX,
             "q s0[4:8) over s0[0:4) s0[4:8)",
             "q s0[4:8) over s0[1:4) s0[4:8)",
             "forward: rank 1 never completes OUT of s0[4:8)",
         ),
+    ],
+    PREFIX_BACK: [
+        ("policy keep", "policy none", "has a backward but no policy"),
         (
-            programs.DISPATCH,
-            "exchange 1 p2p\n  r0 <- r1 out s0[2:4)\nmerge r0\n  out s0[2:4)\n",
-            "",
-            "forward: rank 0 never completes OUT of s0[2:4)",
+            "r0 <- r1 dkv s0[0:4)",
+            "r0 <- r1 out s0[0:4)",
+            "moves a kind of value that does not belong into the backward",
         ),
+        ("attend_grad r0", "attend r0", "Attend does not belong into the backward"),
         (
-            PREFIX_BACK,
             "exchange 1 p2p\n  r0 <- r1 dkv s0[0:4)\nmerge r0\n  dkv s0[0:4)\n",
             "",
             "backward: rank 0 never completes KV_GRAD of s0[0:4)",
         ),
-        (PREFIX_BACK, "attend_grad r0\n  q s0[0:4) over s0[0:4)\n", "", "there are not two partials to merge"),
-        (DISPATCH_BACK, "  r0 <- r1 dq s0[2:4)\n", "", "there are not two partials to merge"),
+        ("attend_grad r0\n  q s0[0:4) over s0[0:4)\n", "", "there are not two partials to merge"),
     ],
-)
-def test_what_is_wrong_is_named(source: str, right: str, wrong: str, expected: str) -> None:
+    DISPATCH: [
+        ("r0 <- r1 out s0[2:4)", "r0 <- r1 out s0[1:4)", "the source holds no partial output of it"),
+        (
+            "  r0 <- r1 out s0[2:4)\n",
+            "  r0 <- r1 out s0[2:4)\n  r0 <- r1 out s0[2:3)\n",
+            "a partial is given away twice",
+        ),
+        (
+            "exchange 1 p2p\n  r0 <- r1 out s0[2:4)\nmerge r0\n  out s0[2:4)\n",
+            "",
+            "forward: rank 0 never completes OUT of s0[2:4)",
+        ),
+    ],
+    GATHER_OF_THREE: [
+        ("  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all"),
+    ],
+    GATHER_OF_THREE_BACK: [
+        ("  r1 <- r0 dkv s0[1:2)\n", "", "reduce_scatter, but rank 1 is not sent the same by all"),
+        (
+            "  r0 <- r1 dkv s0[0:1)\n",
+            "  r0 <- r1 dkv s0[0:1)\n  r0 <- r1 dout s0[0:1)\n",
+            "reduce_scatter of values that are not sums of gradients",
+        ),
+    ],
+    GQA: [
+        (
+            "h[2:3) over s0[0:2) h[1:2)",
+            "h[2:3) over s0[0:2) h[0:1)",
+            "its query heads do not map evenly onto its key-value heads",
+        ),
+    ],
+    TWO_LAUNCHES: [
+        (
+            "merge r0\n  out s0[2:4)\n",
+            "",
+            "forward: rank 0 never completes OUT of s0[2:4): it has 2 of 2 parts of the sequence in 2 partials",
+        ),
+        ("out s0[2:4)", "out s0[1:4)", "OUT s0[1:4) heads [0:1): there are not two partials to merge"),
+        ("out s0[2:4)", "kv s0[2:4)", "merges KV, which has no partials"),
+    ],
+    CHAIN_BACK: [
+        (
+            "merge r1\n  dkv s0[0:4)\n",
+            "",
+            "from rank 1 to rank 0: the source holds several partials of it that are not merged",
+        ),
+    ],
+    DISPATCH_BACK: [
+        ("  r0 <- r1 dq s0[2:4)\n", "", "there are not two partials to merge"),
+    ],
+}
+"""By program: what becomes wrong, the wrong words, and the complaint."""
+
+
+@pytest.mark.parametrize(("source", "row"), [(source, row) for source, rows in WRONG.items() for row in rows])
+def test_what_is_wrong_is_named(source: str, row: tuple[str, str, str]) -> None:
+    right, wrong, expected = row
     assert expected in complaint(source, right, wrong)
 
 
@@ -261,7 +206,7 @@ def test_a_third_partial_before_a_merge_is_refused() -> None:
     """At most one partial may wait when an op leaves another, so that no merge can be dropped
     unnoticed."""
     said = complaint(
-        programs.TWO_LAUNCHES.replace("merge r0\n  out s0[2:4)\n", ""),
+        TWO_LAUNCHES.replace("merge r0\n  out s0[2:4)\n", ""),
         "q s0[2:4) over s0[0:2)\n",
         "q s0[2:4) over s0[0:1)\nattend r0\n  q s0[2:4) over s0[1:2)\n",
     )
@@ -282,7 +227,7 @@ def test_a_replayed_backward_must_bring_its_inputs_again() -> None:
 
 
 def test_a_complaint_shows_the_op_as_text() -> None:
-    said = complaint(programs.PREFIX, "kv s0[0:4)\n", "kv s0[4:8)\n")
+    said = complaint(PREFIX, "kv s0[0:4)\n", "kv s0[4:8)\n")
     assert said.endswith("exchange 0 p2p\n  r1 <- r0 kv s0[4:8)")
 
 

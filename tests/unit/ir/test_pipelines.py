@@ -63,17 +63,6 @@ def assert_trained_or_held_back(
         assert all(sum(step.plans[at].num_tokens for at in step.plans_of[m]) <= most_tokens for m in own)
 
 
-@given(strategies)
-def test_a_strategy_is_read_back_from_its_text(strategy: Strategy) -> None:
-    assert Strategy.parse(str(strategy)) == strategy
-
-
-@pytest.mark.parametrize("given", ["", "tp1", "tp0-pp1-cp1", "2tp1-pp1-cp1", "tp1-pp1-cp1+", "tp1-pp1-cp1*2"])
-def test_what_is_no_strategy_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected .*, such as|expected pipelines such as|at least one scheme"):
-        Strategy.parse(given)
-
-
 @given(strategies, steps, waits)
 def test_every_sequence_is_trained_once_in_a_microbatch_that_holds_it(
     strategy: Strategy, lengths: tuple[tuple[int, ...], ...], carry: Carry

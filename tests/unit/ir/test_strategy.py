@@ -17,7 +17,18 @@ def test_a_strategy_is_read_and_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tp4", "tp4-pp1-cp0", "0*tp1-pp1-cp1", "tp1-pp1-cp1+", " tp1-pp1-cp1", "99999999*tp1-pp1-cp1", "2*"]
+    "text",
+    [
+        "",
+        "tp4",
+        "tp4-pp1-cp0",
+        "0*tp1-pp1-cp1",
+        "tp1-pp1-cp1+",
+        " tp1-pp1-cp1",
+        "tp1-pp1-cp1*2",
+        "99999999*tp1-pp1-cp1",
+        "2*",
+    ],
 )
 def test_another_text_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected .*such as '") as caught:

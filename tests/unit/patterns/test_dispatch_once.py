@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.transpose import Policy
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
@@ -39,13 +38,6 @@ def small() -> MicrobatchPlan:
     tasks = [(0, 0, 0, 8, 0, 8), (2, 0, 8, 12, 0, 12), (3, 0, 12, 16, 0, 16)]
     zone = task_table("tasks", np.array(fragments), np.array(tasks))
     return by_hand.plan((16,), 4, zone, ranks_per_node=2, heads=(1, 1))
-
-
-@pytest.mark.parametrize("policy", ["keep", "replay"])
-@pytest.mark.parametrize("cluster", [CLUSTER, Cluster(8, 2), Cluster(6, 3)], ids=str)
-def test_it_computes_attention_and_its_gradient_once(cluster: Cluster, policy: Policy) -> None:
-    for options in ({"block": 16, "tolerance": 0.0}, {"block": 16, "servers": "pool"}):
-        verify(once(make_planner("distca", cluster, MODEL, **options)(LENGTHS)), policy)
 
 
 def test_a_row_crosses_once_and_is_passed_on_inside() -> None:

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.compile.pipeline import expand, layout
-from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.plan import Zone
@@ -73,13 +71,6 @@ def test_documents_cut_each_on_its_own_give_ranks_nearly_equal_attention(lengths
     stop, start = table[:, STOP], table[:, START]
     pairs = sums(table[:, INDEX], (stop * (stop + 1) - start * (start + 1)) // 2, size)
     assert abs(pairs - pairs.mean()).max() <= sum(lengths) + max(lengths)
-
-
-@each_pattern
-@pytest.mark.parametrize("policy", POLICIES)
-@given(lengths=lengths_of.filter(bool), size=st.integers(1, 6))
-def test_a_program_of_the_pattern_verifies(pattern: str, policy: Policy, lengths: list[int], size: int) -> None:
-    verify(expand(pool(pattern, lengths, size), policy))
 
 
 @each_pattern

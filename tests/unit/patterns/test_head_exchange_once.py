@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.transpose import Policy
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
@@ -31,17 +30,6 @@ LLAMA3 = load_model("llama3-8b")
 
 def pool(name: str, lengths: tuple[int, ...], shape: tuple[int, int], heads: tuple[int, int]) -> MicrobatchPlan:
     return by_hand.pool(name, lengths, shape[0], ranks_per_node=shape[1], heads=heads)
-
-
-@pytest.mark.parametrize("pattern", ["head_exchange_once", "chunk_exchange_once"])
-@pytest.mark.parametrize("policy", ["keep", "replay"])
-@pytest.mark.parametrize(
-    ("shape", "heads"), [((4, 2), (4, 1)), ((6, 3), (6, 2)), ((8, 4), (2, 1)), ((8, 2), (12, 6)), ((9, 3), (8, 4))]
-)
-def test_it_computes_attention_and_its_gradient_once(
-    pattern: str, policy: Policy, shape: tuple[int, int], heads: tuple[int, int]
-) -> None:
-    verify(pool(pattern, (37, 5, 1), shape, heads), policy)
 
 
 def test_a_head_crosses_once_to_ranks_in_turns_and_is_passed_on_inside() -> None:

@@ -18,7 +18,7 @@ from megatron_balance.runtime.groups import Behind, IssueQueue
 from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.transport.streams import Streamed
 from tests.support import by_hand
-from tests.support.strategies import ALL_PLANNERS, Case, plan, replace
+from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan, replace
 from tools.gpu_model import races
 from tools.gpu_model.dropped import verdicts
 from tools.gpu_model.races import Recorded
@@ -49,14 +49,11 @@ def recorded(planner: str, case: Case, way: Way, rank: int = 1) -> Recorded:
 
 
 WAYS = (Way("keep"), Way("replay"), Way("replay", mover="plain"))
-EVERY_PATTERN = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_shares")
-"""Planners that between them have every comm pattern: these in every pair of layers and ways, the
-others in one pair each, in turn.
-"""
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_happens_before_orders_every_access_of_every_planner_layer_and_policy(planner: str) -> None:
+    """Of some planners in every pair of layers and ways, of the others in one pair each, in turn."""
     pairs = list(zip(LAYERS.items(), WAYS, strict=True))
     mine = ALL_PLANNERS.index(planner) % len(pairs)
     for (layers, case), way in pairs if planner in EVERY_PATTERN else pairs[mine : mine + 1]:

@@ -22,11 +22,18 @@ from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes
 from megatron_balance.runtime.pool import BufferPool
+from tests.support.strategies import EVERY_PATTERN
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 4, 64, 8
 MODEL, CLUSTER = Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
 PLANNED = [*((name, "") for name in PLANNERS), ("zeppelin", "groups")]
 """Planners, and the rule of one whose other rule takes another comm pattern."""
+IN_THE_SUITE = (*EVERY_PATTERN, "wlb_sharding", "knapformer")
+CASES = [
+    pytest.param((name, rule, moved), marks=() if name in IN_THE_SUITE else (pytest.mark.product,))
+    for name, rule in PLANNED
+    for moved in (False, True)
+]
 LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 
 
@@ -52,7 +59,7 @@ def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> PeakBytes:
     return found
 
 
-@pytest.fixture(scope="module", params=[(*each, moved) for each in PLANNED for moved in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def counted(request: pytest.FixtureRequest) -> Counted:
     planner, rule, remapped = request.param
     try:

@@ -21,30 +21,12 @@ from megatron_balance.runtime.executor import run_backward, run_forward  # noqa:
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch  # noqa: E402
 from tests.support import by_hand  # noqa: E402
+from tests.support.silent import ShapeKernel  # noqa: E402
 from tests.unit.compile.test_streams import Written  # noqa: E402
 
 RANKS, TOKENS, HEADS, KV_HEADS, DIM = 8, 64, 4, 2, 8
 KV_BYTES, Q_BYTES = 2 * TOKENS * KV_HEADS * DIM * 2, TOKENS * HEADS * DIM * 2
 """Of one rank's keys and values, and of its queries, in bf16."""
-
-
-class Bf16Kernel:
-    """Gradients in bf16, as the libraries give them; no values, and nothing of it is counted."""
-
-    name = "by_shape"
-
-    def __init__(self, kernel: Any) -> None:
-        self.prepare, self.launches = kernel.prepare, kernel.launches
-
-    def forward(self, entries: Any, q: Any, *_: Any) -> Any:
-        return torch.empty(entries.num_q, *q.shape[1:], dtype=q.dtype), torch.empty(entries.num_q, q.shape[1])
-
-    def backward(self, entries: Any, _: Any, q: Any, k: Any, *__: Any) -> Any:
-        keys = sum(b - a for a, b in entries.k)
-        return (
-            torch.empty(entries.num_q, *q.shape[1:], dtype=q.dtype),
-            *(torch.empty(keys, *k.shape[1:], dtype=q.dtype) for _ in (0, 1)),
-        )
 
 
 class Moved(TorchDispatchMode):
@@ -80,7 +62,7 @@ def moved_a_round(wire: GradientWire) -> float:
         groups = Groups(0, ranks, tuple(range(ranks)), None, streams=Written())  # pyright: ignore[reportArgumentType]
         shape = AttentionShape(HEADS, KV_HEADS, DIM)
         bound = bind(plan, 0, shape, groups=groups, dtype=torch.bfloat16, kernel="plain", gradient_wire=wire)
-        bound = replace(bound, kernel=Bf16Kernel(bound.kernel))
+        bound = replace(bound, kernel=ShapeKernel())
         q, k, v, dout = (
             torch.zeros(bound.num_tokens, h, DIM, dtype=torch.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
         )

@@ -13,7 +13,7 @@ from megatron_balance.ir.batch import Batch  # noqa: E402
 from megatron_balance.ir.cluster import Cluster  # noqa: E402
 from megatron_balance.ir.model import Model  # noqa: E402
 from megatron_balance.runtime.bind import ALIGN, ship, tensors_in  # noqa: E402
-from tests.support.strategies import ALL_PLANNERS, Case, plan  # noqa: E402
+from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -69,8 +69,12 @@ VARIED = {
 }
 
 
-@pytest.mark.parametrize(("policy", "wire"), [("keep", "fp32"), ("replay", "bf16")])
-@pytest.mark.parametrize("planner", ALL_PLANNERS)
+WAYS = (("keep", "fp32"), ("replay", "bf16"))
+EACH = [(planner, *way) for planner in EVERY_PATTERN for way in WAYS]
+EACH += [(name, *WAYS[at % 2]) for at, name in enumerate(ALL_PLANNERS) if name not in EVERY_PATTERN]
+
+
+@pytest.mark.parametrize(("planner", "policy", "wire"), EACH)
 def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
     pytest.importorskip("triton")
     from tests.support.counted_copies import count
