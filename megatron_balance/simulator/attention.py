@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
@@ -22,7 +23,6 @@ from megatron_balance.patterns.base import Context
 from megatron_balance.simulator import rounds
 from megatron_balance.simulator.emulated.sockets import Sockets
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, issued_s, phase_of, ring_names
 from megatron_balance.simulator.streams import StreamsPhase
 

@@ -4,34 +4,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_collective
+from megatron_balance.analysis.machine import Bools
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.transfers import Transfers
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.simulator.machine import Bools, fair_ends
 from megatron_balance.simulator.tables import Tables, ZoneTable
-from megatron_balance.simulator.work import ADDED, STORED, all_to_all, ring_collective
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""
 
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
 """Streams of a traffic class; the last one is that of collectives."""
-
-
-@dataclass(slots=True)
-class _Transfers:
-    """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
-
-    src: Ints
-    dst: Ints
-    num_bytes: Floats
-    routed: Bools
 
 
 class Clocks:
@@ -92,13 +81,13 @@ class Clocks:
         """Seconds of packing, elementwise; nothing takes none."""
         return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
 
-    def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
+    def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
         free; when each rank has all it receives.
         """
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
-        src, dst, num_bytes, routed = transfers.src, transfers.dst, transfers.num_bytes, transfers.routed
+        src, dst = transfers.src, transfers.dst
         if not len(src):
             return arrived
         free = self.free[traffic_class]
@@ -106,51 +95,26 @@ class Clocks:
         link = np.where(across, INTER, INTRA)
         begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
         begin_s = np.maximum(*begin) + self.call_s
-        rates = self.capacity.copy()
-        rates[2 * machine.num_ranks :] *= self.share.ravel()
-        stop = np.zeros(len(src))
-        direct = ~routed
-        uses = machine.resources(src, dst)
-        ready = (begin_s + machine.alpha_s(src, dst))[direct]
-        stop[direct] = self._end(
-            uses[direct], np.repeat(num_bytes[direct, None], 2, axis=1), np.repeat(ready[:, None], 2, axis=1), rates
-        )
-        if routed.any():
-            stop[routed] = self._by_proxies(src[routed], dst[routed], num_bytes[routed], begin_s[routed], rates)
+        stop = transfers.ends(begin_s, machine, self.share)
+        self._count(transfers)
         for end in (src, dst):
             np.maximum.at(free, (link, end), stop)
         np.maximum.at(arrived, dst, free[link, dst])
         return arrived
 
-    def _end(self, uses: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When transfers [n] end that take the resources `uses` [n, k], each with so many bytes
-        from then on.
-        """
-        if not uses.size:
-            return np.zeros(len(uses))
-        load = np.bincount(uses.ravel(), weights=num_bytes.ravel(), minlength=len(self.capacity))
+    def _count(self, transfers: Transfers) -> None:
+        """Add the bytes that transfers move over each resource."""
+        machine, load = self.machine, np.zeros(len(self.capacity))
+        per_node, first, direct = machine.nics.per_node, 2 * machine.num_ranks, ~transfers.routed
+        uses = machine.resources(transfers.src, transfers.dst)
+        np.add.at(load, uses[direct], transfers.num_bytes[direct, None])
+        piece = transfers.num_bytes[transfers.routed, None] / per_node
+        for part, ranks in enumerate((transfers.src[transfers.routed, None], transfers.dst[transfers.routed, None])):
+            np.add.at(load, part * machine.num_ranks + ranks, piece * (per_node - 1))
+            nics = machine.nics.node(ranks) * per_node + np.arange(per_node)
+            np.add.at(load, first + part * machine.num_nics + nics, piece)
         self.bytes_moved += load
-        self.nic_bytes += load[2 * self.machine.num_ranks :].reshape(2, -1)
-        return fair_ends(uses.ravel(), num_bytes.ravel(), begin_s.ravel(), rates).reshape(uses.shape).max(axis=1)
-
-    def _by_proxies(self, src: Ints, dst: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When routed transfers end: to the proxies of the source, between the nodes, from those of
-        the target.
-        """
-        machine = self.machine
-        per_node, first, here = machine.nics.per_node, 2 * machine.num_ranks, np.arange(machine.nics.per_node)
-        passed_on = (num_bytes * (per_node - 1) / per_node)[:, None]
-        at = begin_s[:, None] + machine.intra.alpha_s
-        at = self._end(src[:, None], passed_on, at, rates)[:, None] + self.call_s + machine.inter.alpha_s
-        out, into = (machine.nics.node(end)[:, None] * per_node + here for end in (src, dst))
-        nics = np.concatenate([first + out, first + machine.num_nics + into], axis=1)
-        piece = np.repeat(num_bytes[:, None] / per_node, 2 * per_node, axis=1)
-        at = (
-            self._end(nics, piece, np.repeat(at, 2 * per_node, axis=1), rates)[:, None]
-            + self.call_s
-            + machine.intra.alpha_s
-        )
-        return self._end((machine.num_ranks + dst)[:, None], passed_on, at, rates)
+        self.nic_bytes += load[first:].reshape(2, -1)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
         """Mark the transfers of a zone, or of the remap, that go over all NICs: bool [n]."""
@@ -170,7 +134,7 @@ class Clocks:
         """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
-        sent = _Transfers(
+        sent = Transfers(
             parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed
         )
         ranks = np.arange(self.machine.num_ranks)
@@ -198,7 +162,7 @@ class Clocks:
         self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
 
-    def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
+    def _calls(self, transfers: Transfers) -> tuple[Ints, Ints]:
         """Group calls of each rank, and their messages: one call for the transfers inside its node,
         one for those between nodes, and two more legs of those that are routed, in a piece for each
         NIC; what it passes on for others left out.
@@ -238,7 +202,7 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]

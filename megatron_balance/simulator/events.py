@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
 from megatron_balance.compile.order import Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, SimulatedPhase
 
 _SAME_TIME = 1e-12

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.launches import ADDED, STORED, Taken, all_to_all, launches, ring_collective
+from megatron_balance.analysis.machine import Bools, Machine
 from megatron_balance.analysis.wire import is_collective, piece_bounds
 from megatron_balance.compile.order import (
     Finish,
@@ -35,8 +37,6 @@ from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 
 Place: TypeAlias = tuple[int, int, Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""

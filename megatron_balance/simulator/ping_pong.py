@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
@@ -39,7 +40,6 @@ from megatron_balance.simulator.attention import (
 )
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, phase_of, ring_names
 from megatron_balance.simulator.rounds import stages, turned
 from megatron_balance.simulator.tables import Tables, ZoneTable

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Bools
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
-from megatron_balance.simulator.machine import Bools
 from megatron_balance.simulator.tables import Hops, ZoneTable
 
 

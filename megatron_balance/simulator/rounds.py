@@ -15,6 +15,7 @@ from typing import assert_never
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.arrays import as_array
@@ -25,7 +26,6 @@ from megatron_balance.patterns.base import PointToPoint
 from megatron_balance.patterns.sends import messages_from
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import hosts_behind
 from megatron_balance.simulator.ring import RingClock
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable

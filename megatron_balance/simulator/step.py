@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.analysis.backward import Decision, decide
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -37,7 +38,6 @@ from megatron_balance.simulator.attention import (
     under_mask,
 )
 from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 

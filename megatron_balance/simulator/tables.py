@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.machine import Bools, Machine
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import layouts
 from megatron_balance.cost.base import Floats, Ints
@@ -33,8 +35,6 @@ from megatron_balance.patterns.base import (
     spared_messages,
 )
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import launches
 
 GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 

@@ -2,8 +2,9 @@
 compared by where simulating would take too long.
 
 One launch of each kind is priced, on one rank of each zone, and what the others wait for is summed
-up zone by zone with the clocks of the round engine (`simulator.rounds`): exchanges of copied rows
-begin before the work in front of them is done, outputs and gradients leave beside what follows.
+up zone by zone by the rules of the round engine (`simulator.rounds`): exchanges of copied rows begin
+before the work in front of them is done, outputs and gradients leave beside what follows. Launches
+and messages are priced by the same code (`analysis.launches`, `analysis.transfers`).
 Left out: zones that share a NIC, ranks of a zone that drift apart. A test holds it against the
 simulator.
 """
@@ -18,8 +19,9 @@ import numpy as np
 from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import ZoneClocks
-from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, by_rank
+from megatron_balance.analysis.estimate.times import ZoneTimes, by_rank
 from megatron_balance.analysis.estimate.zones import zone_times
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
@@ -74,9 +76,9 @@ class _Recent:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.known: tuple[tuple[MicrobatchPlan, PricedMachine, Estimate | None], ...] = ()
+        self.known: tuple[tuple[MicrobatchPlan, Machine, Estimate | None], ...] = ()
 
-    def of(self, plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
+    def of(self, plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
         for known, on, found in self.known:
             if (
                 known is plan
@@ -94,7 +96,7 @@ class _Recent:
 _RECENT = _Recent(4)
 
 
-def estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
+def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     """The seconds of a layer, and the memory of a step whose microbatches are all like this one; None:
     a comm pattern of the plan has traffic without a closed form.
 
@@ -104,7 +106,7 @@ def estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
     return _RECENT.of(plan, machine)
 
 
-def _estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
+def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
     zones = zone_times(plan, machine)
     if zones is None:
         return None
@@ -137,7 +139,7 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 
 
 def _received(
-    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: PricedMachine
+    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: Machine
 ) -> ReceivedBytes:
     """Bytes of received inputs that ranks hold: as `received_bytes`, from those that one rank of
     each zone receives.
@@ -154,7 +156,7 @@ def _received(
     return loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
 
 
-def _decision(received: ReceivedBytes, owned: Floats, machine: PricedMachine) -> Decision:
+def _decision(received: ReceivedBytes, owned: Floats, machine: Machine) -> Decision:
     cluster = machine.cluster
     memory = machine.memory or StepMemory.one_stage(machine.model, cluster.num_ranks)
     return memory.decide(MicrobatchBytes(owned.round().astype(np.int64), received), cluster.memory_bytes)

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import Bulk, PricedMachine, RingHop, WaveTimes, ZoneTimes, by_rank
+from megatron_balance.analysis.estimate.times import Bulk, RingHop, WaveTimes, ZoneTimes, exchange_of, routed_from
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.transfers import Transfers
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.patterns.sends import messages_from
 
 COPIED, MOVED = range(2)
 
@@ -46,9 +49,9 @@ class ZoneClocks:
     when each class of exchanges is free, and what is still to come and to be placed.
     """
 
-    def __init__(self, plan: MicrobatchPlan, machine: PricedMachine, enter_s: Floats) -> None:
+    def __init__(self, plan: MicrobatchPlan, machine: Machine, enter_s: Floats) -> None:
         self.plan, self.machine = plan, machine
-        self.done, self.ready = enter_s.copy(), enter_s.copy()
+        self.entered, self.done, self.ready = enter_s, enter_s.copy(), enter_s.copy()
         self.free = np.zeros((2, plan.num_ranks))
         self.opened, self.late, self.late_s = np.zeros((3, plan.num_ranks))
         contention = machine.cost.contention
@@ -83,7 +86,7 @@ class ZoneClocks:
             elif zone.hop is None or zone.back is None:
                 self.done[zone.at] += zone.first[1]
             else:
-                self._ring_back(zone, zone.hop if replay else None, zone.back)
+                self._ring_back(zone, zone.hop_again if replay else None, zone.back)
             self._bulk(zone, zone.input_grads, MOVED)
         return self._end((Kind.Q_GRAD, Kind.KV_GRAD))
 
@@ -91,38 +94,51 @@ class ZoneClocks:
         if bulk is None:
             return
         ranks, shape = zone.at, (zone.rounds, -1)
-        packed, placed = self._pack_s(bulk.packed_bytes), self._pack_s(bulk.placed_bytes)
+        packed, placed = (self._packs_s(each) for each in (bulk.packed_bytes, bulk.placed_bytes))
+        packed, placed = (each.reshape(shape) if len(each) > 1 else each for each in (packed, placed))
         done = self.done[ranks].reshape(shape) + packed
         if of == COPIED:
             opened = self.opened[ranks].reshape(shape)
             done = np.maximum(done, opened)
             posted = np.maximum(self.ready[ranks].reshape(shape) + packed, opened)
             self.ready[ranks] = posted.ravel()
-        else:
+        elif bulk.transfers is None:
             posted = done
+        else:  # who sends nothing was ready to receive before
+            posted = np.where(packed > 0, done, self.entered[ranks].reshape(shape))
         begin = np.maximum(posted, self.free[of][ranks].reshape(shape))
-        if bulk.together or isinstance(bulk.seconds, float):  # of a collective
-            begin = begin.max(axis=1, keepdims=True)
-        seconds = np.reshape(bulk.seconds, (-1, 1)) if bulk.together else bulk.seconds
-        arrived = begin + self.machine.cost.call_s + seconds
-        if arrived.shape != done.shape:
-            arrived = arrived.repeat(done.shape[1], axis=1)
+        if bulk.transfers is not None:
+            clock = np.zeros(self.plan.num_ranks)
+            clock[ranks] = begin.ravel()
+            arrived = self._carry(clock, bulk.transfers)[ranks].reshape(shape)
+        else:
+            if bulk.together or isinstance(bulk.seconds, float):  # of a collective
+                begin = begin.max(axis=1, keepdims=True)
+            seconds = np.reshape(bulk.seconds, (-1, 1)) if bulk.together else bulk.seconds
+            arrived = np.broadcast_to(begin + self.machine.cost.call_s + seconds, done.shape)
         self.free[of][ranks] = arrived.ravel()
-        factor = ADD if bulk.adds else 1.0
+        placed = np.broadcast_to(placed * (ADD if bulk.adds else 1.0), done.shape)
         if of == COPIED:
-            self.done[ranks] = (np.maximum(done, arrived) + placed * factor).ravel()
+            self.done[ranks] = (np.maximum(done, arrived) + placed).ravel()
         else:
             self.done[ranks] = done.ravel()
             self.late[ranks] = np.maximum(self.late[ranks], arrived.ravel())
-            self.late_s[ranks] += (
-                zone.by_rank(placed.ravel() * factor) if isinstance(placed, np.ndarray) else placed * factor
-            )
+            self.late_s[ranks] += placed.ravel()
+        if bulk.then is not None:
+            if of == MOVED:  # gradients are added up before they go on
+                self.done[ranks] = np.maximum(self.done[ranks], self.late[ranks]) + self.late_s[ranks]
+                self.late_s[ranks] = 0.0
+            else:
+                self.ready[ranks] = self.done[ranks]
+            self._bulk(zone, bulk.then, of)
 
-    def _pack_s(self, num_bytes: Floats | float) -> Floats | float:
-        """Of all ranks, or of those of each group [groups, 1]."""
-        return (
-            self._packs_s(num_bytes)[:, None] if isinstance(num_bytes, np.ndarray) else self.machine.pack_s(num_bytes)
-        )
+    def _carry(self, posted: Floats, transfers: Transfers | None) -> Floats:
+        """When each rank of the plan has what transfers bring it."""
+        assert transfers is not None
+        arrived, share = posted.copy(), np.ones((2, self.machine.num_nics))
+        begin = np.maximum(posted[transfers.src], posted[transfers.dst]) + self.machine.cost.call_s
+        np.maximum.at(arrived, transfers.dst, transfers.ends(begin, self.machine, share))
+        return arrived
 
     def _launch_s(self, seconds: float, *beside: RingHop) -> float:
         """Of a launch, slowed by the hops beside it."""
@@ -154,7 +170,7 @@ class ZoneClocks:
                 done = np.maximum(done, come[wave])
             bulk = waves.grads[wave]
             done = done + waves.launches[1][:, wave + waves.own] + self._packs_s(bulk.packed_bytes)
-            arrived = self._meet(done, free, waves.partners[wave], bulk)
+            arrived = self._meet(done, free, bulk)
             free = np.where(arrived > 0, arrived, free)
             late, owed = np.maximum(late, arrived), owed + ADD * self._packs_s(bulk.placed_bytes)
         done = done + waves.launches[1][:, waves.own - 1]
@@ -178,20 +194,18 @@ class ZoneClocks:
         for wave in reversed(range(len(come))) if backward else range(len(come)):
             packed = self._packs_s(waves.keys[wave].packed_bytes)
             done, posted = done + packed, posted + packed
-            come[wave] = self._meet(posted, free, waves.partners[wave], waves.keys[wave])
+            come[wave] = self._meet(posted, free, waves.keys[wave])
             free = np.where(come[wave] > 0, come[wave], free)
         self.ready[ranks], self.free[COPIED, ranks] = zone.by_rank(posted), zone.by_rank(free)
         return done, come
 
-    def _meet(self, posted: Floats, free: Floats, partners: Ints, bulk: Bulk) -> Floats:
+    def _meet(self, posted: Floats, free: Floats, bulk: Bulk) -> Floats:
         """When each group has what a wave brings; a transfer begins when both ends are at it.
 
         0: a group has no part in the wave.
         """
-        at = np.maximum(posted, free)
-        begin = at.copy()
-        for one, other in ((0, 1), (1, 0)):
-            np.maximum.at(begin, partners[:, one], at[partners[:, other]])
+        assert bulk.partners is not None
+        begin = _latest(np.maximum(posted, free), bulk.partners)
         return np.where(bulk.seconds > 0, begin + self.machine.cost.call_s + bulk.seconds, 0.0)
 
     def _packs_s(self, num_bytes: Floats | float) -> Floats:
@@ -267,36 +281,34 @@ class ZoneClocks:
         moves = as_array(self.plan.moves)
         if not len(moves):
             return
-        machine, plan = self.machine, self.plan
-        each = sum(
-            machine.row_bytes[kind] * (plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds
-        )
-        src, dst = moves[:, Move.SRC], moves[:, Move.DST]
-        num_bytes = each * moves[:, Move.TOKENS].astype(np.float64)
-        across = machine.nics.node(src) != machine.nics.node(dst)
-        routed = plan.routing is not None and -1 in plan.routing.zones
-        seconds = np.zeros(plan.num_ranks)
-        for end in (src, dst):
-            inside = by_rank(end, num_bytes * ~across, plan.num_ranks)
-            per_nic = by_rank(machine.nics.nic(end), num_bytes * across, machine.nics.num_nodes * machine.nics.per_node)
-            if routed:
-                per_nic = np.repeat(per_nic.reshape(-1, machine.nics.per_node).mean(axis=1), machine.nics.per_node)
-            nic = per_nic[machine.nics.nic(np.arange(plan.num_ranks))] * (
-                by_rank(end, across.astype(np.int64), plan.num_ranks) > 0
-            )
-            seconds = np.maximum(seconds, inside / machine.intra.bytes_per_s + machine.intra.alpha_s * (inside > 0))
-            seconds = np.maximum(seconds, nic / machine.inter.bytes_per_s + machine.inter.alpha_s * (nic > 0))
-        moving = seconds > 0
-        totals = [by_rank(end, num_bytes, plan.num_ranks) for end in (src, dst)]
-        packed = np.array([machine.pack_s(total) for total in totals[1 if remap_in else 0].tolist()])
-        self.done += packed
+        plan, owner, holder = self.plan, moves[:, Move.DST], moves[:, Move.SRC]
+        src, dst = (owner, holder) if remap_in else (holder, owner)
+        heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
+        rows = [
+            messages_from(0, src, dst, kind, own, moves[:, Move.TOKENS]) for kind, own in zip(kinds, heads, strict=True)
+        ]
+        bulk = exchange_of(np.concatenate(rows), self.machine, routed_from(plan, REMAP))
+        packed, placed = self._packs_s(bulk.packed_bytes), self._packs_s(bulk.placed_bytes)
         if remap_in:
-            self.ready += packed
-            self.opened = np.where(moving, self.ready.max() + machine.cost.call_s + seconds, 0.0)
+            self.done, self.ready = self.done + packed, self.ready + packed
+            stored = kinds[0] == Kind.OUT_GRAD
+            self.opened = np.where(placed > 0, self._carry(self.ready, bulk.transfers) + placed * stored, 0.0)
         else:
-            begin = np.maximum(self.done, self.late) + self.late_s
-            self.late = np.where(moving, begin[moving].max(initial=0.0) + machine.cost.call_s + seconds, self.late)
+            sends = packed > 0
+            self.done[sends] = np.maximum(self.done, self.late)[sends] + self.late_s[sends] + packed[sends]
+            self.late_s[sends] = 0.0
+            arrived = self._carry(np.where(sends, self.done, self.entered), bulk.transfers)
+            self.late = np.where(placed > 0, np.maximum(self.late, arrived), self.late)
+            self.late_s += placed * (1.0 if kinds[0] == Kind.OUT else ADD)
 
     def _end(self, kinds: Sequence[Kind]) -> float:
         self._remap(kinds, remap_in=False)
         return float(np.maximum(np.maximum(self.done, self.late) + self.late_s, self.opened).max())
+
+
+def _latest(clock: Floats, partners: Ints) -> Floats:
+    """Of each rank or group and those that it exchanges with, the latest."""
+    latest = clock.copy()
+    for one, other in ((0, 1), (1, 0)):
+        np.maximum.at(latest, partners[:, one], clock[partners[:, other]])
+    return latest

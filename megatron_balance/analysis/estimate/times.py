@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.step_memory import StepMemory
-from megatron_balance.analysis.wire import NicOf, Payload, is_collective
-from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Pair
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.transfers import Transfers
+from megatron_balance.analysis.wire import is_collective
+from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 
 _Amount: TypeAlias = Floats | float
@@ -23,44 +24,13 @@ _Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
 """A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PricedMachine:
-    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE;
-    `memory`: of the step around the plan; None: one stage of all layers.
-    """
-
-    cluster: Cluster
-    model: Model
-    cost: MachineCost
-    row_bytes: tuple[int, ...]
-    intra: Link
-    inter: Link
-    nics: NicOf
-    memory: StepMemory | None = None
-
-    @classmethod
-    def of(cls, cluster: Cluster, model: Model, cost: MachineCost, memory: StepMemory | None = None) -> PricedMachine:
-        """The machine of these ranks; `memory`: as there."""
-        row_bytes = tuple(Payload.of(model).whole().tolist())
-        nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
-        links = cost.link(inter_node=False), cost.link(inter_node=True)
-        return cls(cluster, model, cost, row_bytes, *links, nics, memory)
-
-    def whole(self, lengths: Ints) -> Ints:
-        """`Pair` rows of whole sequences, all heads."""
-        zero = np.zeros_like(lengths)
-        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
-
-    def pack_s(self, num_bytes: float) -> float:
-        """Seconds to pack bytes; nothing takes none."""
-        return self.cost.pack_s(num_bytes) if num_bytes > 0 else 0.0
-
-
 @dataclass(slots=True)
 class Bulk:
     """An exchange of all ranks of a zone or of a group: seconds on the links [G] or of all, bytes
-    that are packed before it and placed after it, of all ranks or of those of each group [groups].
-    `together`: seconds are of each group's collective [groups].
+    that are packed before it and placed after it, of all ranks, of those of each group [groups] or
+    of each [G]. `together`: seconds are of each group's collective [groups]; `partners` [n, 2]:
+    groups that wait for one another; `transfers`: from rank to rank, in place of seconds;
+    `then`: the exchange that passes on what this one brings.
     """
 
     seconds: Floats | float
@@ -68,20 +38,22 @@ class Bulk:
     placed_bytes: Floats | float = 0.0
     adds: bool = False
     together: bool = False
+    partners: Ints | None = None
+    transfers: Transfers | None = None
+    then: Bulk | None = None
 
 
 @dataclass(slots=True)
 class WaveTimes:
     """Launches and keys of a zone in waves. `launches`: forward and backward seconds [groups, own +
     waves], the `own` launches of own work first; `keys`, `grads`: exchanges of a rank of each group
-    [groups], by wave; `partners`: by wave, the pairs of groups [n, 2] that exchange anything. `late`:
-    inputs that only the second launch of own work needs, and their gradients.
+    [groups], by wave. `late`: inputs that only the second launch of own work needs, and their
+    gradients.
     """
 
     launches: tuple[Floats, Floats]
     keys: list[Bulk]
     grads: list[Bulk]
-    partners: list[Ints]
     own: int = 1
     late: tuple[Bulk, Bulk] | None = None
 
@@ -106,8 +78,9 @@ class ZoneTimes:
     `rounds` groups that have nothing to do with each other, zones of the plan.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
-    replay brings them; `hop`: of keys, `back`: of their gradients. `query_heads`, `kv_heads`: of a
-    rank, token-heads received; `largest`: of keys in one exchange; `sent`: of outputs that come home.
+    replay brings them; `hop`: of keys, `hop_again`: of them in a replay, `back`: of
+    their gradients. `query_heads`, `kv_heads`: of a rank, token-heads received; `largest`: of keys in
+    one exchange; `sent`: of outputs that come home.
     """
 
     ranks: Ints
@@ -121,6 +94,7 @@ class ZoneTimes:
     again: Bulk | None = None
     output_grads: Bulk | None = None
     hop: RingHop | None = None
+    hop_again: RingHop | None = None
     back: RingHop | None = None
     waves: WaveTimes | None = None
     first: tuple[Floats | float, Floats | float] = (0.0, 0.0)
@@ -139,14 +113,21 @@ class ZoneTimes:
         return np.repeat(clock, len(self.ranks) // self.rounds)
 
 
-def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
-    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
-    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
-    rows[:, Pair.SEQ] = np.arange(len(rows))
-    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
-    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
-    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
-    return rows
+def exchange_of(rows: Ints, machine: Machine, min_tokens: float) -> Bulk:
+    """One exchange of messages, bytes by rank of the plan; those between nodes of at least
+    `min_tokens` are routed.
+    """
+    parcels = machine.payload.parcels(rows)
+    routed = (parcels.tokens >= min_tokens) & (machine.nics.node(parcels.src) != machine.nics.node(parcels.dst))
+    num_bytes = np.where(routed, parcels.packed, parcels.direct).astype(np.float64)
+    out, into = (by_rank(end, parcels.direct, machine.cluster.num_ranks) for end in (parcels.src, parcels.dst))
+    return Bulk(0.0, out, into, transfers=Transfers(parcels.src, parcels.dst, num_bytes, routed))
+
+
+def routed_from(plan: MicrobatchPlan, index: int) -> float:
+    """The fewest tokens of a message of a zone, or of the remap, that goes over all NICs."""
+    routing = plan.routing
+    return inf if routing is None or index not in routing.zones else routing.min_tokens
 
 
 def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
@@ -179,7 +160,7 @@ class _AllToAll(NamedTuple):
     sharing: int
 
     @classmethod
-    def of(cls, group: Sequence[int], machine: PricedMachine) -> _AllToAll:
+    def of(cls, group: Sequence[int], machine: Machine) -> _AllToAll:
         size, cluster = len(group), machine.cluster
         node = cluster.node_size
         one_node = group[0] // node == group[-1] // node and group[-1] - group[0] == size - 1
@@ -208,7 +189,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
     group: Sequence[int],
     num_tokens: Floats | float,
     heads: tuple[int, int],
-    machine: PricedMachine,
+    machine: Machine,
     *,
     inputs_only: bool = False,
     once: bool = False,
@@ -259,7 +240,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
         made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
 
 
-def _sharing(group: Sequence[int], kv_heads: int, machine: PricedMachine) -> tuple[int, float]:
+def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
     """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
     `kv_heads`.
     """

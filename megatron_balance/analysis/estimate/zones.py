@@ -7,25 +7,25 @@ others the pattern says launches and traffic (`CommPattern.rounds`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_balance.analysis.estimate.times import (
     Bulk,
-    PricedMachine,
     RingHop,
     WaveTimes,
     ZoneTimes,
     by_rank,
     exchange_heads,
+    exchange_of,
     index_of,
     most_heads,
-    pairs_of,
+    routed_from,
 )
+from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.machine import Machine, pairs_of
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import ADD, Floats, Ints
-from megatron_balance.cost.kernel import distinct_rows
+from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Message, Pair
 from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
@@ -41,47 +41,33 @@ _EVEN = ("ring", "head_ring", *_EXCHANGES)
 """Patterns of zones whose ranks are alike."""
 
 
-@dataclass(slots=True)
 class _LaunchPrices:
-    """Launches to be priced, all at once. `merged`: tokens whose outputs a launch merges; `around`:
-    bytes of gradients that its backward adds up.
-    """
+    """Launches to be priced, all at once."""
 
-    pairs: list[Ints] = field(default_factory=list[Ints])
-    launch: list[Ints] = field(default_factory=list[Ints])
-    merged: list[float] = field(default_factory=list[float])
-    around: list[float] = field(default_factory=list[float])
+    def __init__(self) -> None:
+        self.pairs: list[Ints] = []
+        self.launch: list[Ints] = []
+        self.later: list[bool] = []
 
-    def add(self, pairs: Ints, merged: float, around: float) -> int:
-        """One launch; its number."""
-        self.pairs.append(pairs)
-        self.launch.append(np.full(len(pairs), len(self.merged), dtype=np.int64))
-        self.merged.append(merged)
-        self.around.append(around)
-        return len(self.merged) - 1
-
-    def add_each(self, pairs: Ints, launch: Ints, around: Floats) -> int:
-        """Launches of whole sequences, one for each of `around`; the number of the first."""
-        first = len(self.merged)
+    def add(self, pairs: Ints, launch: Ints, count: int, *, later: bool = False) -> int:
+        """`count` launches; the number of the first. `later`: a hop brings their keys."""
+        first = len(self.later)
         self.pairs.append(pairs)
         self.launch.append(launch + first)
-        self.merged += [0.0] * len(around)
-        self.around += around.tolist()
+        self.later += [later] * count
         return first
 
-    def seconds(self, machine: PricedMachine) -> tuple[list[float], list[float]]:
+    def seconds(self, machine: Machine) -> tuple[list[float], list[float]]:
         """Of each launch, forward and backward."""
-        pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
-        cost, count = machine.cost, len(self.merged)
-        forward, backward = (cost.attend_s(pairs, launch, count, backward=b).tolist() for b in (False, True))
-        merges = [cost.merge_s(tokens) if tokens else 0.0 for tokens in self.merged]
-        adds = [ADD * machine.pack_s(num_bytes) for num_bytes in self.around]
-        return [a + b for a, b in zip(forward, merges, strict=True)], [
-            a + b for a, b in zip(backward, adds, strict=True)
-        ]
+        pairs, launch, later = np.concatenate(self.pairs), np.concatenate(self.launch), np.array(self.later)
+        forward, backward = (
+            launches(pairs, launch, later.astype(np.float64), machine, backward=b, walked=later).seconds.tolist()
+            for b in (False, True)
+        )
+        return forward, backward
 
 
-def zone_times(plan: MicrobatchPlan, machine: PricedMachine) -> list[ZoneTimes] | None:
+def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None:
     """The plan's zones, in issue order; None: the traffic of one has no closed form.
 
     Raises:
@@ -99,18 +85,18 @@ def zone_times(plan: MicrobatchPlan, machine: PricedMachine) -> list[ZoneTimes] 
             )
         elif isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
             made, first, other = _even_zone(zone, lengths, machine, prices)
-            if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
-                _route(made, machine, plan.routing.min_tokens)
+            if zone.pattern == "ring":
+                _route(made, machine, routed_from(plan, index))
         elif isinstance(zone, SharedZone):
             made, first, other = _zone_in_waves(zone, Context.of(plan), machine), -1, -1
         else:
-            found, first, other = _uneven_zone(zone, Context.of(plan), machine), -1, -1
+            found, first, other = _uneven_zone(zone, Context.of(plan), machine, routed_from(plan, index)), -1, -1
             if found is None:
                 return None
             made = found
         zones.append(made)
         numbers.append((first, other))
-    if prices.merged:
+    if prices.later:
         forward, backward = prices.seconds(machine)
         for made, (first, other) in zip(zones, numbers, strict=True):
             if first >= 0 and made.apart:
@@ -121,7 +107,7 @@ def zone_times(plan: MicrobatchPlan, machine: PricedMachine) -> list[ZoneTimes] 
     return zones
 
 
-def _together(zones: Sequence[AnyPlanZone], machine: PricedMachine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
+def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
     """Zones in order, with the number of the first: one, or several in a row that have no rank in
     common and are groups alike.
     """
@@ -142,7 +128,7 @@ def _together(zones: Sequence[AnyPlanZone], machine: PricedMachine) -> Iterator[
         yield first, run
 
 
-def _kind(zone: AnyPlanZone, machine: PricedMachine) -> tuple[int, int, bool, bool] | None:
+def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | None:
     """Size, place in the node, collective or not, and once per node or not, of a zone of one group: in
     these, zones that lie alike are equal; None: not one group, or not ranks in a row.
     """
@@ -160,7 +146,7 @@ def _kind(zone: AnyPlanZone, machine: PricedMachine) -> tuple[int, int, bool, bo
 
 
 def _groups_apart(
-    zones: Sequence[Zone], lengths: Ints, machine: PricedMachine, prices: _LaunchPrices
+    zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _LaunchPrices
 ) -> tuple[ZoneTimes, int, int]:
     """Zones of one group each that lie alike and have no rank in common, as one zone of several
     groups.
@@ -173,9 +159,8 @@ def _groups_apart(
     num_tokens = by_rank(of_group, own, count)
     made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), rounds=count, apart=True)
     heads = most_heads(machine.model, size)
-    zero, row_bytes = np.zeros_like(own), machine.row_bytes
-    around = num_tokens * (heads[0] * row_bytes[Kind.Q_GRAD] + heads[1] * row_bytes[Kind.KV_GRAD])
-    first = prices.add_each(pairs_of((zero, own), (zero, own), heads), of_group, around)
+    zero = np.zeros_like(own)
+    first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, count)
     if size > 1:
         exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
@@ -184,7 +169,7 @@ def _groups_apart(
     return made, first, first
 
 
-def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _LaunchPrices) -> tuple[ZoneTimes, int, int]:
+def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _LaunchPrices) -> tuple[ZoneTimes, int, int]:
     """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
     own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
     size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
@@ -193,7 +178,7 @@ def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _Launc
     num_tokens = float(own.sum()) / groups
     model, row_bytes = machine.model, machine.row_bytes
     heads = most_heads(model, size)
-    first, other = _ring_launches(own, groups, heads, num_tokens, machine, prices)
+    first, other = _ring_launches(own, groups, heads, machine, prices)
     if size > 1:
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
     if groups > 1:
@@ -201,8 +186,11 @@ def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _Launc
         crosses = machine.nics.node(np.array(zone.ranks))
         between = bool((crosses != crosses[0]).any())
         lanes = min(size, machine.cluster.ranks_per_nic) if between else 1
-        made.hop, made.back = (
-            _hop(block * row_bytes[kind], machine, lanes, between=between) for kind in (Kind.KV, Kind.KV_GRAD)
+        # Turning back, the late chunks of a causal ring go half the way on average.
+        again = 1.0 if model.mask == FULL else 0.75
+        made.hop, made.hop_again, made.back = (
+            _hop(block * num_bytes, machine, lanes, between=between)
+            for num_bytes in (row_bytes[Kind.KV], again * row_bytes[Kind.KV], row_bytes[Kind.KV_GRAD])
         )
         made.kv_heads += (groups - 1) * block
         made.largest = max(made.largest, block)
@@ -210,16 +198,16 @@ def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _Launc
 
 
 def _ring_launches(
-    lengths: Ints, groups: int, heads: tuple[int, int], num_tokens: float, machine: PricedMachine, prices: _LaunchPrices
+    lengths: Ints, groups: int, heads: tuple[int, int], machine: Machine, prices: _LaunchPrices
 ) -> tuple[int, int]:
     """The launch of a rank's own keys, and one of another group's; zigzag."""
-    row_bytes, zero = machine.row_bytes, np.zeros_like(lengths)
+    zero = np.zeros_like(lengths)
 
-    def around(keys: float) -> float:
-        return num_tokens * heads[0] * row_bytes[Kind.Q_GRAD] + keys * heads[1] * row_bytes[Kind.KV_GRAD]
+    def add(pairs: Ints, *, later: bool = False) -> int:
+        return prices.add(pairs, np.zeros(len(pairs), dtype=np.int64), 1, later=later)
 
     if groups == 1:
-        number = prices.add(pairs_of((zero, lengths), (zero, lengths), heads), 0.0, around(num_tokens))
+        number = add(pairs_of((zero, lengths), (zero, lengths), heads))
         return number, number
     chunk = np.maximum(1, lengths // (2 * groups))
     last = np.maximum(chunk, lengths - chunk)
@@ -230,37 +218,34 @@ def _ring_launches(
         own = [pairs_of(queries, keys, heads) for queries, keys in ((early, early), (late, early), (late, late))]
         # Another group's block: its early chunk for both of ours, or both of its for our late one.
         others = [pairs_of(queries, early, heads) for queries in ((chunk, 2 * chunk), late)]
-    merged = num_tokens * heads[0] / machine.model.num_heads
-    return (
-        prices.add(np.concatenate(own), 0.0, around(num_tokens)),
-        # What a hop brought keeps its gradients as the launch leaves them.
-        prices.add(np.concatenate(others), merged, around(0.0)),
-    )
+    return add(np.concatenate(own)), add(np.concatenate(others), later=True)
 
 
-def _hop(num_bytes: float, machine: PricedMachine, lanes: int, *, between: bool) -> RingHop:
+def _hop(num_bytes: float, machine: Machine, lanes: int, *, between: bool) -> RingHop:
     link = machine.inter if between else machine.intra
     busy = link.alpha_s + num_bytes * (lanes if between else 1) / link.bytes_per_s
     seconds = machine.cost.call_s + busy
     return RingHop(seconds, seconds, 0.0 if between else busy, busy if between else 0.0, num_bytes)
 
 
-def _route(made: ZoneTimes, machine: PricedMachine, min_tokens: int) -> None:
+def _route(made: ZoneTimes, machine: Machine, min_tokens: float) -> None:
     """A ring between nodes whose transfers go over all NICs of both nodes."""
     per_node = machine.nics.per_node
     block = float(np.mean(made.tokens))
-    if made.hop is None or made.back is None or per_node == 1 or block < min_tokens or not made.hop.between_s:
+    if per_node == 1 or block < min_tokens:
         return
     call_s = machine.cost.call_s
-    for hop in (made.hop, made.back):
+    for hop in (made.hop, made.hop_again, made.back):
+        if hop is None or not hop.between_s:
+            continue
         inside = machine.intra.alpha_s + hop.num_bytes * (per_node - 1) / per_node / machine.intra.bytes_per_s
         across = machine.inter.alpha_s + hop.num_bytes / per_node / machine.inter.bytes_per_s
         hop.there_s, hop.next_s = 2 * inside + across + 3 * call_s, max(inside, across) + call_s
         hop.inside_s, hop.between_s = inside, across
 
 
-def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: PricedMachine) -> ZoneTimes | None:
-    """A zone of one launch a rank, as its pattern says it."""
+def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: Machine, min_tokens: float) -> ZoneTimes | None:
+    """A zone of one launch a rank, as its pattern says it; `min_tokens`: of routed messages."""
     pattern = pattern_of(zone)
     found = pattern.rounds(zone, context)
     held = pattern.tokens([zone], context)[found.ranks].astype(np.float64)
@@ -270,7 +255,7 @@ def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: PricedMachin
         case GroupTraffic(inputs, _, True):
             _gather(made, inputs[Kind.KV].max(initial=0.0), machine)
         case PointToPoint(inputs, outputs):
-            _dispatch(made, (inputs, outputs), machine)
+            _dispatch(made, (inputs, outputs), machine, min_tokens)
         case None:
             pass
         case _:
@@ -278,17 +263,16 @@ def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: PricedMachin
     return made
 
 
-def _launch_seconds(launches: Launches, machine: PricedMachine) -> tuple[Floats, Floats]:
+def _launch_seconds(zone: Launches, machine: Machine) -> tuple[Floats, Floats]:
     """Of each rank, all its launches."""
-    count = len(launches.merging)
     forward, backward = (
-        machine.cost.attend_s(launches.pairs, launches.launch, count, backward=b)[launches.of_round].sum(axis=1)
+        launches(zone.pairs, zone.launch, zone.merging, machine, backward=b).seconds[zone.of_round].sum(axis=1)
         for b in (False, True)
     )
     return forward, backward
 
 
-def _gather(made: ZoneTimes, block: float, machine: PricedMachine) -> None:
+def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
     """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
     size = len(made.ranks)
     nodes = np.bincount(machine.nics.node(made.ranks))
@@ -308,65 +292,44 @@ def _gather(made: ZoneTimes, block: float, machine: PricedMachine) -> None:
     made.kv_heads = made.largest = (size - 1) * block
 
 
-def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: PricedMachine) -> None:
-    """Messages to the launches and from them."""
+def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine, min_tokens: float) -> None:
+    """Messages to the launches and from them; those between nodes of at least `min_tokens` are
+    routed.
+    """
     there, back = messages
+    num_ranks = machine.cluster.num_ranks
     grads = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
-    def bulk(rows: Ints, *, turned: bool, placed: bool, adds: bool) -> Bulk | None:
+    def bulk(rows: Ints, *, turned: bool = False, placed: bool = True, adds: bool = False) -> Bulk | None:
         if not len(rows):
             return None
-        src, dst = rows[:, Message.SRC], rows[:, Message.DST]
-        src, dst = (dst, src) if turned else (src, dst)
-        of_kind = np.zeros(len(Kind))
-        for kind, grad in grads.items():
-            of_kind[kind] = machine.row_bytes[grad if turned else kind]
-        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
-        num_bytes = of_kind[rows[:, Message.KIND]] * heads * rows[:, Message.TOKENS]
-        steps = rows[:, Message.EXCHANGE]
-        each = [
-            _point_to_point_s(src[own], dst[own], num_bytes[own], machine)
-            for own in (steps == s for s in set(steps.tolist()))
-        ]
-        seconds, out, into = (np.sum(parts, axis=0) for parts in zip(*each, strict=True))
-        return Bulk(seconds, float(out.max()), float(into.max()) if placed else 0.0, adds)
+        rows = rows.copy()
+        if turned:
+            rows[:, [Message.SRC, Message.DST]] = rows[:, [Message.DST, Message.SRC]]
+            rows[:, Message.KIND] = np.array([grads.get(kind, kind) for kind in Kind])[rows[:, Message.KIND]]
+        steps = np.unique(rows[:, Message.EXCHANGE])
+        found: Bulk | None = None
+        for step in steps if turned else steps[::-1]:  # the last one first
+            own = exchange_of(rows[rows[:, Message.EXCHANGE] == step], machine, min_tokens)
+            out, into = (np.asarray(each)[made.ranks] for each in (own.packed_bytes, own.placed_bytes))
+            found = Bulk(0.0, out, into if placed else 0.0, adds, transfers=own.transfers, then=found)
+        return found
 
-    made.again = made.inputs = bulk(there, turned=False, placed=False, adds=False)
-    made.outputs = bulk(back, turned=False, placed=True, adds=False)
-    made.output_grads = bulk(back, turned=True, placed=True, adds=False)
-    made.input_grads = bulk(there, turned=True, placed=True, adds=True)
+    made.again = made.inputs = bulk(there, placed=False)
+    made.outputs, made.output_grads = bulk(back), bulk(back, turned=True)
+    made.input_grads = bulk(there, turned=True, adds=True)
 
     def token_heads(rows: Ints, kind: Kind) -> Floats:
         """Received by each rank of the zone."""
         rows = rows[rows[:, Message.KIND] == kind]
         heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
-        return by_rank(rows[:, Message.DST], heads * rows[:, Message.TOKENS], machine.cluster.num_ranks)[made.ranks]
+        return by_rank(rows[:, Message.DST], heads * rows[:, Message.TOKENS], num_ranks)[made.ranks]
 
     made.query_heads, made.kv_heads = token_heads(there, Kind.Q), token_heads(there, Kind.KV)
     made.largest, made.sent = made.kv_heads, token_heads(back, Kind.OUT)
 
 
-def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: PricedMachine) -> tuple[Floats, Floats, Floats]:
-    """Seconds until each rank has all it receives, if all messages go at once; bytes that ranks
-    send, and receive.
-    """
-    ranks = machine.cluster.num_ranks
-    across = machine.nics.node(src) != machine.nics.node(dst)
-    busy = np.zeros((2, ranks))
-    totals = np.zeros((2, ranks))
-    for way, end in enumerate((src, dst)):
-        totals[way] = by_rank(end, num_bytes, ranks)
-        inside = by_rank(end, num_bytes * ~across, ranks) / machine.intra.bytes_per_s
-        nic = machine.nics.nic(np.arange(ranks))
-        between = by_rank(machine.nics.nic(end), num_bytes * across, int(nic.max()) + 1)
-        busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
-    arrived = busy.max(axis=0)
-    alpha = np.zeros(ranks)
-    np.maximum.at(alpha, dst, np.where(across, machine.inter.alpha_s, machine.intra.alpha_s))
-    return np.where(totals[1] > 0, arrived + alpha, 0.0), totals[0], totals[1]
-
-
-def _zone_in_waves(zone: SharedZone, context: Context, machine: PricedMachine) -> ZoneTimes:
+def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> ZoneTimes:
     """A zone whose groups of ranks exchange heads and attend in waves.
 
     Raises:
@@ -395,9 +358,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: PricedMachine) -
     return times
 
 
-def _exchanges(
-    times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: PricedMachine
-) -> None:
+def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
     """The all-to-alls of groups of several ranks, inputs in one part or two."""
     group = times.ranks[: made.size].tolist()
     by_part = made.tokens
@@ -428,40 +389,31 @@ def _by_wave(made: Schedule) -> list[Ints]:
     return [made.needs[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
 
-def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: PricedMachine) -> tuple[Floats, Floats]:
-    """Of each group, own work and each wave [groups, own + waves], forward with merges, and backward
-    with the sums of gradients.
-    """
+def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
+    """Of each group, own work and each wave [groups, own + waves]."""
     own = len(made.parts)
     shape = len(made.groups), own + made.num_waves
     counts = [len(rows) for tasks in made.tasks for rows in tasks]
     rows = np.concatenate([rows for tasks in made.tasks for rows in tasks])
-    launch, count = np.repeat(np.arange(len(counts)), counts), len(counts)
+    merging = np.tile((np.arange(shape[1]) >= own).astype(np.float64), shape[0])
     pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_SPAN] = rows[:, :3], rows[:, 3:]
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = heads
-    forward, backward = (machine.cost.attend_s(pairs, launch, count, backward=b) for b in (False, True))
-    queries = distinct_rows(pairs[:, Pair.QUERY], launch, count)
-    keys = distinct_rows(pairs[:, Pair.KEY], launch, count)
-    num_bytes = queries * machine.row_bytes[Kind.Q_GRAD] + keys * machine.row_bytes[Kind.KV_GRAD]
-    merges = [
-        machine.cost.merge_s(tokens) if tokens else 0.0 for tokens in (queries / machine.model.num_heads).tolist()
-    ]
-    forward = forward.reshape(shape)
-    forward[:, own:] += np.array(merges).reshape(shape)[:, own:]
-    sums = np.array([ADD * machine.pack_s(each) for each in num_bytes.tolist()])
-    return forward, backward.reshape(shape) + sums.reshape(shape)
+    launch = np.repeat(np.arange(len(counts)), counts)
+    forward, backward = (
+        launches(pairs, launch, merging, machine, backward=b).seconds.reshape(shape) for b in (False, True)
+    )
+    return forward, backward
 
 
-def _waves(made: Schedule, kv_heads: int, machine: PricedMachine) -> tuple[list[Bulk], list[Bulk], list[Ints]]:
-    """Keys of each wave, their gradients, and the groups [n, 2] that exchange anything in it."""
+def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk], list[Bulk]]:
+    """Keys of each wave, and their gradients."""
     nics, size = machine.nics, made.size
     first = np.array(made.groups, dtype=np.int64) * size
     node, nic = nics.node(first), nics.nic(first)
     sharing = min(size, machine.cluster.ranks_per_nic)
     there: list[Bulk] = []
     back: list[Bulk] = []
-    partners: list[Ints] = []
     for rows in _by_wave(made):
         src, dst = rows[:, Need.FROM], rows[:, Need.TO]
         token_heads = (rows[:, Need.STOP] - rows[:, Need.START]) * kv_heads
@@ -474,9 +426,10 @@ def _waves(made: Schedule, kv_heads: int, machine: PricedMachine) -> tuple[list[
             busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
         alpha = machine.inter.alpha_s if across.any() else machine.intra.alpha_s
         longest = busy.max(axis=0)
+        partners = np.column_stack(np.divmod(np.unique(src * len(first) + dst), len(first)))
         for kind, bulks, (out, into) in ((Kind.KV, there, totals), (Kind.KV_GRAD, back, totals[::-1])):
             each = machine.row_bytes[kind]
             seconds = np.where(totals.sum(axis=0) > 0, each * longest + alpha, 0.0)
-            bulks.append(Bulk(seconds, each * out, each * into if kind == Kind.KV_GRAD else 0.0, adds=True))
-        partners.append(np.column_stack(np.divmod(np.unique(src * len(first) + dst), len(first))))
-    return there, back, partners
+            placed = each * into if kind == Kind.KV_GRAD else 0.0
+            bulks.append(Bulk(seconds, each * out, placed, adds=True, partners=partners))
+    return there, back

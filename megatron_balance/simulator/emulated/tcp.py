@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.analysis.machine import Machine
 
 SOCKET_BYTES = 1 << 18
 """Bytes that a socket holds at most (net.ipv4.tcp_wmem)."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
@@ -27,7 +28,6 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import tables
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.machine import Machine
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.masks import NAMES

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron_balance.analysis.estimate.times import PricedMachine as EstimateMachine
 from megatron_balance.analysis.estimate.zones import zone_times
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import ADD
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
@@ -68,7 +68,7 @@ def test_what_a_hop_brought_is_not_added_around_the_launch(plan: MicrobatchPlan)
 
 def test_the_estimate_adds_as_the_simulator_does() -> None:
     on, plan = machine(), plans()[0]
-    made = zone_times(plan, EstimateMachine.of(on.cluster, on.model, on.cost))
+    made = zone_times(plan, Machine(on.cluster, on.model, on.cost))
     assert made is not None
     seconds = Tables(plan, on).zones[0].backward_s
     assert made[0].first[1] == pytest.approx(float(seconds[0, 0]))
