@@ -7,18 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload
 from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

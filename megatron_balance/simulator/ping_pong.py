@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import COPIED, MOVED, Clocks, Outcome, hosts_behind
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.rounds import stages, turned
+from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
 from megatron_balance.compile.ping_pong import Cuts, Segment
@@ -38,11 +41,7 @@ from megatron_balance.simulator.attention import (
     linear_s,
     play_events,
 )
-from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, phase_of, ring_names
-from megatron_balance.simulator.rounds import stages, turned
-from megatron_balance.simulator.tables import Tables, ZoneTable
+from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 
 SIMULATED = 3
 """Layers that are simulated at most; the others are counted like the last of them."""

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.analysis.backward import Decision, decide
+from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -27,17 +29,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import Lengths
 from megatron_balance.simulator import ping_pong, pipeline
-from megatron_balance.simulator.attention import (
-    BothPhases,
-    attention_call,
-    by_mask,
-    coupled,
-    in_step,
-    linear_s,
-    mean_call,
-    under_mask,
-)
-from megatron_balance.simulator.events import Outcome
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call, under_mask
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 

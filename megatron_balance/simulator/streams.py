@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import Occupied
 from megatron_balance.analysis.launches import Taken
 from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.compile.order import LEGS, Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.simulator.events import Events, Occupied
+from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
 
 

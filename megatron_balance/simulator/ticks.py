@@ -23,6 +23,7 @@ from megatron_balance.analysis.backward import (
     step_bytes,
 )
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -31,7 +32,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Tick, TickPlan
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
-from megatron_balance.simulator.attention import attention_call, coupled, in_step, linear_s
+from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 from megatron_balance.simulator.step import PHASES, Step
 

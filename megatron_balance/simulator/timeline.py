@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import Occupied
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.trace_format import (
@@ -27,7 +28,6 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_s
-from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, settled
 from megatron_balance.simulator.step import Played, PlayedStep, play_step

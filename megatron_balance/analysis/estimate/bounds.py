@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import ZoneTimes, exchange_heads, most_heads
+from megatron_balance.analysis.estimate.zones import ZoneTimes, exchange_heads, most_heads
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import ADD, MachineCost

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
+from megatron_balance.analysis.clocks import Occupied
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.order import Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.emulated.tcp import WORD_BYTES, Network
-from megatron_balance.simulator.events import Events, Occupied
+from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
 AHEAD = 2

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.clocks import fair_ends
 from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.analysis.statistics import traffic
-from megatron_balance.analysis.transfers import fair_ends
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step, streams

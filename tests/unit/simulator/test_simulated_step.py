@@ -13,6 +13,7 @@ from megatron_balance import simulate
 from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
+from megatron_balance.analysis.rounds import coupled
 from megatron_balance.analysis.statistics import linear_tokens, plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -27,7 +28,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator import pipeline, work
 from megatron_balance.simulator import step as step_module
-from megatron_balance.simulator.attention import attention_call, coupled
+from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup, bound_s, simulate_step
 from tests.support import by_hand

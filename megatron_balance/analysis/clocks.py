@@ -1,20 +1,25 @@
 """The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for
-(`simulator.rounds`).
+(`analysis.rounds`).
 """
 
 from __future__ import annotations
 
+import heapq
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_collective
-from megatron_balance.analysis.machine import Bools
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
-from megatron_balance.analysis.transfers import Transfers
+from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.simulator.tables import Tables, ZoneTable
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""
@@ -32,7 +37,7 @@ class Clocks:
     launch waits for comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each
     NIC, out and in, that is free for what comes next; `nic_bytes`: what has gone over it since that
     was set. `issued`: seconds that each host has spent issuing, which its device waits for where the
-    host is `behind` (`simulator.phase.hosts_behind`).
+    host is `behind` (`hosts_behind`).
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Clocks:
         self.free = np.zeros((2, 5, ranks))
         self.capacity = self.machine.capacity()
         self.bytes_moved = np.zeros(len(self.capacity))
+        # Whether bytes are counted; an estimate has no use for them.
+        self.counts = True
         self.share, self.nic_bytes = np.ones((2, self.machine.num_nics)), np.zeros((2, self.machine.num_nics))
 
     def issue(
@@ -79,7 +86,10 @@ class Clocks:
 
     def pack_s(self, num_bytes: Floats) -> Floats:
         """Seconds of packing, elementwise; nothing takes none."""
-        return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
+        sizes, place = np.unique(num_bytes, return_inverse=True)  # few sizes, a call for each
+        return np.array([self.cost.pack_s(size) if size else 0.0 for size in sizes.tolist()])[
+            place.reshape(num_bytes.shape)
+        ]
 
     def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
@@ -104,6 +114,8 @@ class Clocks:
 
     def _count(self, transfers: Transfers) -> None:
         """Add the bytes that transfers move over each resource."""
+        if not self.counts:
+            return
         machine, load = self.machine, np.zeros(len(self.capacity))
         per_node, first, direct = machine.nics.per_node, 2 * machine.num_ranks, ~transfers.routed
         uses = machine.resources(transfers.src, transfers.dst)
@@ -215,3 +227,129 @@ class Clocks:
         stop = np.maximum(posted[ranks], self.free[traffic_class, TOGETHER, ranks]).max() + self.call_s + taken.seconds
         self.free[traffic_class, TOGETHER, ranks] = stop
         return np.full(len(ranks), stop)
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
+
+    src: Ints
+    dst: Ints
+    num_bytes: Floats
+    routed: Bools
+
+    def ends(self, begin_s: Floats, machine: Machine, share: Floats) -> Floats:
+        """When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in."""
+        direct, stop = ~self.routed, np.zeros(len(self.src))
+        src, dst, num_bytes = self.src[direct], self.dst[direct], self.num_bytes[direct]
+        nics, intra, inter = machine.nics, machine.intra, machine.inter
+        across, nic_s = nics.node(src) != nics.node(dst), share * inter.bytes_per_s
+        ready = begin_s[direct] + np.where(across, inter.alpha_s, intra.alpha_s)
+        # A link has an even number, a NIC an odd one: they are never one resource.
+        each = [
+            fair_ends(
+                np.where(across, 2 * nics.nic(end) + 1, 2 * end),
+                num_bytes,
+                ready,
+                np.where(across, rate[nics.nic(end)], intra.bytes_per_s),
+            )
+            for end, rate in zip((src, dst), nic_s, strict=True)
+        ]
+        stop[direct] = np.maximum(*each)
+        if self.routed.any():
+            stop[self.routed] = self._by_proxies(begin_s[self.routed], machine, nic_s)
+        return stop
+
+    def _by_proxies(self, begin_s: Floats, machine: Machine, nic_s: Floats) -> Floats:
+        """When routed transfers end: to the proxies of the source, between the nodes, from those of
+        the target. All NICs of a node have the same to move, so its slowest one is looked at.
+        """
+        src, dst, num_bytes = self.src[self.routed], self.dst[self.routed], self.num_bytes[self.routed]
+        nics, intra, inter, call_s = machine.nics, machine.intra, machine.inter, machine.cost.call_s
+        piece, inside = num_bytes / nics.per_node, np.full(len(src), intra.bytes_per_s)
+        passed_on, slowest = piece * (nics.per_node - 1), nic_s.reshape(2, -1, nics.per_node).min(axis=2)
+        at = fair_ends(src, passed_on, begin_s + intra.alpha_s, inside) + call_s + inter.alpha_s
+        nodes = (nics.node(end) for end in (src, dst))
+        each = [fair_ends(node, piece, at, rate[node]) for node, rate in zip(nodes, slowest, strict=True)]
+        return fair_ends(dst, passed_on, np.maximum(*each) + call_s + intra.alpha_s, inside)
+
+
+def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
+    """End of each transfer [n] if it used one resource only, which those under way share evenly;
+    `rates`: of the resource of each.
+
+    As much of every one is moved at any time, so they end in the order of what had been moved when
+    they began plus what they have to move.
+    """
+    order = np.lexsort((begin_s, resource))
+    bounds = np.flatnonzero(np.diff(resource[order], prepend=-1, append=-1)).tolist()
+    begin, size, rate = (each[order].tolist() for each in (begin_s, num_bytes, rates))
+    found: list[float] = []
+    for first, last in pairwise(bounds):
+        found += _even_ends(begin[first:last], size[first:last], rate[first])
+    ends = np.empty(len(order))
+    ends[order] = found
+    return ends
+
+
+def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
+    """`fair_ends` on one resource; `begin_s` rises."""
+    if len(begin_s) == 1:
+        return [begin_s[0] + num_bytes[0] / rate]
+    ends = [0.0] * len(begin_s)
+    # (bytes that each of them will have moved when this one ends, which)
+    under_way: list[tuple[float, int]] = []
+    now = moved = 0.0
+    for number, (coming_s, size) in enumerate(zip(begin_s, num_bytes, strict=True)):
+        while under_way:
+            done_s = now + (under_way[0][0] - moved) * len(under_way) / rate
+            if done_s > coming_s:
+                moved += max(0.0, coming_s - now) * rate / len(under_way)
+                break
+            now = done_s
+            moved, first = heapq.heappop(under_way)
+            ends[first] = now
+        now = max(now, coming_s)
+        heapq.heappush(under_way, (moved + size, number))
+    for left in range(len(under_way), 0, -1):
+        upto, first = heapq.heappop(under_way)
+        now, moved = now + (upto - moved) * left / rate, upto
+        ends[first] = now
+    return ends
+
+
+class Occupied(NamedTuple):
+    """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
+
+    `name`: "attention", "pack", "wait" (for what an exchange brings), "place", or the leg of an
+    exchange (`analysis.trace_format`). `exchange`: -1 for a launch.
+    """
+
+    rank: int
+    stream: str
+    name: str
+    exchange: int
+    start_s: float
+    stop_s: float
+    zone: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One phase as it went, by rank: when it is done and how long it computed; by resource
+    (`Machine.resources`): bytes.
+    """
+
+    end_s: Floats
+    compute_s: Floats
+    bytes_moved: Floats
+    occupied: list[Occupied] = field(default_factory=list[Occupied])
+
+
+def hosts_behind(total_s: Floats, end_s: Floats) -> Floats:
+    """Mark hosts that take longer for a layer than it takes without them: 1, the others 0.
+
+    `total_s`: to issue it, by rank; `end_s`: when ranks are done with it. Ranks go through layers in
+    step, at the pace of the slowest.
+    """
+    return (total_s > end_s.max(initial=0.0)).astype(np.float64)
