@@ -197,9 +197,7 @@ class Clocks:
         return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
 
     def is_together(self, table: ZoneTable) -> bool:
-        """Whether the zone's collectives are one call each: not routed, and its ranks have a
-        communicator.
-        """
+        """Whether the zone's collectives are one call each: not routed, of a communicator."""
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
@@ -261,11 +259,10 @@ class Transfers:
         return stop
 
     def _by_proxies(self, begin_s: Floats, machine: Machine, nic_s: Floats) -> Floats:
-        """When routed transfers end: to the proxies of the source, between the nodes, from those of
-        the target. All NICs of a node have the same to move, so its slowest one is looked at.
-        """
+        """When routed transfers end: to the source's proxies, between nodes, from the target's."""
         src, dst, num_bytes = self.src[self.routed], self.dst[self.routed], self.num_bytes[self.routed]
         nics, intra, inter, call_s = machine.nics, machine.intra, machine.inter, machine.cost.call_s
+        # All NICs of a node have the same to move, so its slowest one is looked at.
         piece, inside = num_bytes / nics.per_node, np.full(len(src), intra.bytes_per_s)
         passed_on, slowest = piece * (nics.per_node - 1), nic_s.reshape(2, -1, nics.per_node).min(axis=2)
         at = fair_ends(src, passed_on, begin_s + intra.alpha_s, inside) + call_s + inter.alpha_s

@@ -1,4 +1,4 @@
-"""A ring on the clocks of all its ranks at once, round by round (`simulator.rounds`)."""
+"""A ring on the clocks of all its ranks at once, round by round (`analysis.rounds`)."""
 
 from __future__ import annotations
 
@@ -175,9 +175,7 @@ class RingClock:
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
     def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of a round; when each rank has what it receives (-inf: it receives
-        nothing).
-        """
+        """Run a round's transfers; when each rank has what it receives (-inf: nothing)."""
         seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
@@ -237,9 +235,7 @@ class RingClock:
         self.busy += seconds
 
     def _blocks(self, tokens: Ints | Floats, step: int) -> Ints | Floats:
-        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later
-        ones.
-        """
+        """Tokens [rounds, G] that each group index sends, of later and later neighbours' blocks."""
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
@@ -307,16 +303,12 @@ class RingClock:
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
 
     def _returning(self) -> Ints | Floats:
-        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had
-        come to it in that round.
-        """
+        """Tokens [rounds, G] of the block whose gradients each group index sends back in a round."""
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return self.hops.forward[(place - self.lanes * rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
-        """Keys and gradients leave by the same link at the same time: each has half of it while the
-        other needs it.
-        """
+        """Let keys and gradients that leave by one link at a time have half of it each."""
         # The second block comes while the first gradients leave, and so on; the first comes alone,
         # the last gradients leave alone.
         beside = moved[:0:-1]

@@ -226,9 +226,7 @@ class RoundsPhase:
             self._behind(part, group)
 
     def _waves(self, table: ZoneTable, traffic: WaveTraffic) -> None:
-        """Collectives inside groups, own work and waves of keys between groups, collectives inside
-        groups.
-        """
+        """Collectives inside groups, own work and waves between groups, collectives inside groups."""
         size = len(table.ranks) // max(1, len(traffic.groups))
         inside, late = (
             [(table.part(at * size, size), group) for at, group in enumerate(groups)]

@@ -1,4 +1,4 @@
-"""Zones as tables for `simulator.rounds`: seconds of every launch and tokens or bytes of every
+"""Zones as tables for `analysis.rounds`: seconds of every launch and tokens or bytes of every
 transfer, without the ops.
 
 Launches and traffic of a zone are what its pattern says (`CommPattern.rounds`); here launches get
@@ -133,9 +133,7 @@ class Tables:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")
 
     def _add(self, zone: Launches, *, walks: bool) -> int:
-        """Launches to be priced; the number of the first. `walks`: a hop brings the keys of every
-        round but the first.
-        """
+        """Launches to be priced; the first's number. `walks`: hops bring keys from round 1 on."""
         first = self.num_launches
         self.pairs.append(zone.pairs)
         self.launch.append(zone.launch + first)

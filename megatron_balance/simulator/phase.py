@@ -181,9 +181,7 @@ def _meet(spans: Ints, owned: Ints) -> bool:
 def _launch_seconds(
     ops: Sequence[Sequence[Op]], walked: Sequence[dict[int, bool]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-    """By rank and op: seconds of a launch with the merging that belongs to it; seconds of one of
-    its thread blocks.
-    """
+    """By rank and op: seconds of a launch with its merging, and of one of its thread blocks."""
     attends = [
         (rank, index, op)
         for rank, own in enumerate(ops)

@@ -133,9 +133,7 @@ def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[S
 
 
 def _is_layer(segment: Segment, num_layers: int) -> bool:
-    """Whether a linear step counts: all modules of a layer are put before its attention, so none
-    are left behind the last.
-    """
+    """Whether a linear step counts: behind the last layer's attention there is none."""
     return segment.layer < num_layers
 
 

@@ -120,9 +120,7 @@ class _SharedLinks(Events):
         self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
 
     def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, or with one that does, and
-        so on.
-        """
+        """Running flows that share a resource with those of `resource`, directly or through others."""
         reached: set[int] = set()
         seen, waiting = {resource}, [resource]
         while waiting:
@@ -178,9 +176,7 @@ class StreamsPhase(_SharedLinks):
         self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and
-        for the compute stream.
-        """
+        """Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream."""
         last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
             before: dict[str, _ExchangeLeg] = {}

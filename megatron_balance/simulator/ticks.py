@@ -274,9 +274,7 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
 def _step_bytes(
     ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage_setup: StageSetup
 ) -> list[StepBytes]:
-    """Predicted bytes of each stage's ranks: the largest microbatch, what ticks bring, and what is
-    in flight.
-    """
+    """Predicted bytes of each stage's ranks, with what ticks bring and what is in flight."""
     setup, model = stage_setup.setup, stage_setup.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {

@@ -34,7 +34,7 @@ from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
 MOST_RANKS = 128
 """The event engine traces: it keeps every op of every rank."""
-MOST_SPANS = 300_000
+_MOST_SPANS = 300_000
 """Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
 one."""
 
@@ -56,7 +56,7 @@ def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep")
 
 
 def step_trace(
-    plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = PLAIN, *, most_spans: int = MOST_SPANS
+    plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = PLAIN, *, most_spans: int = _MOST_SPANS
 ) -> Trace:
     """The trace of a whole step of these microbatches. Rank r of stage s is process s * ranks + r.
 

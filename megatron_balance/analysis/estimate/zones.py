@@ -220,9 +220,7 @@ def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | 
 def _groups_apart(
     zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
-    """Zones of one group each that lie alike and have no rank in common, as one zone of several
-    groups; and the number of each rank's launch.
-    """
+    """Zones of one group each that lie alike as one zone of several; each rank's launch."""
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
     size, count = len(zones[0].ranks), len(zones)
     ranks = np.array([zone.ranks for zone in zones]).ravel()

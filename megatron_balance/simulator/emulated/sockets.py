@@ -31,7 +31,7 @@ from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 AHEAD = 2
 """Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
 
-HALVES = 2
+_HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""
 
 
@@ -228,7 +228,7 @@ class Sockets(Events):
 
     def _turn(self, ring: _RingSender) -> None:
         """Post what may be under way."""
-        while ring.posted < min(len(ring.sends), HALVES + min(ring.left, ring.came)):
+        while ring.posted < min(len(ring.sends), _HALVES + min(ring.left, ring.came)):
             self._send(ring.sends[ring.posted])
             self._receive(ring.receives[ring.posted])
             ring.posted += 1
@@ -244,7 +244,7 @@ def _messages(each: GroupExchange) -> list[Flow]:
     size = len(each.ranks)
     if each.collective == "all_gather":
         block = int(each.num_bytes.max(initial=0))
-        halves = [half for half in (block // HALVES, block - block // HALVES) if half]
+        halves = [half for half in (block // _HALVES, block - block // _HALVES) if half]
         return [
             _message(each, rank, each.ranks[(place + 1) % size], half, turn * len(halves) + part)
             for turn in range(size - 1)
