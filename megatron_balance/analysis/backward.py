@@ -402,7 +402,7 @@ def held_layers(recompute: Recomputed, num_layers: int) -> _HeldLayers:
 _Counts: TypeAlias = Ints | Floats
 
 
-IN_USE_AND_ARRIVING = 2
+_IN_USE_AND_ARRIVING = 2
 """Rounds whose keys and values a replayed backward holds at once."""
 
 
@@ -472,7 +472,7 @@ class Loads(NamedTuple):
         num_heads, num_kv = heads
         handed = given * (num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
         kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
-        of_rounds = IN_USE_AND_ARRIVING * largest * row_bytes[Kind.KV]
+        of_rounds = _IN_USE_AND_ARRIVING * largest * row_bytes[Kind.KV]
         replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
         served, sent = queries + given * num_heads, outputs + taken * num_heads
         arriving = np.minimum(GRADIENT_ROUNDS * (largest + given * num_kv), GRADIENT_COPIES * (keys + given * num_kv))

@@ -267,9 +267,7 @@ def _timed(tables: Sequence[Ints], strategy: Strategy, facts: _Facts, *, handed_
 
 
 def _alike(base: Strategy, strategy: Strategy, num_layers: int) -> dict[int, int]:
-    """Layers that lie on the same stages of base and strategy: the first of each kind, and how many
-    there are, in order.
-    """
+    """The first of each kind of layers that lie on the same stages of both, and how many there are."""
     degrees = sorted({scheme.pipeline for scheme in (*base.pipelines, *strategy.pipelines)})
     kinds = [tuple(((layer + 1) * stages - 1) // num_layers for stages in degrees) for layer in range(num_layers)]
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}

@@ -73,13 +73,13 @@ def link(
     mine = held(strategy, parameters, rank=rank)
     pull, push = _pulled(base, owned, mine), _pushed(owned, mine, parameters)
     if rank is None:
-        return StrategyLink(sorted_pieces(pull), sorted_pieces(push))
+        return StrategyLink(_sorted_pieces(pull), _sorted_pieces(push))
     own = owned[owned[:, Shard.RANK] == rank]
     others = held(strategy, parameters, chosen=np.unique(own[:, Shard.PARAMETER]))
     pulled, pushed = _pulled(base, own, others), _pushed(own, others, parameters)
     return StrategyLink(
-        sorted_pieces(np.concatenate([pull, pulled[pulled[:, WeightPiece.DST] != rank]], axis=0)),
-        sorted_pieces(np.concatenate([push, pushed[pushed[:, WeightPiece.SRC] != rank]], axis=0)),
+        _sorted_pieces(np.concatenate([pull, pulled[pulled[:, WeightPiece.DST] != rank]], axis=0)),
+        _sorted_pieces(np.concatenate([push, pushed[pushed[:, WeightPiece.SRC] != rank]], axis=0)),
     )
 
 
@@ -105,9 +105,7 @@ def traffic(pieces: Ints, num_ranks: int) -> Ints:
 
 
 def _pulled(base: Base, owned: Ints, wanted: Ints) -> Ints:
-    """Weights to every holder, from one of the owned copies: that of its TP rank and end, if there
-    is one.
-    """
+    """Weights to every holder, from the owned copy of its TP rank and end, if there is one."""
     one, other, rectangles = _meetings(owned, wanted)
     ends = np.minimum(wanted[other, Shard.END], int(base.scheme.pipeline > 1))
     fits = (owned[one, Shard.TENSOR] == wanted[other, Shard.TENSOR] % owned[one, Shard.DEGREE]) & (
@@ -129,9 +127,7 @@ def _pushed(owned: Ints, given: Ints, parameters: ParameterTable) -> Ints:
 
 
 def _meetings(owned: Ints, other: Ints) -> tuple[Ints, Ints, Ints]:
-    """Pairs of shards of one parameter that share elements: index of the owned one, index of the
-    other, and the rectangle that they share [m, 4].
-    """
+    """Indices of owned and other shards that share elements, and the rectangles shared [m, 4]."""
     order = np.argsort(owned[:, Shard.PARAMETER], kind="stable")
     numbers = owned[order, Shard.PARAMETER]
     first = np.searchsorted(numbers, other[:, Shard.PARAMETER], side="left")
@@ -148,7 +144,7 @@ def _pieces(src: Ints, dst: Ints, number: Ints, rectangles: Ints) -> Ints:
     return np.concatenate([np.stack([src, dst, number], axis=1), rectangles], axis=1)
 
 
-def sorted_pieces(pieces: Ints) -> Ints:
+def _sorted_pieces(pieces: Ints) -> Ints:
     """Transfers in the order of all columns, the rank that sends first."""
     return pieces[np.lexsort(pieces.T[::-1])]
 
@@ -205,7 +201,7 @@ class Twins:
         mine, other = mine[which], self.members[member[mine[which]], turn]
         there = other != rank
         handed = _between_twins(pieces[mine[there]], chosen[mine[there]], other[there], role)
-        return across, sorted_pieces(np.concatenate([inside, handed], axis=0))
+        return across, _sorted_pieces(np.concatenate([inside, handed], axis=0))
 
 
 def through_nodes(

@@ -185,9 +185,7 @@ class _InterNodeTraffic:
             self._attention.append(own)
 
     def _add_remap(self, last: int, hops: Ints) -> None:
-        """Inputs and outputs (exchange `last`) of what is remote, and the first hops that owners
-        make.
-        """
+        """Inputs and outputs (exchange `last`) of what is remote, and owners' first hops."""
         holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
         moves = [

@@ -90,10 +90,10 @@ def _covers(stage: Stage, other: Stage) -> bool:
     )
 
 
-PROBE_TOKENS = 1024
+_PROBE_TOKENS = 1024
 
 
-PROBE_RANKS = 16
+_PROBE_RANKS = 16
 """Ranks of a ring from which on a replayed backward holds no more for another one."""
 
 
@@ -129,24 +129,24 @@ def most_tokens(
     found = [step_bytes(probe, model, stage) for stage in stages]
     # All but the state grows with the tokens.
     return min(
-        int(PROBE_TOKENS * (USABLE * memory_bytes - each.state) / (float(each.peak(0).max()) - each.state))
+        int(_PROBE_TOKENS * (USABLE * memory_bytes - each.state) / (float(each.peak(0).max()) - each.state))
         for each in found
     )
 
 
 def _probe(model: Model, num_ranks: int) -> MicrobatchBytes:
-    """Bytes of a microbatch of `PROBE_TOKENS` on each rank, one sequence around a ring of them all."""
-    ranks = min(num_ranks, PROBE_RANKS)
+    """Bytes of a microbatch of `_PROBE_TOKENS` a rank, one sequence around a ring of them all."""
+    ranks = min(num_ranks, _PROBE_RANKS)
     plan = MicrobatchPlan(
         "probe",
-        (PROBE_TOKENS * ranks,),
+        (_PROBE_TOKENS * ranks,),
         ranks,
         ranks,
         model.num_heads,
         model.num_kv_heads,
         (Zone("pool", "ring", tuple(range(ranks)), (0,)),),
     )
-    return MicrobatchBytes(np.full(ranks, PROBE_TOKENS), received_bytes(plan, model))
+    return MicrobatchBytes(np.full(ranks, _PROBE_TOKENS), received_bytes(plan, model))
 
 
 MARGIN = 0.1
@@ -179,5 +179,5 @@ def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: 
         return replace(held, optimizer=OPTIMIZER_BYTES * num_parameters(model) / num_ranks).total
 
     empty = used(0.0)
-    per_token = (used(float(PROBE_TOKENS)) - empty) / PROBE_TOKENS  # used bytes are linear in tokens
+    per_token = (used(float(_PROBE_TOKENS)) - empty) / _PROBE_TOKENS  # used bytes are linear in tokens
     return int(((1 - margin) * memory_bytes - empty) / per_token)

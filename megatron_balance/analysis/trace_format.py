@@ -370,9 +370,7 @@ def _arriving(placed: Sequence[_At], transfers: Iterable[_Transfer]) -> dict[int
 def _arrows(
     spans: Sequence[TrackSpan], transfers: Iterable[_Transfer], placed: Sequence[_At], arriving: Mapping[int, _At]
 ) -> list[dict[str, Any]]:
-    """An arrow for every transfer, between the beginnings of two spans; ends behind starts, for those
-    of one time to be read in this order.
-    """
+    """An arrow for every transfer between the beginnings of two spans, ends behind starts."""
     starts: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
     for number, (sends, receives, _) in enumerate(transfers):
@@ -385,9 +383,7 @@ def _arrows(
 
 
 def _counters(spans: Sequence[TrackSpan], placed: Sequence[_At], first: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The bytes that each rank has under way, sent and received, whenever they change. `first`: a
-    track of each rank.
-    """
+    """The bytes that each rank has under way; `first`: a track of each rank."""
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for span, at in zip(spans, placed, strict=True):
         num_bytes = sum(span.sent.values()) + sum(span.received.values())

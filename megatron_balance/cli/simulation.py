@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from megatron_balance.analysis.change import Layouts
+    from megatron_balance.analysis.machine import Machine
     from megatron_balance.analysis.step_memory import StepMemory
     from megatron_balance.cost.base import MachineCost
     from megatron_balance.ir.cluster import Cluster
     from megatron_balance.ir.step import StepPlan
     from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages, StepMode
-    from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
     from megatron_balance.simulator.step import Step
@@ -459,7 +459,7 @@ def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     """The machine and the step that the options say."""
-    from megatron_balance.simulator.machine import Machine
+    from megatron_balance.analysis.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
 
@@ -501,7 +501,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
 
 def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> Machine:
     """The ranks of all pipeline stages, stage by stage; a slow rank is so in every stage."""
-    from megatron_balance.simulator.machine import Machine
+    from megatron_balance.analysis.machine import Machine
 
     cluster = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)
     model = inputs.in_stages(given.model, args.pipeline * args.interleave)

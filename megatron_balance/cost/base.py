@@ -162,7 +162,7 @@ class MachineCost(CostModel, Protocol):
 
     @property
     def host(self) -> Host:
-        """The host's prices; `simulator.machine.Machine.host` says whether they are simulated."""
+        """The host's prices; `analysis.machine.Machine.host` says whether they are simulated."""
         ...
 
     @property
@@ -207,16 +207,16 @@ def token_bytes(cost: CostModel) -> float:
     return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
 
 
-NET_CHANNELS = 2
+_NET_CHANNELS = 2
 """Channels, one SM each, of a transfer to another node: NCCL's default of
 NCCL_NCHANNELS_PER_NET_PEER (2.14, graph/paths.cc).
 """
 
 
-LINK_CHANNELS = 2
+_LINK_CHANNELS = 2
 
 
-MAX_CHANNELS = 32
+_MAX_CHANNELS = 32
 """Channels of a transfer inside a node: two for each NVLink between the ranks, 32 at most (the same
 file; MAXCHANNELS).
 """
@@ -254,7 +254,7 @@ class Contention:
         if not num_sms:
             return Contention(0, 0, 0)
         num_links = max(1, round(intra_bytes_per_s / NVLINK_BYTES_PER_S))
-        return Contention(num_sms, min(MAX_CHANNELS, LINK_CHANNELS * num_links), NET_CHANNELS, waits)
+        return Contention(num_sms, min(_MAX_CHANNELS, _LINK_CHANNELS * num_links), _NET_CHANNELS, waits)
 
     @staticmethod
     def of_slowdowns(intra: float, inter: float) -> Contention:

@@ -20,7 +20,7 @@ from megatron_balance.cost.modules import layer_modules
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 
-EXPERT_MODULE = "mlp"
+_EXPERT_MODULE = "mlp"
 """The module of a layer (`cost.modules`) that experts are."""
 
 
@@ -110,4 +110,4 @@ def _capped(shares: Floats, most: float) -> Floats:
 def expert_part(model: Model) -> float:
     """The part of a layer's products outside attention that experts compute; it grows with visits."""
     flops = {module.name: module.flops for module in layer_modules(model)}
-    return flops[EXPERT_MODULE] / sum(flops.values())
+    return flops[_EXPERT_MODULE] / sum(flops.values())

@@ -31,19 +31,19 @@ for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608, Figure 5).
 diagonal plays no part.
 """
 
-HEAD_DIM_MULTIPLE = 8
+_HEAD_DIM_MULTIPLE = 8
 """Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
 `runtime.kernels.varlen.PaddedKernel`."""
 
-HEAD_DIM_STEP = 32
+_HEAD_DIM_STEP = 32
 """Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
 built for (32, 64, 96, 128, ...).
 """
 
-BACKWARD_FLOPS = 2.5
+_BACKWARD_FLOPS = 2.5
 """Five matrix products a tile instead of two (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 
-BACKWARD_EFFICIENCY = 63 / 73
+_BACKWARD_EFFICIENCY = 63 / 73
 """Share of the forward kernel's rate that the backward kernel reaches: 63 % against 73 % of an
 A100's peak (the same, section 1).
 """
@@ -89,7 +89,7 @@ def _between(values: Ints, top: Ints) -> Ints:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    return -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    return -(-head_dim // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
 
 
 def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
@@ -116,7 +116,7 @@ def padding_elements(
     `widths`: of queries and keys, and of values and outputs; both are padded to the wider one, and
     that to a multiple.
     """
-    wide = -(-max(widths) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    wide = -(-max(widths) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
     moved = sum(width + wide for width in widths if width != wide)
     if not moved or not len(pairs):
         return np.zeros(num_launches)
@@ -136,4 +136,4 @@ def tile_flops(head_dim: int) -> float:
 
 def backward_factor() -> float:
     """Time of the backward kernel over the forward one's."""
-    return BACKWARD_FLOPS / BACKWARD_EFFICIENCY
+    return _BACKWARD_FLOPS / _BACKWARD_EFFICIENCY

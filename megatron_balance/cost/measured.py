@@ -30,7 +30,7 @@ from megatron_balance.ir.intervals import Rectangles, num_pairs, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 
-RUN_STEPS = 16
+_RUN_STEPS = 16
 """Points a doubling at which the time of a square of one run is tabulated for planners."""
 
 
@@ -145,13 +145,11 @@ class MeasuredCost:
         object.__setattr__(self, "_links", links)
 
     def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Lengths of runs and the seconds of a square of each: planners ask for thousands, one by
-        one.
-        """
+        """Tabulate the seconds of squares of runs: planners ask for thousands, one by one."""
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
         doublings = np.log2(top)
-        runs = np.unique(np.round(2.0 ** (np.arange(int(doublings * RUN_STEPS) + 1) / RUN_STEPS)).astype(np.float64))
+        runs = np.unique(np.round(2.0 ** (np.arange(int(doublings * _RUN_STEPS) + 1) / _RUN_STEPS)).astype(np.float64))
         runs = np.append(runs[runs < top], top)
         return tuple(runs.tolist()), tuple((grid.time_s(runs, runs) * self._head_ratio).tolist())
 

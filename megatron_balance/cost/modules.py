@@ -120,9 +120,7 @@ def expert_parameters(model: Model) -> float:
 
 
 def _spared(model: Model) -> float:
-    """Weights of a layer with experts that a dense layer does without: unvisited experts, and the
-    router.
-    """
+    """Weights of experts that a token does not visit, and of the router."""
     unvisited = model.num_experts - max(1, model.experts_per_token)
     return _expert(model) * unvisited + model.hidden_size * model.num_experts
 

@@ -20,24 +20,24 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme
 
-RING_BACKWARD = 2
+_RING_BACKWARD = 2
 """A ring's backward moves keys and values again, and their gradients."""
 
 
-FITTED = tuple(1 << power for power in range(8, 18))
+_FITTED = tuple(1 << power for power in range(8, 18))
 """Lengths in tokens through whose predicted times the quadratic of a scheme goes."""
-BEYOND = 4
+_BEYOND = 4
 """Those longer than this many times the longest microbatch are left out, as long as three stay."""
 
-VOCAB_MULTIPLE = 128
+_VOCAB_MULTIPLE = 128
 """Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP."""
 
-CostOf = Callable[[Cluster, int], MachineCost]
+_CostOf = Callable[[Cluster, int], MachineCost]
 """(cluster of wide ranks, tensor parallelism) -> its cost."""
 
 
 def lengths_to_fit(max_tokens: int) -> list[int]:
-    return [length for at, length in enumerate(FITTED) if at < 3 or length <= BEYOND * max_tokens]
+    return [length for at, length in enumerate(_FITTED) if at < 3 or length <= _BEYOND * max_tokens]
 
 
 def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
@@ -56,15 +56,15 @@ def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
                 f"{where}{scheme} splits the {number} {what} of {model.name} {degree} ways; choose a divisor of "
                 f"{number}"
             )
-    padded = -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded = -(-model.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     if padded % scheme.tensor:
         raise ConfigError(
             f"{where}{scheme} splits the padded vocabulary of {model.name}, {padded} tokens, {scheme.tensor} ways; "
-            f"choose a divisor of {padded}, or --make-vocab-size-divisible-by {scheme.tensor * VOCAB_MULTIPLE}"
+            f"choose a divisor of {padded}, or --make-vocab-size-divisible-by {scheme.tensor * _VOCAB_MULTIPLE}"
         )
 
 
-def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, lengths: Sequence[int]) -> Quadratic:
+def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: _CostOf, lengths: Sequence[int]) -> Quadratic:
     """The quadratic through the predicted times of sequences of these lengths.
 
     Raises:
@@ -88,7 +88,7 @@ def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, l
     round_s = cost.call_s + link.time_s(cost.kv_bytes(tokens))
     layer_s = 0.0
     for backward in (False, True):
-        ring_s = rounds * round_s * (RING_BACKWARD if backward else 1)
+        ring_s = rounds * round_s * (_RING_BACKWARD if backward else 1)
         attention_s = _attention_s(scheme, model, cost, length, backward=backward)
         layer_s += max(attention_s, ring_s) + cost.layer_s(tokens, backward=backward)
     handed_on_s = 2 * stage_transfer_s(model, tokens, link) if scheme.pipeline > 1 else 0.0

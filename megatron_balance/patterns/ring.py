@@ -181,7 +181,7 @@ def _walked(tokens: Ints, reach: Ints) -> Ints:
 def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     """The launches of every (group index, round); `heads`: of queries and of keys."""
     exact = placed.size**2 * max(1, len(placed.seqs)) <= EXACT
-    return _each_launch(placed, heads) if exact else _launches_by_kind(placed, heads)
+    return _each_launch(placed, heads) if exact else launches_by_kind(placed, heads)
 
 
 def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
@@ -216,7 +216,7 @@ def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
 _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunks
 
 
-def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+def launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     # Launches by kind: whose keys come first, and how many short sequences both ranks hold.
     # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank
     # shares are alike on all of them, up to a token a chunk, and those too short for that are

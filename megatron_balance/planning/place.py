@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from megatron_balance.analysis.estimate import best_first, estimate
-from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
@@ -106,7 +106,7 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
     if not made.moves or layers.remap_when != "pays":
         return made
     stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
-    machine = PricedMachine.of(cluster, context.model, cost, context.memory)
+    machine = Machine(cluster, context.model, cost, memory=context.memory)
     moved, still = (estimate(each, machine) for each in (made, stays))
     if moved is None or still is None:
         return made

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.compile.proof.structure import verify_plans
 from megatron_balance.ir.cluster import Cluster
@@ -152,7 +152,7 @@ def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
         if plan.num_ranks != ranks.num_ranks:
             ranks = stage_cluster(ranks, plan.num_ranks)
         cost = planning_cost(ranks, spec.model, spec.plan_costs)
-        found = estimate(plan, PricedMachine.of(ranks, spec.model, cost, spec.memory))
+        found = estimate(plan, Machine(ranks, spec.model, cost, memory=spec.memory))
         total += inf if found is None else found.layer_s
         too_large |= found is not None and not found.backward.fits
     return Predicted(too_large, total)

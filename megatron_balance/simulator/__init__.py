@@ -32,8 +32,8 @@ def simulate(
     Raises:
         ConfigError: no such option; a plan for other ranks than the cluster's.
     """
+    from megatron_balance.analysis.machine import Machine
     from megatron_balance.cost.analytic import AnalyticCost
-    from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation, setup_of, simulate_plans, summary
 
     plans = [plan] if isinstance(plan, MicrobatchPlan | StepPlan) else list(plan)

@@ -8,22 +8,20 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis import rounds
+from megatron_balance.analysis.clocks import Outcome, hosts_behind
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.base import Floats
 from megatron_balance.cost.perturbed import of_model
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.patterns import pattern_of
-from megatron_balance.patterns.base import Context
-from megatron_balance.simulator import rounds
 from megatron_balance.simulator.emulated.sockets import Sockets
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, issued_s, phase_of, ring_names
+from megatron_balance.simulator.phase import SimulatedPhase, issued_s, phase_of, ring_names
 from megatron_balance.simulator.streams import StreamsPhase
 
 EngineName: TypeAlias = Literal["auto", "events", "rounds"]
@@ -152,32 +150,6 @@ def under_mask(machine: Machine, mask: Mask) -> Machine:
     return machine if model == machine.model else replace(machine, model=model, cost=of_model(machine.cost, model))
 
 
-def coupled(plan: MicrobatchPlan) -> Ints:
-    """Groups of ranks that enter a layer together [num_ranks]: each rank's group by its first rank.
-
-    Ranks are in one group if they exchange anything, directly or through others.
-    """
-    first = list(range(plan.num_ranks))
-
-    def find(rank: int) -> int:
-        while first[rank] != rank:
-            first[rank] = first[first[rank]]
-            rank = first[rank]
-        return rank
-
-    def join(a: int, b: int) -> None:
-        low, high = sorted((find(a), find(b)))
-        first[high] = low
-
-    context = Context.of(plan)
-    for zone in plan.zones:
-        for a, b in pattern_of(zone).coupled(zone, context):
-            join(a, b)
-    for holder, owner, _ in plan.moves:
-        join(holder, owner)
-    return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)
-
-
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
     """Seconds of one layer's modules outside attention on each rank [R], forward and backward."""
     counts, place = np.unique(linear_tokens(plan), return_inverse=True)
@@ -185,10 +157,3 @@ def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
         np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True)
     )
     return forward * machine.slow(), backward * machine.slow()
-
-
-def in_step(seconds: Floats, group: Ints) -> Floats:
-    """The largest of each group's seconds, on all its ranks (`coupled`)."""
-    most = np.zeros(len(seconds))
-    np.maximum.at(most, group, seconds)
-    return most[group]

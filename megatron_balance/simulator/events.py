@@ -10,46 +10,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import Occupied, Outcome
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
 from megatron_balance.compile.order import Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, SimulatedPhase
 
 _SAME_TIME = 1e-12
 """Events this close, relative to their time, happen at once."""
-
-
-class Occupied(NamedTuple):
-    """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
-
-    `name`: "attention", "pack", "wait" (for what an exchange brings), "place", or the leg of an
-    exchange (`analysis.trace_format`). `exchange`: -1 for a launch.
-    """
-
-    rank: int
-    stream: str
-    name: str
-    exchange: int
-    start_s: float
-    stop_s: float
-    zone: str = ""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One phase as it went, by rank: when it is done and how long it computed; by resource
-    (`Machine.resources`): bytes.
-    """
-
-    end_s: Floats
-    compute_s: Floats
-    bytes_moved: Floats
-    occupied: list[Occupied] = field(default_factory=list[Occupied])
 
 
 @dataclass(slots=True)

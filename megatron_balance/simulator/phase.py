@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.launches import ADDED, STORED, Taken, all_to_all, launches, ring_collective
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.wire import is_collective, piece_bounds
 from megatron_balance.compile.order import (
     Finish,
@@ -30,13 +32,11 @@ from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.compile.transpose import places
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Host, Ints
 from megatron_balance.cost.kernel import tiles
-from megatron_balance.ir.arrays import as_array, concat
+from megatron_balance.ir.arrays import Bools, as_array, concat
 from megatron_balance.ir.columns import Fragment, Message, Pair, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import ADDED, STORED, Taken, all_to_all, launches, ring_collective
 
 Place: TypeAlias = tuple[int, int, Leg, str]
 """A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
@@ -181,9 +181,7 @@ def _meet(spans: Ints, owned: Ints) -> bool:
 def _launch_seconds(
     ops: Sequence[Sequence[Op]], walked: Sequence[dict[int, bool]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-    """By rank and op: seconds of a launch with the merging that belongs to it; seconds of one of
-    its thread blocks.
-    """
+    """By rank and op: seconds of a launch with its merging, and of one of its thread blocks."""
     attends = [
         (rank, index, op)
         for rank, own in enumerate(ops)
@@ -394,12 +392,3 @@ def issued_s(phase: SimulatedPhase, host: Host) -> list[list[float]]:
         list(accumulate(step_s(rank, *each) for each in zip(*columns, strict=True)))
         for rank, columns in enumerate(zip(phase.steps, phase.exchanges, phase.seconds, strict=True))
     ]
-
-
-def hosts_behind(total_s: Floats, end_s: Floats) -> Floats:
-    """Mark hosts that take longer for a layer than it takes without them: 1, the others 0.
-
-    `total_s`: to issue it, by rank; `end_s`: when ranks are done with it. Ranks go through layers in
-    step, at the pace of the slowest.
-    """
-    return (total_s > end_s.max(initial=0.0)).astype(np.float64)

@@ -17,7 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import COPIED, MOVED, Clocks, Outcome, hosts_behind
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.rounds import stages, turned
+from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import RunLaunches, Step
 from megatron_balance.compile.ping_pong import Cuts, Segment
@@ -37,12 +41,7 @@ from megatron_balance.simulator.attention import (
     linear_s,
     play_events,
 )
-from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import SimulatedPhase, hosts_behind, phase_of, ring_names
-from megatron_balance.simulator.rounds import stages, turned
-from megatron_balance.simulator.tables import Tables, ZoneTable
+from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 
 SIMULATED = 3
 """Layers that are simulated at most; the others are counted like the last of them."""
@@ -134,9 +133,7 @@ def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[S
 
 
 def _is_layer(segment: Segment, num_layers: int) -> bool:
-    """Whether a linear step counts: all modules of a layer are put before its attention, so none
-    are left behind the last.
-    """
+    """Whether a linear step counts: behind the last layer's attention there is none."""
     return segment.layer < num_layers
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, simulate_step
 

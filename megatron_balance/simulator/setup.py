@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_balance.analysis.backward import Stage, StepBytes, decide, microbatch_bytes, step_bytes
 from megatron_balance.analysis.change import Layouts
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Parameters, Recompute, Sharding, parameters_of_rank
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.analysis.step_memory import StepMemory, stages_of
@@ -25,7 +26,6 @@ from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Policy
 from megatron_balance.simulator.attention import EngineName, Transport
-from megatron_balance.simulator.machine import Machine
 
 Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
 """The plan of a microbatch, or of each of its nano-batches."""

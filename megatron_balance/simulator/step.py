@@ -17,6 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.analysis.backward import Decision, decide
+from megatron_balance.analysis.clocks import Outcome
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -26,18 +29,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
 from megatron_balance.ir.step import Lengths
 from megatron_balance.simulator import ping_pong, pipeline
-from megatron_balance.simulator.attention import (
-    BothPhases,
-    attention_call,
-    by_mask,
-    coupled,
-    in_step,
-    linear_s,
-    mean_call,
-    under_mask,
-)
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call, under_mask
 from megatron_balance.simulator.pipeline import ChunkPass, PipelineClocks
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 
@@ -163,9 +155,7 @@ class _StepRun:
             self.layers.append(known[name])
 
     def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
-        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
-        draining included.
-        """
+        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk."""
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
         experts = [added_s(plan, self.stage) for plan in plans]
@@ -269,9 +259,7 @@ class _StepRun:
         return phases
 
     def _utilisation(self, step_s: float) -> dict[str, float]:
-        """Share of the step that ranks compute, and that links and NICs are full, on average;
-        synchronisation left out.
-        """
+        """Mean share of the step that ranks compute, and that links and NICs are full."""
         machine = self.machine
         ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
         busy, full = np.zeros(ranks), np.zeros(len(machine.capacity()))

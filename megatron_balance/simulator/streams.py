@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import Occupied
+from megatron_balance.analysis.launches import Taken
+from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.compile.order import LEGS, Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.simulator.events import Events, Occupied
-from megatron_balance.simulator.machine import Machine, fair_rates
+from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
-from megatron_balance.simulator.work import Taken
 
 
 @dataclass(slots=True)
@@ -119,9 +120,7 @@ class _SharedLinks(Events):
         self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
 
     def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, or with one that does, and
-        so on.
-        """
+        """Running flows that share a resource with those of `resource`, directly or through others."""
         reached: set[int] = set()
         seen, waiting = {resource}, [resource]
         while waiting:
@@ -177,9 +176,7 @@ class StreamsPhase(_SharedLinks):
         self.together.append(_JointCall(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and
-        for the compute stream.
-        """
+        """Line up a rank's calls, stream by stream and leg by leg, and behind the compute stream."""
         last: dict[str, _ExchangeLeg] = {}
         for exchange in started:
             before: dict[str, _ExchangeLeg] = {}

@@ -22,6 +22,8 @@ from megatron_balance.analysis.backward import (
     microbatch_bytes,
     step_bytes,
 )
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
@@ -30,8 +32,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Tick, TickPlan
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.simulator import ping_pong
-from megatron_balance.simulator.attention import attention_call, coupled, in_step, linear_s
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, StageSetup, added_s, parts_of, peaks
 from megatron_balance.simulator.step import PHASES, Step
 
@@ -273,9 +274,7 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
 def _step_bytes(
     ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage_setup: StageSetup
 ) -> list[StepBytes]:
-    """Predicted bytes of each stage's ranks: the largest microbatch, what ticks bring, and what is
-    in flight.
-    """
+    """Predicted bytes of each stage's ranks, with what ticks bring and what is in flight."""
     setup, model = stage_setup.setup, stage_setup.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {

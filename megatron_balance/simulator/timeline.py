@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import Occupied
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.trace_format import (
     COMPUTE,
@@ -26,15 +28,13 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_s
-from megatron_balance.simulator.events import Occupied
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import SimulatedPhase, phase_of, ring_names
 from megatron_balance.simulator.setup import PLAIN, Setup, StageSetup, settled
 from megatron_balance.simulator.step import Played, PlayedStep, play_step
 
 MOST_RANKS = 128
 """The event engine traces: it keeps every op of every rank."""
-MOST_SPANS = 300_000
+_MOST_SPANS = 300_000
 """Of a step; where its layers have more, the first ones of each pass are drawn, and the others as
 one."""
 
@@ -56,7 +56,7 @@ def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep")
 
 
 def step_trace(
-    plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = PLAIN, *, most_spans: int = MOST_SPANS
+    plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = PLAIN, *, most_spans: int = _MOST_SPANS
 ) -> Trace:
     """The trace of a whole step of these microbatches. Rank r of stage s is process s * ranks + r.
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.analysis.change import Layouts, PipelineWork, base_sync_s, change, held_bytes, role_bytes
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import OPTIMIZER_BYTES
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import num_parameters
@@ -19,7 +20,6 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Microbatch, Setup
 from megatron_balance.simulator.step import Step, simulate_step
 from megatron_balance.simulator.ticks import simulate_joint

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.trace_format import COMPUTE, Trace, TrackSpan, joined
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import layer_trace
 from tests.support import by_hand, routed, trace_processor, trace_reader
 from tests.support.pool import Pool

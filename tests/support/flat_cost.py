@@ -9,11 +9,11 @@ from math import inf
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.base import NO_HOST, Contention, Floats, Host, Ints, Link
 from megatron_balance.cost.base import routed_s as eq_1
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.simulator.machine import Machine
 
 INTRA, INTER, NONE = Link(0.001, 1e6), Link(0.002, 1e5), Contention(0, 0, 0)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -144,7 +144,7 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
 
 def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model) -> float | None:
     """Milliseconds of a layer; None where a plan has no estimate."""
-    machine = PricedMachine.of(cluster, model, AnalyticCost(cluster, model))
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
     found = [each.forward_s for plan in plans if (each := estimate(plan, machine)) is not None]
     return 1e3 * fmean(found) if len(found) == len(plans) else None
 

@@ -1,11 +1,9 @@
 """Seconds and memory of a layer of a plan by closed forms, in about a millisecond: what planners are
 compared by where simulating would take too long.
 
-One launch of each kind is priced, on one rank of each zone, and what the others wait for is summed
-up zone by zone with the clocks of the round engine (`simulator.rounds`): exchanges of copied rows
-begin before the work in front of them is done, outputs and gradients leave beside what follows.
-Left out: zones that share a NIC, ranks of a zone that drift apart. A test holds it against the
-simulator.
+It is the round engine (`analysis.rounds`) with two short cuts: of zones whose ranks are alike one
+launch of each kind is priced, on one rank, and exchanges inside groups are closed forms. Left out:
+zones that share a NIC, ranks of a group that drift apart. A test holds it against the simulator.
 """
 
 from __future__ import annotations
@@ -15,16 +13,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
+from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes
 from megatron_balance.analysis.estimate.bounds import Bounds
-from megatron_balance.analysis.estimate.clocks import ZoneClocks
-from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, by_rank
-from megatron_balance.analysis.estimate.zones import zone_times
+from megatron_balance.analysis.estimate.phase import EstimatedPhase
+from megatron_balance.analysis.estimate.zones import ZoneTimes, by_rank, zone_times
+from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.rounds import coupled, in_step
 from megatron_balance.analysis.step_memory import StepMemory
+from megatron_balance.analysis.tables import ZoneTable
 from megatron_balance.cost.base import Floats, MachineCost
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Kind
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context, Load
 
 __all__ = ["ALIKE", "Bounds", "Estimate", "best_first", "estimate"]
 
@@ -34,9 +38,16 @@ worse: a prediction is no nearer.
 """
 
 
+_KNOTS = 9
+"""Numbers of tokens for which modules outside attention are priced: reading the weights of many
+experts takes as long for few tokens as for more.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one layer, modules outside attention included: seconds forward and backward.
+    """Of one layer, modules outside attention included: seconds forward and backward of the ranks that
+    are slowest in both.
 
     `backward`: how many layers keep what they received, and whether a rank's memory holds the step,
     by prediction.
@@ -74,9 +85,9 @@ class _Recent:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.known: tuple[tuple[MicrobatchPlan, PricedMachine, Estimate | None], ...] = ()
+        self.known: tuple[tuple[MicrobatchPlan, Machine, Estimate], ...] = ()
 
-    def of(self, plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
+    def of(self, plan: MicrobatchPlan, machine: Machine) -> Estimate:
         for known, on, found in self.known:
             if (
                 known is plan
@@ -94,9 +105,8 @@ class _Recent:
 _RECENT = _Recent(4)
 
 
-def estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
-    """The seconds of a layer, and the memory of a step whose microbatches are all like this one; None:
-    a comm pattern of the plan has traffic without a closed form.
+def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
+    """The seconds of a layer, and the memory of a step whose microbatches are all like this one.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
@@ -104,57 +114,59 @@ def estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
     return _RECENT.of(plan, machine)
 
 
-def _estimate(plan: MicrobatchPlan, machine: PricedMachine) -> Estimate | None:
-    zones = zone_times(plan, machine)
-    if zones is None:
-        return None
-    cost = machine.cost
-    tokens = np.zeros(plan.num_ranks)
-    for zone in zones:
-        tokens[zone.at] += zone.tokens
-    moves = as_array(plan.moves)
-    taken, given = (by_rank(moves[:, end], moves[:, Move.TOKENS], plan.num_ranks) for end in (Move.DST, Move.SRC))
-    owned = tokens + taken - given
-    decision = _decision(_received(plan, zones, (taken, given), machine), owned, machine)
+def _estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
+    tables, zones = zone_times(plan, machine)
+    loads = _loads(plan, zones)
+    received = loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
+    memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
+    owned = MicrobatchBytes(loads.own.round().astype(np.int64), received)
+    decision = memory.decide(owned, machine.cluster.memory_bytes)
     keeping = decision.keeping / max(1, decision.layers)
-    linear = [_linear_s(owned, cost, backward=backward) for backward in (False, True)]
-    forward_s = ZoneClocks(plan, machine, linear[0]).forward(zones)
-    backward_s = sum(
-        share * ZoneClocks(plan, machine, linear[1]).backward(zones, replay=replay)
-        for replay, share in ((False, keeping), (True, 1 - keeping))
-        if share
-    )
-    return Estimate(forward_s, backward_s, decision)
+
+    group = coupled(plan)
+
+    def seconds(policy: Policy, *, backward: bool) -> Floats:
+        entered = _linear_s(np.asarray(loads.own, dtype=np.float64), machine.cost, backward=backward)
+        return in_step(EstimatedPhase((tables, zones), policy, entered, backward=backward).run().end_s, group)
+
+    shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
+    forward_s = seconds("keep", backward=False)
+    backward_s = np.sum([share * seconds(policy, backward=True) for policy, share in shares if share], axis=0)
+    slowest = int((forward_s + backward_s).argmax())
+    return Estimate(float(forward_s[slowest]), float(backward_s[slowest]), decision)
 
 
 def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
-    """Seconds of each rank's modules outside attention, taken as linear between the fewest tokens
-    and the most; of the experts' exchange, which waits for the most tokens, as many on every rank.
+    """Seconds of each rank's modules outside attention, taken as linear between `_KNOTS` numbers of
+    tokens; of the experts' exchange, which waits for the most tokens, as many on every rank.
     """
-    ends = [float(tokens.min()), float(tokens.max())]
-    own = [cost.layer_s(n, backward=backward) - cost.experts_s(n) for n in ends]
-    return np.interp(tokens, ends, own) + cost.experts_s(ends[1])
+    knots = np.unique(np.linspace(tokens.min(), tokens.max(), _KNOTS))
+    own = [cost.layer_s(n, backward=backward) - cost.experts_s(n) for n in knots.tolist()]
+    return np.interp(tokens, knots, own) + cost.experts_s(float(knots[-1]))
 
 
-def _received(
-    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: PricedMachine
-) -> ReceivedBytes:
-    """Bytes of received inputs that ranks hold: as `received_bytes`, from those that one rank of
-    each zone receives.
+def _loads(plan: MicrobatchPlan, zones: Sequence[ZoneTimes | ZoneTable]) -> Loads:
+    """What ranks hold and receive: as in `received_bytes`, from one rank of each zone whose ranks are
+    alike.
     """
-    taken, given = moved
+    context, load, moves = Context.of(plan), Load(plan.num_ranks), as_array(plan.moves)
     queries, keys, sent, held, largest = np.zeros((5, plan.num_ranks))
     for zone in zones:
-        queries[zone.at] += zone.query_heads
-        keys[zone.at] += zone.kv_heads
-        sent[zone.at] += zone.sent
-        held[zone.at] += zone.tokens
-        largest[zone.at] = np.maximum(largest[zone.at], zone.largest)
-    loads = Loads(held - given + taken, queries, keys, sent, largest, given, taken)
-    return loads.bytes((plan.num_heads, plan.num_kv_heads), machine.row_bytes)
-
-
-def _decision(received: ReceivedBytes, owned: Floats, machine: PricedMachine) -> Decision:
-    cluster = machine.cluster
-    memory = machine.memory or StepMemory.one_stage(machine.model, cluster.num_ranks)
-    return memory.decide(MicrobatchBytes(owned.round().astype(np.int64), received), cluster.memory_bytes)
+        if isinstance(zone, ZoneTimes):
+            queries[zone.at] += zone.query_heads
+            keys[zone.at] += zone.kv_heads
+            sent[zone.at] += zone.sent
+            held[zone.at] += zone.tokens
+            largest[zone.at] = np.maximum(largest[zone.at], zone.largest)
+            continue
+        of_plan = plan.zones[zone.index]
+        pattern = pattern_of(of_plan)
+        held += pattern.tokens([of_plan], context)
+        if pattern.num_exchanges(of_plan):
+            pattern.receive(load, of_plan, context)
+            largest[zone.ranks] = np.maximum(largest[zone.ranks], pattern.largest_exchange(of_plan, context))
+    given, taken = (by_rank(moves[:, end], moves[:, Move.TOKENS], plan.num_ranks) for end in (Move.SRC, Move.DST))
+    queries, keys, sent = (
+        own + load.token_heads[kind] for own, kind in ((queries, Kind.Q), (keys, Kind.KV), (sent, Kind.OUT))
+    )
+    return Loads(held - given + taken, queries, keys, sent, largest, given, taken)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import PricedMachine, ZoneTimes, exchange_heads, most_heads
+from megatron_balance.analysis.estimate.zones import ZoneTimes, exchange_heads, most_heads
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import ADD, MachineCost
 from megatron_balance.ir.cluster import Cluster
@@ -36,7 +37,7 @@ class Bounds:
     """
 
     lengths: Sequence[int]
-    machine: PricedMachine
+    machine: Machine
     attention_s: tuple[float, float]
     linear_s: float
 
@@ -50,7 +51,7 @@ class Bounds:
         memory: StepMemory | None = None,
     ) -> Bounds:
         """The bounds of a batch of these lengths; `memory`: of its machine."""
-        machine, launch = PricedMachine.of(cluster, model, cost, memory), np.zeros(len(lengths), dtype=np.int64)
+        machine, launch = Machine(cluster, model, cost, memory=memory), np.zeros(len(lengths), dtype=np.int64)
         pairs = machine.whole(np.array(lengths, dtype=np.int64))
         forward, backward = (float(cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
         tokens = sum(lengths) / cluster.num_ranks

@@ -1,127 +1,185 @@
-"""Seconds of a zone's launches and exchanges by closed forms, and the inputs that it receives.
+"""Zones by closed forms: seconds of launches and exchanges, and the inputs that ranks receive.
 
-Zones that place zigzag or exchange heads are alike on all their ranks, so one rank is priced. For
-others the pattern says launches and traffic (`CommPattern.rounds`).
+Zones that place zigzag or exchange heads are alike on all their ranks, so one rank is priced; of a
+zone in waves (`patterns.waves`), the rank with most heads of each group. All others are played as
+the round engine plays them (`analysis.rounds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.times import (
-    Bulk,
-    PricedMachine,
-    RingHop,
-    WaveTimes,
-    ZoneTimes,
-    by_rank,
-    exchange_heads,
-    index_of,
-    most_heads,
-    pairs_of,
-)
+from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.machine import Machine, pairs_of
+from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import is_collective
-from megatron_balance.cost.base import ADD, Floats, Ints
-from megatron_balance.cost.kernel import distinct_rows
-from megatron_balance.ir.columns import Message, Pair
-from megatron_balance.ir.mask import FULL
-from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
-from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
+from megatron_balance.patterns import ONCE_PER_NODE
+from megatron_balance.patterns.base import Context, HopByHop
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
+from megatron_balance.patterns.ring import launches_by_kind, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
+from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
 _EVEN = ("ring", "head_ring", *_EXCHANGES)
 """Patterns of zones whose ranks are alike."""
 
+_Amount: TypeAlias = Floats | float
+"""Of one group that all are like, or of each."""
+
+_Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
+"""A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
+
 
 @dataclass(slots=True)
-class _LaunchPrices:
-    """Launches to be priced, all at once. `merged`: tokens whose outputs a launch merges; `around`:
-    bytes of gradients that its backward adds up.
+class Bulk:
+    """An exchange of all ranks of each group: its seconds on the links, and bytes that a rank packs
+    before it and places after it, of all groups or of each [groups]. `partners` [n, 2]: groups that
+    wait for one another.
     """
 
-    pairs: list[Ints] = field(default_factory=list[Ints])
-    launch: list[Ints] = field(default_factory=list[Ints])
-    merged: list[float] = field(default_factory=list[float])
-    around: list[float] = field(default_factory=list[float])
+    seconds: _Amount
+    packed_bytes: _Amount = 0.0
+    placed_bytes: _Amount = 0.0
+    adds: bool = False
+    partners: Ints | None = None
 
-    def add(self, pairs: Ints, merged: float, around: float) -> int:
-        """One launch; its number."""
-        self.pairs.append(pairs)
-        self.launch.append(np.full(len(pairs), len(self.merged), dtype=np.int64))
-        self.merged.append(merged)
-        self.around.append(around)
-        return len(self.merged) - 1
 
-    def add_each(self, pairs: Ints, launch: Ints, around: Floats) -> int:
-        """Launches of whole sequences, one for each of `around`; the number of the first."""
-        first = len(self.merged)
+@dataclass(slots=True)
+class WaveTimes:
+    """Launches and keys of a zone in waves. `launches`: forward and backward seconds [groups, own +
+    waves], the `own` launches of own work first; `keys`, `grads`: exchanges of a rank of each group
+    [groups], by wave. `late`: inputs that only the second launch of own work needs, and their
+    gradients.
+    """
+
+    launches: tuple[Floats, Floats]
+    keys: list[Bulk]
+    grads: list[Bulk]
+    own: int = 1
+    late: tuple[Bulk, Bulk] | None = None
+
+
+@dataclass(slots=True)
+class ZoneTimes:
+    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `rounds`: its
+    groups; `first`: forward and backward seconds of its launch where it has one. `apart`: groups that
+    have nothing to do with each other, zones of the plan.
+
+    Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
+    replay brings them. `ring`, `hops`: launches by rank and round, and blocks that go round, as the
+    round engine has them. `query_heads`, `kv_heads`: of a rank, token-heads received; `largest`: of
+    keys in one exchange; `sent`: of outputs that come home.
+    """
+
+    ranks: Ints
+    tokens: _Amount
+    at: slice | Ints
+    rounds: int = 1
+    apart: bool = False
+    inputs: Bulk | None = None
+    outputs: Bulk | None = None
+    input_grads: Bulk | None = None
+    again: Bulk | None = None
+    output_grads: Bulk | None = None
+    ring: ZoneTable | None = None
+    hops: HopByHop | None = None
+    waves: WaveTimes | None = None
+    first: tuple[_Amount, _Amount] = (0.0, 0.0)
+    query_heads: _Amount = 0.0
+    kv_heads: _Amount = 0.0
+    largest: _Amount = 0.0
+    sent: _Amount = 0.0
+
+    def by_group(self, clock: Floats) -> Floats:
+        """The latest of each group [rounds] of the zone's ranks [G]."""
+        return clock.reshape(self.rounds, -1).max(axis=1)
+
+    def by_rank(self, clock: Floats) -> Floats:
+        """A group's time on all its ranks."""
+        return np.repeat(clock, len(self.ranks) // self.rounds)
+
+
+class _LaunchPrices:
+    """Launches to be priced, all at once."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Ints] = []
+        self.launch: list[Ints] = []
+        self.later: list[Floats] = []
+        self.count = 0
+
+    def add(self, pairs: Ints, launch: Ints, later: Floats) -> int:
+        """Launches; the number of the first. `later`: 1 where a hop brings their keys."""
+        first = self.count
         self.pairs.append(pairs)
         self.launch.append(launch + first)
-        self.merged += [0.0] * len(around)
-        self.around += around.tolist()
+        self.later.append(later)
+        self.count += len(later)
         return first
 
-    def seconds(self, machine: PricedMachine) -> tuple[list[float], list[float]]:
+    def seconds(self, machine: Machine) -> tuple[Floats, Floats]:
         """Of each launch, forward and backward."""
-        pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
-        cost, count = machine.cost, len(self.merged)
-        forward, backward = (cost.attend_s(pairs, launch, count, backward=b).tolist() for b in (False, True))
-        merges = [cost.merge_s(tokens) if tokens else 0.0 for tokens in self.merged]
-        adds = [ADD * machine.pack_s(num_bytes) for num_bytes in self.around]
-        return [a + b for a, b in zip(forward, merges, strict=True)], [
-            a + b for a, b in zip(backward, adds, strict=True)
-        ]
+        if not self.count:
+            return np.zeros(0), np.zeros(0)
+        pairs, launch, later = (np.concatenate(each) for each in (self.pairs, self.launch, self.later))
+        forward, backward = (
+            launches(pairs, launch, later, machine, backward=b, walked=later > 0).seconds for b in (False, True)
+        )
+        return forward, backward
 
 
-def zone_times(plan: MicrobatchPlan, machine: PricedMachine) -> list[ZoneTimes] | None:
-    """The plan's zones, in issue order; None: the traffic of one has no closed form.
+def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[ZoneTimes | ZoneTable]]:
+    """The plan's zones, in issue order, and the tables of those that have no closed form.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
     """
-    prices = _LaunchPrices()
-    zones: list[ZoneTimes] = []
-    numbers: list[tuple[int, int]] = []
-    lengths = np.array(plan.lengths, dtype=np.int64)
-    for index, own in _together(plan.zones, machine):
+    prices, context, runs = _LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
+    tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0])])
+    by_index = {table.index: table for table in tables.zones}
+    zones: list[ZoneTimes | ZoneTable] = []
+    numbers: list[tuple[ZoneTimes, Ints]] = []
+    for index, own in runs:
         zone = own[0]
-        if len(own) > 1:
-            made, first, other = _groups_apart(
-                [each for each in own if isinstance(each, Zone)], lengths, machine, prices
-            )
-        elif isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
-            made, first, other = _even_zone(zone, lengths, machine, prices)
-            if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
-                _route(made, machine, plan.routing.min_tokens)
+        if index in by_index:
+            zones.append(by_index[index])
         elif isinstance(zone, SharedZone):
-            made, first, other = _zone_in_waves(zone, Context.of(plan), machine), -1, -1
+            zones.append(_zone_in_waves(zone, context, machine))
         else:
-            found, first, other = _uneven_zone(zone, Context.of(plan), machine), -1, -1
-            if found is None:
-                return None
-            made = found
-        zones.append(made)
-        numbers.append((first, other))
-    if prices.merged:
-        forward, backward = prices.seconds(machine)
-        for made, (first, other) in zip(zones, numbers, strict=True):
-            if first >= 0 and made.apart:
-                numbers_of, size = slice(first, first + made.rounds), len(made.ranks) // made.rounds
-                made.first = np.repeat(forward[numbers_of], size), np.repeat(backward[numbers_of], size)
-            elif first >= 0:
-                made.first, made.other = (forward[first], backward[first]), (forward[other], backward[other])
-    return zones
+            each = [each for each in own if isinstance(each, Zone)]
+            made, which = (
+                _groups_apart(each, context.lengths, machine, prices)
+                if len(own) > 1
+                else _even_zone(index, each[0], context, machine, prices)
+            )
+            zones.append(made)
+            numbers.append((made, which))
+    forward, backward = prices.seconds(machine)
+    for made, which in numbers:
+        if made.ring is not None:
+            made.ring.forward_s, made.ring.backward_s = forward[which], backward[which]
+        else:
+            made.first = forward[which], backward[which]
+    return tables, zones
 
 
-def _together(zones: Sequence[AnyPlanZone], machine: PricedMachine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
+def _is_alike(zone: AnyPlanZone) -> bool:
+    """Whether a zone has a closed form."""
+    return isinstance(zone, SharedZone) or (isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1))
+
+
+def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
     """Zones in order, with the number of the first: one, or several in a row that have no rank in
     common and are groups alike.
     """
@@ -142,7 +200,7 @@ def _together(zones: Sequence[AnyPlanZone], machine: PricedMachine) -> Iterator[
         yield first, run
 
 
-def _kind(zone: AnyPlanZone, machine: PricedMachine) -> tuple[int, int, bool, bool] | None:
+def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | None:
     """Size, place in the node, collective or not, and once per node or not, of a zone of one group: in
     these, zones that lie alike are equal; None: not one group, or not ranks in a row.
     """
@@ -160,11 +218,9 @@ def _kind(zone: AnyPlanZone, machine: PricedMachine) -> tuple[int, int, bool, bo
 
 
 def _groups_apart(
-    zones: Sequence[Zone], lengths: Ints, machine: PricedMachine, prices: _LaunchPrices
-) -> tuple[ZoneTimes, int, int]:
-    """Zones of one group each that lie alike and have no rank in common, as one zone of several
-    groups.
-    """
+    zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _LaunchPrices
+) -> tuple[ZoneTimes, Ints]:
+    """Zones of one group each that lie alike as one zone of several; each rank's launch."""
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
     size, count = len(zones[0].ranks), len(zones)
     ranks = np.array([zone.ranks for zone in zones]).ravel()
@@ -173,200 +229,48 @@ def _groups_apart(
     num_tokens = by_rank(of_group, own, count)
     made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), rounds=count, apart=True)
     heads = most_heads(machine.model, size)
-    zero, row_bytes = np.zeros_like(own), machine.row_bytes
-    around = num_tokens * (heads[0] * row_bytes[Kind.Q_GRAD] + heads[1] * row_bytes[Kind.KV_GRAD])
-    first = prices.add_each(pairs_of((zero, own), (zero, own), heads), of_group, around)
+    zero = np.zeros_like(own)
+    first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, np.zeros(count))
     if size > 1:
         exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
             np.repeat(each, size) for each in (made.query_heads, made.kv_heads, made.largest, made.sent)
         )
-    return made, first, first
+    return made, np.repeat(first + np.arange(count), size)
 
 
-def _even_zone(zone: Zone, lengths: Ints, machine: PricedMachine, prices: _LaunchPrices) -> tuple[ZoneTimes, int, int]:
-    """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
-    own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
+def _even_zone(
+    index: int, zone: Zone, context: Context, machine: Machine, prices: _LaunchPrices
+) -> tuple[ZoneTimes, Ints]:
+    """A zone whose ranks are alike, groups of `size` ranks that exchange heads and a ring over them;
+    and the number of each rank's launch, by round in a ring.
+    """
+    own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
     size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
-    groups = num_ranks // size
-    made = ZoneTimes(np.array(zone.ranks), float(own.sum()) / num_ranks, index_of(zone.ranks), rounds=groups)
-    num_tokens = float(own.sum()) / groups
-    model, row_bytes = machine.model, machine.row_bytes
-    heads = most_heads(model, size)
-    first, other = _ring_launches(own, groups, heads, num_tokens, machine, prices)
+    groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
+    made = ZoneTimes(ranks, float(own.sum()) / num_ranks, index_of(zone.ranks), rounds=groups)
+    num_tokens, heads = float(own.sum()) / groups, most_heads(model, size)
     if size > 1:
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
-    if groups > 1:
-        block = num_tokens * heads[1]
-        crosses = machine.nics.node(np.array(zone.ranks))
-        between = bool((crosses != crosses[0]).any())
-        lanes = min(size, machine.cluster.ranks_per_nic) if between else 1
-        made.hop, made.back = (
-            _hop(block * row_bytes[kind], machine, lanes, between=between) for kind in (Kind.KV, Kind.KV_GRAD)
-        )
-        made.kv_heads += (groups - 1) * block
-        made.largest = max(made.largest, block)
-    return made, first, other
-
-
-def _ring_launches(
-    lengths: Ints, groups: int, heads: tuple[int, int], num_tokens: float, machine: PricedMachine, prices: _LaunchPrices
-) -> tuple[int, int]:
-    """The launch of a rank's own keys, and one of another group's; zigzag."""
-    row_bytes, zero = machine.row_bytes, np.zeros_like(lengths)
-
-    def around(keys: float) -> float:
-        return num_tokens * heads[0] * row_bytes[Kind.Q_GRAD] + keys * heads[1] * row_bytes[Kind.KV_GRAD]
-
     if groups == 1:
-        number = prices.add(pairs_of((zero, lengths), (zero, lengths), heads), 0.0, around(num_tokens))
-        return number, number
-    chunk = np.maximum(1, lengths // (2 * groups))
-    last = np.maximum(chunk, lengths - chunk)
-    early, late = (zero, chunk), (last, lengths)
-    if machine.model.mask == FULL:
-        own = others = [pairs_of(queries, keys, heads) for queries in (early, late) for keys in (early, late)]
-    else:
-        own = [pairs_of(queries, keys, heads) for queries, keys in ((early, early), (late, early), (late, late))]
-        # Another group's block: its early chunk for both of ours, or both of its for our late one.
-        others = [pairs_of(queries, early, heads) for queries in ((chunk, 2 * chunk), late)]
-    merged = num_tokens * heads[0] / machine.model.num_heads
-    return (
-        prices.add(np.concatenate(own), 0.0, around(num_tokens)),
-        # What a hop brought keeps its gradients as the launch leaves them.
-        prices.add(np.concatenate(others), merged, around(0.0)),
-    )
+        zero = np.zeros_like(own)
+        number = prices.add(pairs_of((zero, own), (zero, own), heads), zero, np.zeros(1))
+        return made, np.full(num_ranks, number)
+    made.kv_heads += (groups - 1) * num_tokens * heads[1]
+    made.largest = max(made.largest, num_tokens * heads[1])
+    placed = zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), groups, context.mask)
+    # [G, groups]; each place of a group has a ring of its own, of the part of the keys that its
+    # heads are.
+    part = heads[1] / model.num_kv_heads
+    made.hops = HopByHop(*(np.repeat(walk, size, axis=0) * part for walk in walks(placed)))
+    of_kind = launches_by_kind(placed, heads)
+    first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging)
+    which = np.repeat(first + of_kind.of_round, size, axis=0)
+    made.ring = ZoneTable(index, ranks, which, None, *np.ones((2, num_ranks), dtype=bool))
+    return made, which
 
 
-def _hop(num_bytes: float, machine: PricedMachine, lanes: int, *, between: bool) -> RingHop:
-    link = machine.inter if between else machine.intra
-    busy = link.alpha_s + num_bytes * (lanes if between else 1) / link.bytes_per_s
-    seconds = machine.cost.call_s + busy
-    return RingHop(seconds, seconds, 0.0 if between else busy, busy if between else 0.0, num_bytes)
-
-
-def _route(made: ZoneTimes, machine: PricedMachine, min_tokens: int) -> None:
-    """A ring between nodes whose transfers go over all NICs of both nodes."""
-    per_node = machine.nics.per_node
-    block = float(np.mean(made.tokens))
-    if made.hop is None or made.back is None or per_node == 1 or block < min_tokens or not made.hop.between_s:
-        return
-    call_s = machine.cost.call_s
-    for hop in (made.hop, made.back):
-        inside = machine.intra.alpha_s + hop.num_bytes * (per_node - 1) / per_node / machine.intra.bytes_per_s
-        across = machine.inter.alpha_s + hop.num_bytes / per_node / machine.inter.bytes_per_s
-        hop.there_s, hop.next_s = 2 * inside + across + 3 * call_s, max(inside, across) + call_s
-        hop.inside_s, hop.between_s = inside, across
-
-
-def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: PricedMachine) -> ZoneTimes | None:
-    """A zone of one launch a rank, as its pattern says it."""
-    pattern = pattern_of(zone)
-    found = pattern.rounds(zone, context)
-    held = pattern.tokens([zone], context)[found.ranks].astype(np.float64)
-    forward, backward = _launch_seconds(found.launches, machine)
-    made = ZoneTimes(found.ranks, held, index_of(found.ranks.tolist()), first=(forward, backward))
-    match found.traffic:
-        case GroupTraffic(inputs, _, True):
-            _gather(made, inputs[Kind.KV].max(initial=0.0), machine)
-        case PointToPoint(inputs, outputs):
-            _dispatch(made, (inputs, outputs), machine)
-        case None:
-            pass
-        case _:
-            return None
-    return made
-
-
-def _launch_seconds(launches: Launches, machine: PricedMachine) -> tuple[Floats, Floats]:
-    """Of each rank, all its launches."""
-    count = len(launches.merging)
-    forward, backward = (
-        machine.cost.attend_s(launches.pairs, launches.launch, count, backward=b)[launches.of_round].sum(axis=1)
-        for b in (False, True)
-    )
-    return forward, backward
-
-
-def _gather(made: ZoneTimes, block: float, machine: PricedMachine) -> None:
-    """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
-    size = len(made.ranks)
-    nodes = np.bincount(machine.nics.node(made.ranks))
-    nics = min(machine.nics.per_node, -(-int(nodes[nodes > 0].min()) // machine.cluster.ranks_per_nic))
-    crosses = (nodes > 0).sum() > 1
-    alpha = max(machine.intra.alpha_s, machine.inter.alpha_s) if crosses else machine.intra.alpha_s
-    rate = machine.intra.bytes_per_s
-    rate = min(rate, nics * machine.inter.bytes_per_s) if crosses else rate
-
-    def bulk(kind: Kind, *, back: bool) -> Bulk:
-        num_bytes = block * machine.row_bytes[kind]
-        seconds = (size - 1) * (alpha + num_bytes / rate)
-        return Bulk(seconds, num_bytes * (size - 1 if back else 1), num_bytes if back else 0.0, adds=back)
-
-    made.inputs, made.input_grads = bulk(Kind.KV, back=False), bulk(Kind.KV_GRAD, back=True)
-    made.again = made.inputs
-    made.kv_heads = made.largest = (size - 1) * block
-
-
-def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: PricedMachine) -> None:
-    """Messages to the launches and from them."""
-    there, back = messages
-    grads = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
-
-    def bulk(rows: Ints, *, turned: bool, placed: bool, adds: bool) -> Bulk | None:
-        if not len(rows):
-            return None
-        src, dst = rows[:, Message.SRC], rows[:, Message.DST]
-        src, dst = (dst, src) if turned else (src, dst)
-        of_kind = np.zeros(len(Kind))
-        for kind, grad in grads.items():
-            of_kind[kind] = machine.row_bytes[grad if turned else kind]
-        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
-        num_bytes = of_kind[rows[:, Message.KIND]] * heads * rows[:, Message.TOKENS]
-        steps = rows[:, Message.EXCHANGE]
-        each = [
-            _point_to_point_s(src[own], dst[own], num_bytes[own], machine)
-            for own in (steps == s for s in set(steps.tolist()))
-        ]
-        seconds, out, into = (np.sum(parts, axis=0) for parts in zip(*each, strict=True))
-        return Bulk(seconds, float(out.max()), float(into.max()) if placed else 0.0, adds)
-
-    made.again = made.inputs = bulk(there, turned=False, placed=False, adds=False)
-    made.outputs = bulk(back, turned=False, placed=True, adds=False)
-    made.output_grads = bulk(back, turned=True, placed=True, adds=False)
-    made.input_grads = bulk(there, turned=True, placed=True, adds=True)
-
-    def token_heads(rows: Ints, kind: Kind) -> Floats:
-        """Received by each rank of the zone."""
-        rows = rows[rows[:, Message.KIND] == kind]
-        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
-        return by_rank(rows[:, Message.DST], heads * rows[:, Message.TOKENS], machine.cluster.num_ranks)[made.ranks]
-
-    made.query_heads, made.kv_heads = token_heads(there, Kind.Q), token_heads(there, Kind.KV)
-    made.largest, made.sent = made.kv_heads, token_heads(back, Kind.OUT)
-
-
-def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: PricedMachine) -> tuple[Floats, Floats, Floats]:
-    """Seconds until each rank has all it receives, if all messages go at once; bytes that ranks
-    send, and receive.
-    """
-    ranks = machine.cluster.num_ranks
-    across = machine.nics.node(src) != machine.nics.node(dst)
-    busy = np.zeros((2, ranks))
-    totals = np.zeros((2, ranks))
-    for way, end in enumerate((src, dst)):
-        totals[way] = by_rank(end, num_bytes, ranks)
-        inside = by_rank(end, num_bytes * ~across, ranks) / machine.intra.bytes_per_s
-        nic = machine.nics.nic(np.arange(ranks))
-        between = by_rank(machine.nics.nic(end), num_bytes * across, int(nic.max()) + 1)
-        busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
-    arrived = busy.max(axis=0)
-    alpha = np.zeros(ranks)
-    np.maximum.at(alpha, dst, np.where(across, machine.inter.alpha_s, machine.intra.alpha_s))
-    return np.where(totals[1] > 0, arrived + alpha, 0.0), totals[0], totals[1]
-
-
-def _zone_in_waves(zone: SharedZone, context: Context, machine: PricedMachine) -> ZoneTimes:
+def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> ZoneTimes:
     """A zone whose groups of ranks exchange heads and attend in waves.
 
     Raises:
@@ -395,9 +299,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: PricedMachine) -
     return times
 
 
-def _exchanges(
-    times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: PricedMachine
-) -> None:
+def _exchanges(times: ZoneTimes, waves: WaveTimes, made: Schedule, heads: tuple[int, int], machine: Machine) -> None:
     """The all-to-alls of groups of several ranks, inputs in one part or two."""
     group = times.ranks[: made.size].tolist()
     by_part = made.tokens
@@ -428,40 +330,31 @@ def _by_wave(made: Schedule) -> list[Ints]:
     return [made.needs[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
 
-def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: PricedMachine) -> tuple[Floats, Floats]:
-    """Of each group, own work and each wave [groups, own + waves], forward with merges, and backward
-    with the sums of gradients.
-    """
+def _wave_launch_seconds(made: Schedule, heads: tuple[int, int], machine: Machine) -> tuple[Floats, Floats]:
+    """Of each group, own work and each wave [groups, own + waves]."""
     own = len(made.parts)
     shape = len(made.groups), own + made.num_waves
     counts = [len(rows) for tasks in made.tasks for rows in tasks]
     rows = np.concatenate([rows for tasks in made.tasks for rows in tasks])
-    launch, count = np.repeat(np.arange(len(counts)), counts), len(counts)
+    merging = np.tile((np.arange(shape[1]) >= own).astype(np.float64), shape[0])
     pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_SPAN] = rows[:, :3], rows[:, 3:]
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = heads
-    forward, backward = (machine.cost.attend_s(pairs, launch, count, backward=b) for b in (False, True))
-    queries = distinct_rows(pairs[:, Pair.QUERY], launch, count)
-    keys = distinct_rows(pairs[:, Pair.KEY], launch, count)
-    num_bytes = queries * machine.row_bytes[Kind.Q_GRAD] + keys * machine.row_bytes[Kind.KV_GRAD]
-    merges = [
-        machine.cost.merge_s(tokens) if tokens else 0.0 for tokens in (queries / machine.model.num_heads).tolist()
-    ]
-    forward = forward.reshape(shape)
-    forward[:, own:] += np.array(merges).reshape(shape)[:, own:]
-    sums = np.array([ADD * machine.pack_s(each) for each in num_bytes.tolist()])
-    return forward, backward.reshape(shape) + sums.reshape(shape)
+    launch = np.repeat(np.arange(len(counts)), counts)
+    forward, backward = (
+        launches(pairs, launch, merging, machine, backward=b).seconds.reshape(shape) for b in (False, True)
+    )
+    return forward, backward
 
 
-def _waves(made: Schedule, kv_heads: int, machine: PricedMachine) -> tuple[list[Bulk], list[Bulk], list[Ints]]:
-    """Keys of each wave, their gradients, and the groups [n, 2] that exchange anything in it."""
+def _waves(made: Schedule, kv_heads: int, machine: Machine) -> tuple[list[Bulk], list[Bulk]]:
+    """Keys of each wave, and their gradients."""
     nics, size = machine.nics, made.size
     first = np.array(made.groups, dtype=np.int64) * size
     node, nic = nics.node(first), nics.nic(first)
     sharing = min(size, machine.cluster.ranks_per_nic)
     there: list[Bulk] = []
     back: list[Bulk] = []
-    partners: list[Ints] = []
     for rows in _by_wave(made):
         src, dst = rows[:, Need.FROM], rows[:, Need.TO]
         token_heads = (rows[:, Need.STOP] - rows[:, Need.START]) * kv_heads
@@ -474,9 +367,133 @@ def _waves(made: Schedule, kv_heads: int, machine: PricedMachine) -> tuple[list[
             busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
         alpha = machine.inter.alpha_s if across.any() else machine.intra.alpha_s
         longest = busy.max(axis=0)
+        partners = np.column_stack(np.divmod(np.unique(src * len(first) + dst), len(first)))
         for kind, bulks, (out, into) in ((Kind.KV, there, totals), (Kind.KV_GRAD, back, totals[::-1])):
             each = machine.row_bytes[kind]
             seconds = np.where(totals.sum(axis=0) > 0, each * longest + alpha, 0.0)
-            bulks.append(Bulk(seconds, each * out, each * into if kind == Kind.KV_GRAD else 0.0, adds=True))
-        partners.append(np.column_stack(np.divmod(np.unique(src * len(first) + dst), len(first))))
-    return there, back, partners
+            placed = each * into if kind == Kind.KV_GRAD else 0.0
+            bulks.append(Bulk(seconds, each * out, placed, adds=True, partners=partners))
+    return there, back
+
+
+def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
+    """Sums of values by rank, or by any other number below `size`."""
+    return np.bincount(ranks, weights=values, minlength=size).astype(np.float64)
+
+
+def index_of(ranks: Sequence[int]) -> slice | Ints:
+    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
+    first, last = ranks[0], ranks[-1]
+    in_a_row = list(ranks) == list(range(first, last + 1))
+    return slice(first, last + 1) if in_a_row else np.array(ranks)
+
+
+def most_heads(model: Model, size: int) -> tuple[int, int]:
+    """Query and key-value heads of the rank of a group that has most."""
+    queries = -(-model.num_heads // size)
+    ratio = model.num_heads // model.num_kv_heads
+    return queries, min(model.num_kv_heads, -(-queries // ratio))
+
+
+class _AllToAll(NamedTuple):
+    """The all-to-all of a group in closed form. `inside`, `between`: fixed seconds and seconds a byte
+    of the busiest rank on the links of a node and of a NIC, which `sharing` ranks share; None: all
+    ranks are on one node.
+    """
+
+    inside: tuple[float, float]
+    between: tuple[float, float] | None
+    sharing: int
+
+    @classmethod
+    def of(cls, group: Sequence[int], machine: Machine) -> _AllToAll:
+        size, cluster = len(group), machine.cluster
+        node = cluster.node_size
+        one_node = group[0] // node == group[-1] // node and group[-1] - group[0] == size - 1
+        here = size if one_node else int(np.bincount(machine.nics.node(np.array(group))).max())
+        together = is_collective(tuple(group), cluster.num_ranks, node)
+        inside = (here - 1 if together else 1) * machine.intra.alpha_s
+        inside_byte_s = (here - 1) / (size - 1) / machine.intra.bytes_per_s
+        if here == size:
+            return cls((inside, inside_byte_s), None, 1)
+        between = (size - here if together else 1) * machine.inter.alpha_s
+        between_byte_s = (size - here) / (size - 1) / machine.inter.bytes_per_s
+        return cls((inside, inside_byte_s), (between, between_byte_s), min(here, cluster.ranks_per_nic))
+
+    def seconds(self, most: _Amount, far: tuple[_Amount, _Amount]) -> _Amount:
+        """Seconds until all ranks have what comes: `most` bytes for a rank; `far`: as if all of it
+        crossed, bytes for a rank and on average.
+        """
+        inside = self.inside[0] + most * self.inside[1]
+        if self.between is None:
+            return inside
+        return _larger(inside, self.between[0] + _larger(far[0], far[1] * self.sharing) * self.between[1])
+
+
+def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags beside it
+    made: ZoneTimes,
+    group: Sequence[int],
+    num_tokens: Floats | float,
+    heads: tuple[int, int],
+    machine: Machine,
+    *,
+    inputs_only: bool = False,
+    once: bool = False,
+) -> None:
+    """The all-to-alls of a group before and after its launches; `num_tokens`: of one group, which all
+    are like, or of each [groups]. `inputs_only`: without outputs and their gradients; `once`: what
+    several ranks of a node share crosses once and is passed on inside (`patterns.head_exchange_once`).
+    """
+    model, size, row_bytes, way = machine.model, len(group), machine.row_bytes, _AllToAll.of(group, machine)
+    others = num_tokens * (size - 1) / size
+    trading = min(size, model.num_heads)
+    copies = trading * heads[1]  # key-value heads that all ranks of the group receive
+    queries, keys = others * heads[0], others * heads[1]
+    made.query_heads, made.kv_heads, made.largest = queries, keys, keys
+    made.sent = num_tokens / size * (model.num_heads - heads[0])
+    away = num_tokens / size
+    here, sharing = _sharing(group, heads[1], machine) if once else (size, 1.0)
+    passed_on = num_tokens * ((size - here) / size * heads[1] * (1 - 1 / sharing))
+
+    def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
+        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
+        owners of tokens, keys last; `home`: the other way.
+        """
+        into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
+        out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
+        most = _larger(into, out)
+        if sharing > 1 and len(kinds) > 1:
+            kind, to, leaves = kinds[-1]
+            spared = row_bytes[kind] * (1 - 1 / sharing)
+            far_out = out - spared * leaves
+            on_s = passed_on * row_bytes[kind] / machine.intra.bytes_per_s
+            on_s = on_s + machine.cost.call_s + machine.intra.alpha_s
+            seconds = on_s + way.seconds(most, (_larger(into - spared * to, far_out), far_out))
+        else:
+            seconds = way.seconds(most, (most, out))
+        if home:
+            into, out = out, into
+        return Bulk(seconds, out, into if placed else 0.0, adds)
+
+    query_side = (queries, away * (model.num_heads - heads[0]))
+    key_side = (keys, away * (copies - heads[1]))
+    made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
+    made.again = made.inputs
+    made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
+    if not inputs_only:
+        made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
+        made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
+
+
+def _sharing(group: Sequence[int], kv_heads: int, machine: Machine) -> tuple[int, float]:
+    """Ranks of a group on a node, and how many of them share a key-value head, of which a rank has
+    `kv_heads`.
+    """
+    model, size, nodes = machine.model, len(group), np.bincount(machine.nics.node(np.array(group)))
+    here = int(nodes.max())
+    trading = min(size, model.num_heads) * here / size
+    return here, max(1.0, trading * kv_heads / max(1.0, model.num_kv_heads * here / size))
+
+
+def _larger(one: _Amount, other: _Amount) -> _Amount:
+    return np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, float(other))

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import yaml
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.lab import Progress
-from megatron_balance.simulator.machine import Machine
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]

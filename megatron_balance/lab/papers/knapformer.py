@@ -20,6 +20,7 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, sequence_work
@@ -29,7 +30,6 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.lab.papers.base import Effort, Ours, paper
 from megatron_balance.planners.knapformer import KnapFormerOptions
 from megatron_balance.planners.knapformer import plan as balance
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import (

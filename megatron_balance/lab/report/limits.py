@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
@@ -26,7 +27,6 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.lab.report import numbers
 from megatron_balance.lab.report.cases import Figures, PlayedCase, mean_step_s, simulate
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Setup
 

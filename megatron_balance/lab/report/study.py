@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_balance.analysis import trace_format
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
@@ -33,7 +34,6 @@ from megatron_balance.lab.report.ranking import (
 from megatron_balance.lab.report.variants import recommended
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import MOST_RANKS, layer_trace
 
 

@@ -40,7 +40,7 @@ import numpy as np
 from megatron_balance.analysis.backward import Decision, Loads, MicrobatchBytes, ReceivedBytes
 from megatron_balance.analysis.estimate import best_first
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import MachineCost
@@ -228,8 +228,8 @@ class Search:
         return self.nothing.lengths
 
     @property
-    def machine(self) -> PricedMachine:
-        return PricedMachine.of(self.context.cluster, self.context.model, self.context.cost, self.context.memory)
+    def machine(self) -> Machine:
+        return Machine(self.context.cluster, self.context.model, self.context.cost, memory=self.context.memory)
 
     def costs(self, size: int, *, replays: bool = False) -> GroupCosts:
         cost = self.context.cost
@@ -409,7 +409,7 @@ class Search:
         return known[best_first([priced for _, priced in known])[0]][0]
 
 
-def _best_of(plans: Sequence[MicrobatchPlan], machine: PricedMachine) -> MicrobatchPlan:
+def _best_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> MicrobatchPlan:
     priced = [plan_estimate(each, machine) for each in plans] if len(plans) > 1 else []
     known = [each for each in priced if each is not None]
     return plans[best_first(known)[0]] if known and len(known) == len(plans) else plans[0]
@@ -433,12 +433,12 @@ def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups:
     return [above for above in starts if first[ways[above]] == above]
 
 
-def _surely_keeps(found: InWaves, machine: PricedMachine) -> bool:
+def _surely_keeps(found: InWaves, machine: Machine) -> bool:
     """Whether most layers keep even if a rank receives all keys of its group's sequences."""
     return not _mostly_replays(_decide(most_bytes(found, machine), machine))
 
 
-def most_bytes(found: InWaves, machine: PricedMachine) -> MicrobatchBytes:
+def most_bytes(found: InWaves, machine: Machine) -> MicrobatchBytes:
     """The most that a rank may own and receive, as of one rank."""
     plan, (of, size, *_) = found
     heads = plan.num_heads, plan.num_kv_heads
@@ -455,7 +455,7 @@ def most_bytes(found: InWaves, machine: PricedMachine) -> MicrobatchBytes:
     return MicrobatchBytes(own, loads.bytes(heads, machine.row_bytes))
 
 
-def _decide(microbatch: MicrobatchBytes, machine: PricedMachine) -> Decision:
+def _decide(microbatch: MicrobatchBytes, machine: Machine) -> Decision:
     memory = machine.memory or StepMemory.one_stage(machine.model, machine.cluster.num_ranks)
     return memory.decide(microbatch, machine.cluster.memory_bytes)
 

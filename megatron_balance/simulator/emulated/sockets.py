@@ -20,17 +20,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
+from megatron_balance.analysis.clocks import Occupied
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.order import Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.emulated.tcp import WORD_BYTES, Network
-from megatron_balance.simulator.events import Events, Occupied
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
 
-HALVES = 2
+_HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""
 
 
@@ -227,7 +228,7 @@ class Sockets(Events):
 
     def _turn(self, ring: _RingSender) -> None:
         """Post what may be under way."""
-        while ring.posted < min(len(ring.sends), HALVES + min(ring.left, ring.came)):
+        while ring.posted < min(len(ring.sends), _HALVES + min(ring.left, ring.came)):
             self._send(ring.sends[ring.posted])
             self._receive(ring.receives[ring.posted])
             ring.posted += 1
@@ -243,7 +244,7 @@ def _messages(each: GroupExchange) -> list[Flow]:
     size = len(each.ranks)
     if each.collective == "all_gather":
         block = int(each.num_bytes.max(initial=0))
-        halves = [half for half in (block // HALVES, block - block // HALVES) if half]
+        halves = [half for half in (block // _HALVES, block - block // _HALVES) if half]
         return [
             _message(each, rank, each.ranks[(place + 1) % size], half, turn * len(halves) + part)
             for turn in range(size - 1)

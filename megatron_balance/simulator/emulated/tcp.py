@@ -22,12 +22,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.analysis.machine import Machine
 
 SOCKET_BYTES = 1 << 18
 """Bytes that a socket holds at most (net.ipv4.tcp_wmem)."""
 
-WRITABLE = 3
+_WRITABLE = 3
 """A socket that was full is written to again when one part in so many is free
 (sk_stream_is_writeable).
 """
@@ -186,7 +186,7 @@ class Network:
 
     def _fill(self, connection: _Connection) -> None:
         """Put what waits into the socket, as far as it has free bytes."""
-        if connection.full and connection.free_bytes * WRITABLE < self._scale * SOCKET_BYTES:
+        if connection.full and connection.free_bytes * _WRITABLE < self._scale * SOCKET_BYTES:
             return
         while connection.waiting and connection.free_bytes:
             given = connection.waiting[0]

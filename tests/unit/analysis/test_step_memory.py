@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import MicrobatchBytes, ReceivedBytes, Recomputed, Stage, decide, step_bytes
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine as Prices
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.config import load_cluster, load_model
@@ -28,7 +28,6 @@ from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
@@ -190,11 +189,11 @@ def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_oth
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
     setup = Setup("auto", experts=experts, engine="rounds")
     told = step_memory(StageSetup(machine, setup)).of_microbatches(1)
-    found, step = estimate(plan, Prices.of(cluster, model, own, told)), simulate_step([plan], machine, setup)
+    found, step = estimate(plan, Machine(cluster, model, own, memory=told)), simulate_step([plan], machine, setup)
     assert found is not None
     around = sum(step.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     assert found.layer_s == pytest.approx((step.step_s - around) / model.num_layers, rel=0.02)
-    without = estimate(plan, Prices.of(cluster, model, machine.cost, told))
+    without = estimate(plan, Machine(cluster, model, machine.cost, memory=told))
     assert without is not None
     assert (found.layer_s > 1.2 * without.layer_s) == (experts > 1), "beyond that tolerance"
     assert found.backward.keeping == step.backward.keeping

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.config import load_cluster, load_model
@@ -18,7 +19,6 @@ from megatron_balance.patterns.dispatch import task_table
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import simulate
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.training import simulate_planned
 from megatron_balance.workloads.lengths import draw

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -22,7 +23,6 @@ from megatron_balance.patterns.head_exchange_once import ways
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import with_layers
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.machine import Machine
 from tests.support import by_hand
 
 LLAMA3 = load_model("llama3-8b")

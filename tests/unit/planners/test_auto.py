@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, make_planner
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine as Prices
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -19,7 +19,6 @@ from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 
@@ -78,7 +77,7 @@ def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
     """hybrid_dp is faster, but holds more tokens on one rank than te_ring."""
     names = ("hybrid_dp", "te_ring")
     roomy = auto(MIXED, planners=names, layers=Layers())
-    machine = Prices.of(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
+    machine = Machine(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
     fast, slow = (estimate(make_planner(name, CLUSTER, MODEL)(MIXED), machine) for name in names)
     assert fast is not None
     assert slow is not None
@@ -97,7 +96,7 @@ def test_where_nothing_fits_it_says_so() -> None:
 def test_where_nothing_fits_a_little_memory_is_not_worth_seconds() -> None:
     """ulysses needs least by some MB, and takes two fifths longer than zeppelin."""
     tight, names = replace(CLUSTER, memory_bytes=1e10), ("ulysses", "zeppelin")
-    machine = Prices.of(tight, MODEL, AnalyticCost(tight, MODEL))
+    machine = Machine(tight, MODEL, AnalyticCost(tight, MODEL))
     least, fast = (estimate(make_planner(name, tight, MODEL)(MIXED), machine) for name in names)
     assert least is not None
     assert fast is not None

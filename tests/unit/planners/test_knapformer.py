@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -24,7 +25,6 @@ from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, pl
 from megatron_balance.planners.knapformer.knapsack import assign
 from megatron_balance.planners.knapformer.topology import Topology, TopologyPrices, TopologySearch, allowed_sizes, parse
 from megatron_balance.planning.choice import planning_cost
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads import distributions

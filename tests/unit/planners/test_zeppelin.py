@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
@@ -146,7 +146,7 @@ def test_the_closed_form_of_rings_of_groups_is_near_the_estimate_of_their_plan(n
             assert isinstance(zone, Zone)
             for seq in zone.seqs:
                 groups[seq] = tuple(sorted({rank // 8 for rank in zone.ranks}))
-        found = estimate(plan, PricedMachine.of(own, model, cost))
+        found = estimate(plan, Machine(own, model, cost))
         assert found is not None
         seconds = rings_s(groups, lengths, GroupCosts(cost, own, model, 8, cost.call_s))
         assert 0.9 * found.layer_s < seconds < 1.03 * found.layer_s

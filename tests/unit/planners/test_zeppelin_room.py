@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.backward import received_bytes
 from megatron_balance.analysis.estimate import estimate
-from megatron_balance.analysis.estimate.times import PricedMachine as Prices
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -24,7 +24,6 @@ from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search, ZeppelinOptions, most_bytes
 from megatron_balance.planning.choice import planning_cost
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
@@ -38,13 +37,13 @@ LONG = (212_365, 42_000, 7_779)
 """As in a microbatch of 256k tokens: two waves of it leave no room on 32 H800 a stage, three do."""
 
 
-def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, Prices, Machine]:
+def planned(lengths: tuple[int, ...], **options: Any) -> tuple[MicrobatchPlan, Machine, Machine]:
     """A plan for 512 H800, told their memory; prices and the simulated machine."""
     cluster = load_cluster("h800").build(num_ranks=32)
     machine, cost = Machine(cluster, DEEPSEEK, AnalyticCost(cluster, DEEPSEEK)), planning_cost(cluster, DEEPSEEK, None)
     memory = step_memory(StageSetup(machine, SETUP)).of_microbatches(STAGES)
     context = StepContext(cluster, DEEPSEEK, cost, memory=memory, options=ZeppelinOptions(**options))
-    return zeppelin.plan_in(Batch(lengths), context), Prices.of(cluster, DEEPSEEK, cost, memory), machine
+    return zeppelin.plan_in(Batch(lengths), context), Machine(cluster, DEEPSEEK, cost, memory=memory), machine
 
 
 def waves_of(plan: MicrobatchPlan) -> int:

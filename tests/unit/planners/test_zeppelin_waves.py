@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance import make_planner
 from megatron_balance.analysis.estimate import estimate as plan_estimate
-from megatron_balance.analysis.estimate.times import PricedMachine as Prices
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics, tokens_per_rank
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import compile_ranks
@@ -30,7 +30,6 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import Search, ZeppelinOptions, group_sizes
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, cheapest, with_lead
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed, level_tokens, placements, zigzag_edges
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.solvers.groups import with_rounding
 
@@ -76,7 +75,7 @@ def test_they_are_asked_for_where_waves_would_leave_heads_idle() -> None:
     """12 heads over groups of 8: as even as that can be is a third more than groups of 4 take."""
     own = replace(load_cluster("h200").build(num_ranks=16, ranks_per_node=8), attention_kernel="flash_attn")
     model = load_model("moe-8x550m")
-    prices = Prices.of(own, model, AnalyticCost(own, model))
+    prices = Machine(own, model, AnalyticCost(own, model))
     lengths = (63121, 2415)
     found, in_waves = (make_planner("zeppelin", own, model, num_waves=waves)(lengths) for waves in (None, 1))
     assert (found.zones[0].pattern, in_waves.zones[0].pattern) == ("head_ring", "waves")

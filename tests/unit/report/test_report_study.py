@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
@@ -15,7 +16,6 @@ from megatron_balance.lab.report import limits, numbers
 from megatron_balance.lab.report.study import SHOWN_RANKS, length_histogram, placement, timeline
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import layer_trace
 from tests.support import by_hand
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance import make_planner
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s, simulate_step
 from tests.support import by_hand

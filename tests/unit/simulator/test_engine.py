@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.clocks import fair_ends
+from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
@@ -32,7 +34,6 @@ from megatron_balance.patterns.sends import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
-from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
 from megatron_balance.simulator.phase import Flow, SimulatedPhase, phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
@@ -214,7 +215,7 @@ def test_fair_shares_fill_a_resource_of_every_transfer_and_overfill_none(uses, c
 
 
 def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
-    ends = fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.array([1.0]))
+    ends = fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.ones(2))
     # Alone until 5, then half each: the first has 5 left and needs 10; the second then has 5 left
     # and the resource to itself.
     assert ends == pytest.approx([15.0, 20.0])

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis import tables
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
@@ -23,11 +25,10 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.patterns import ring, zigzag
+from megatron_balance.patterns.base import HeadsThenHops, HopByHop
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers, with_layers
-from megatron_balance.simulator import tables
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.machine import Machine
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.masks import NAMES
@@ -163,8 +164,8 @@ def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
             assert walked[:, hop].tolist() == (tokens * going).sum(axis=1).tolist()
 
 
-def hops_of(zone: tables.ZoneTable) -> tables.Hops:
-    assert isinstance(zone.traffic, tables.Nested)
+def hops_of(zone: tables.ZoneTable) -> HopByHop:
+    assert isinstance(zone.traffic, HeadsThenHops)
     assert zone.traffic.hops is not None
     return zone.traffic.hops
 

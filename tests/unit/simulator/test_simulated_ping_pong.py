@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.attention import EngineName
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.solvers.packing import nano_batches

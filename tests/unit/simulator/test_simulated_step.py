@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import simulate
+from megatron_balance.analysis import launches
 from megatron_balance.analysis.backward import largest_exchange
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
+from megatron_balance.analysis.rounds import coupled
 from megatron_balance.analysis.statistics import linear_tokens, plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -24,10 +27,9 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.simulator import pipeline, work
+from megatron_balance.simulator import pipeline
 from megatron_balance.simulator import step as step_module
-from megatron_balance.simulator.attention import attention_call, coupled
-from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup, bound_s, simulate_step
 from tests.support import by_hand
@@ -207,9 +209,9 @@ def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_n
         machine.intra,
         replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node),
     )
-    assert work.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
+    assert launches.ring_collective(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
-    assert work.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
+    assert launches.all_to_all(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
 
 
 @settings(max_examples=15, deadline=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost import parallel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
@@ -18,7 +19,6 @@ from megatron_balance.ir.step import TickPlan
 from megatron_balance.planners import distca
 from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.simulator.attention import attention_call, linear_s
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
 from tests.support import by_hand

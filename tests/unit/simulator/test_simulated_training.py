@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -14,7 +15,6 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_planner, step_mode
 from megatron_balance.planning.ticks import ticks
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, parts_of
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.simulator.ticks import most_held, simulate_joint

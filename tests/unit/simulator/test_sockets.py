@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.clocks import Outcome
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import traffic
 from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import expand, in_order
@@ -22,8 +24,6 @@ from megatron_balance.ir.program import Collective, Exchange, Kind, Program
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.emulated import sockets, tcp
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine

@@ -6,8 +6,8 @@ import heapq
 
 import pytest
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.simulator.emulated import tcp
-from megatron_balance.simulator.machine import Machine
 from tests.support.flat_cost import INTER, INTRA, flat_machine
 
 NIC, LINK = INTER.bytes_per_s, INTRA.bytes_per_s

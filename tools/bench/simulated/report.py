@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.machine import Machine
 from tools.bench.simulated.cases import MODEL, Key, cluster_of
 from tools.bench.simulated.piece import Row
 

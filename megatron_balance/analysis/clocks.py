@@ -1,37 +1,31 @@
 """The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for
-(`simulator.rounds`).
+(`analysis.rounds`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_collective
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.tables import Tables, ZoneTable
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.simulator.machine import Bools, fair_ends
-from megatron_balance.simulator.tables import Tables, ZoneTable
-from megatron_balance.simulator.work import ADDED, STORED, all_to_all, ring_collective
 
 COPIED, MOVED = range(2)
 """Traffic classes (`compile.order`)."""
 
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
 """Streams of a traffic class; the last one is that of collectives."""
-
-
-@dataclass(slots=True)
-class _Transfers:
-    """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
-
-    src: Ints
-    dst: Ints
-    num_bytes: Floats
-    routed: Bools
 
 
 class Clocks:
@@ -43,7 +37,7 @@ class Clocks:
     launch waits for comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each
     NIC, out and in, that is free for what comes next; `nic_bytes`: what has gone over it since that
     was set. `issued`: seconds that each host has spent issuing, which its device waits for where the
-    host is `behind` (`simulator.phase.hosts_behind`).
+    host is `behind` (`hosts_behind`).
     """
 
     def __init__(
@@ -58,6 +52,8 @@ class Clocks:
         self.free = np.zeros((2, 5, ranks))
         self.capacity = self.machine.capacity()
         self.bytes_moved = np.zeros(len(self.capacity))
+        # Whether bytes are counted; an estimate has no use for them.
+        self.counts = True
         self.share, self.nic_bytes = np.ones((2, self.machine.num_nics)), np.zeros((2, self.machine.num_nics))
 
     def issue(
@@ -90,15 +86,18 @@ class Clocks:
 
     def pack_s(self, num_bytes: Floats) -> Floats:
         """Seconds of packing, elementwise; nothing takes none."""
-        return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
+        sizes, place = np.unique(num_bytes, return_inverse=True)  # few sizes, a call for each
+        return np.array([self.cost.pack_s(size) if size else 0.0 for size in sizes.tolist()])[
+            place.reshape(num_bytes.shape)
+        ]
 
-    def carry(self, transfers: _Transfers, posted: Floats, traffic_class: int) -> Floats:
+    def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
         free; when each rank has all it receives.
         """
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
-        src, dst, num_bytes, routed = transfers.src, transfers.dst, transfers.num_bytes, transfers.routed
+        src, dst = transfers.src, transfers.dst
         if not len(src):
             return arrived
         free = self.free[traffic_class]
@@ -106,51 +105,28 @@ class Clocks:
         link = np.where(across, INTER, INTRA)
         begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
         begin_s = np.maximum(*begin) + self.call_s
-        rates = self.capacity.copy()
-        rates[2 * machine.num_ranks :] *= self.share.ravel()
-        stop = np.zeros(len(src))
-        direct = ~routed
-        uses = machine.resources(src, dst)
-        ready = (begin_s + machine.alpha_s(src, dst))[direct]
-        stop[direct] = self._end(
-            uses[direct], np.repeat(num_bytes[direct, None], 2, axis=1), np.repeat(ready[:, None], 2, axis=1), rates
-        )
-        if routed.any():
-            stop[routed] = self._by_proxies(src[routed], dst[routed], num_bytes[routed], begin_s[routed], rates)
+        stop = transfers.ends(begin_s, machine, self.share)
+        self._count(transfers)
         for end in (src, dst):
             np.maximum.at(free, (link, end), stop)
         np.maximum.at(arrived, dst, free[link, dst])
         return arrived
 
-    def _end(self, uses: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When transfers [n] end that take the resources `uses` [n, k], each with so many bytes
-        from then on.
-        """
-        if not uses.size:
-            return np.zeros(len(uses))
-        load = np.bincount(uses.ravel(), weights=num_bytes.ravel(), minlength=len(self.capacity))
+    def _count(self, transfers: Transfers) -> None:
+        """Add the bytes that transfers move over each resource."""
+        if not self.counts:
+            return
+        machine, load = self.machine, np.zeros(len(self.capacity))
+        per_node, first, direct = machine.nics.per_node, 2 * machine.num_ranks, ~transfers.routed
+        uses = machine.resources(transfers.src, transfers.dst)
+        np.add.at(load, uses[direct], transfers.num_bytes[direct, None])
+        piece = transfers.num_bytes[transfers.routed, None] / per_node
+        for part, ranks in enumerate((transfers.src[transfers.routed, None], transfers.dst[transfers.routed, None])):
+            np.add.at(load, part * machine.num_ranks + ranks, piece * (per_node - 1))
+            nics = machine.nics.node(ranks) * per_node + np.arange(per_node)
+            np.add.at(load, first + part * machine.num_nics + nics, piece)
         self.bytes_moved += load
-        self.nic_bytes += load[2 * self.machine.num_ranks :].reshape(2, -1)
-        return fair_ends(uses.ravel(), num_bytes.ravel(), begin_s.ravel(), rates).reshape(uses.shape).max(axis=1)
-
-    def _by_proxies(self, src: Ints, dst: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When routed transfers end: to the proxies of the source, between the nodes, from those of
-        the target.
-        """
-        machine = self.machine
-        per_node, first, here = machine.nics.per_node, 2 * machine.num_ranks, np.arange(machine.nics.per_node)
-        passed_on = (num_bytes * (per_node - 1) / per_node)[:, None]
-        at = begin_s[:, None] + machine.intra.alpha_s
-        at = self._end(src[:, None], passed_on, at, rates)[:, None] + self.call_s + machine.inter.alpha_s
-        out, into = (machine.nics.node(end)[:, None] * per_node + here for end in (src, dst))
-        nics = np.concatenate([first + out, first + machine.num_nics + into], axis=1)
-        piece = np.repeat(num_bytes[:, None] / per_node, 2 * per_node, axis=1)
-        at = (
-            self._end(nics, piece, np.repeat(at, 2 * per_node, axis=1), rates)[:, None]
-            + self.call_s
-            + machine.intra.alpha_s
-        )
-        return self._end((machine.num_ranks + dst)[:, None], passed_on, at, rates)
+        self.nic_bytes += load[first:].reshape(2, -1)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
         """Mark the transfers of a zone, or of the remap, that go over all NICs: bool [n]."""
@@ -170,7 +146,7 @@ class Clocks:
         """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
-        sent = _Transfers(
+        sent = Transfers(
             parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed
         )
         ranks = np.arange(self.machine.num_ranks)
@@ -198,7 +174,7 @@ class Clocks:
         self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
 
-    def _calls(self, transfers: _Transfers) -> tuple[Ints, Ints]:
+    def _calls(self, transfers: Transfers) -> tuple[Ints, Ints]:
         """Group calls of each rank, and their messages: one call for the transfers inside its node,
         one for those between nodes, and two more legs of those that are routed, in a piece for each
         NIC; what it passes on for others left out.
@@ -221,9 +197,7 @@ class Clocks:
         return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
 
     def is_together(self, table: ZoneTable) -> bool:
-        """Whether the zone's collectives are one call each: not routed, and its ranks have a
-        communicator.
-        """
+        """Whether the zone's collectives are one call each: not routed, of a communicator."""
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
@@ -238,7 +212,7 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            transfers = _Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            transfers = Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
             calls, num_messages = self._calls(transfers)
             self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
             return self.carry(transfers, posted, traffic_class)[ranks]
@@ -251,3 +225,128 @@ class Clocks:
         stop = np.maximum(posted[ranks], self.free[traffic_class, TOGETHER, ranks]).max() + self.call_s + taken.seconds
         self.free[traffic_class, TOGETHER, ranks] = stop
         return np.full(len(ranks), stop)
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
+
+    src: Ints
+    dst: Ints
+    num_bytes: Floats
+    routed: Bools
+
+    def ends(self, begin_s: Floats, machine: Machine, share: Floats) -> Floats:
+        """When each [n] ends. `share` [2, num_nics]: the free part of each NIC, out and in."""
+        direct, stop = ~self.routed, np.zeros(len(self.src))
+        src, dst, num_bytes = self.src[direct], self.dst[direct], self.num_bytes[direct]
+        nics, intra, inter = machine.nics, machine.intra, machine.inter
+        across, nic_s = nics.node(src) != nics.node(dst), share * inter.bytes_per_s
+        ready = begin_s[direct] + np.where(across, inter.alpha_s, intra.alpha_s)
+        # A link has an even number, a NIC an odd one: they are never one resource.
+        each = [
+            fair_ends(
+                np.where(across, 2 * nics.nic(end) + 1, 2 * end),
+                num_bytes,
+                ready,
+                np.where(across, rate[nics.nic(end)], intra.bytes_per_s),
+            )
+            for end, rate in zip((src, dst), nic_s, strict=True)
+        ]
+        stop[direct] = np.maximum(*each)
+        if self.routed.any():
+            stop[self.routed] = self._by_proxies(begin_s[self.routed], machine, nic_s)
+        return stop
+
+    def _by_proxies(self, begin_s: Floats, machine: Machine, nic_s: Floats) -> Floats:
+        """When routed transfers end: to the source's proxies, between nodes, from the target's."""
+        src, dst, num_bytes = self.src[self.routed], self.dst[self.routed], self.num_bytes[self.routed]
+        nics, intra, inter, call_s = machine.nics, machine.intra, machine.inter, machine.cost.call_s
+        # All NICs of a node have the same to move, so its slowest one is looked at.
+        piece, inside = num_bytes / nics.per_node, np.full(len(src), intra.bytes_per_s)
+        passed_on, slowest = piece * (nics.per_node - 1), nic_s.reshape(2, -1, nics.per_node).min(axis=2)
+        at = fair_ends(src, passed_on, begin_s + intra.alpha_s, inside) + call_s + inter.alpha_s
+        nodes = (nics.node(end) for end in (src, dst))
+        each = [fair_ends(node, piece, at, rate[node]) for node, rate in zip(nodes, slowest, strict=True)]
+        return fair_ends(dst, passed_on, np.maximum(*each) + call_s + intra.alpha_s, inside)
+
+
+def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
+    """End of each transfer [n] if it used one resource only, which those under way share evenly;
+    `rates`: of the resource of each.
+
+    As much of every one is moved at any time, so they end in the order of what had been moved when
+    they began plus what they have to move.
+    """
+    order = np.lexsort((begin_s, resource))
+    bounds = np.flatnonzero(np.diff(resource[order], prepend=-1, append=-1)).tolist()
+    begin, size, rate = (each[order].tolist() for each in (begin_s, num_bytes, rates))
+    found: list[float] = []
+    for first, last in pairwise(bounds):
+        found += _even_ends(begin[first:last], size[first:last], rate[first])
+    ends = np.empty(len(order))
+    ends[order] = found
+    return ends
+
+
+def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
+    """`fair_ends` on one resource; `begin_s` rises."""
+    if len(begin_s) == 1:
+        return [begin_s[0] + num_bytes[0] / rate]
+    ends = [0.0] * len(begin_s)
+    # (bytes that each of them will have moved when this one ends, which)
+    under_way: list[tuple[float, int]] = []
+    now = moved = 0.0
+    for number, (coming_s, size) in enumerate(zip(begin_s, num_bytes, strict=True)):
+        while under_way:
+            done_s = now + (under_way[0][0] - moved) * len(under_way) / rate
+            if done_s > coming_s:
+                moved += max(0.0, coming_s - now) * rate / len(under_way)
+                break
+            now = done_s
+            moved, first = heapq.heappop(under_way)
+            ends[first] = now
+        now = max(now, coming_s)
+        heapq.heappush(under_way, (moved + size, number))
+    for left in range(len(under_way), 0, -1):
+        upto, first = heapq.heappop(under_way)
+        now, moved = now + (upto - moved) * left / rate, upto
+        ends[first] = now
+    return ends
+
+
+class Occupied(NamedTuple):
+    """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
+
+    `name`: "attention", "pack", "wait" (for what an exchange brings), "place", or the leg of an
+    exchange (`analysis.trace_format`). `exchange`: -1 for a launch.
+    """
+
+    rank: int
+    stream: str
+    name: str
+    exchange: int
+    start_s: float
+    stop_s: float
+    zone: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One phase as it went, by rank: when it is done and how long it computed; by resource
+    (`Machine.resources`): bytes.
+    """
+
+    end_s: Floats
+    compute_s: Floats
+    bytes_moved: Floats
+    occupied: list[Occupied] = field(default_factory=list[Occupied])
+
+
+def hosts_behind(total_s: Floats, end_s: Floats) -> Floats:
+    """Mark hosts that take longer for a layer than it takes without them: 1, the others 0.
+
+    `total_s`: to issue it, by rank; `end_s`: when ranks are done with it. Ranks go through layers in
+    step, at the pace of the slowest.
+    """
+    return (total_s > end_s.max(initial=0.0)).astype(np.float64)

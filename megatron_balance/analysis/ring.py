@@ -1,4 +1,4 @@
-"""A ring on the clocks of all its ranks at once, round by round (`simulator.rounds`)."""
+"""A ring on the clocks of all its ranks at once, round by round (`analysis.rounds`)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
+from megatron_balance.analysis.tables import ZoneTable
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.program import Kind
-from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
-from megatron_balance.simulator.machine import Bools
-from megatron_balance.simulator.tables import Hops, ZoneTable
+from megatron_balance.patterns.base import HopByHop
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class RingClock:
     (`patterns.head_ring`).
     """
 
-    def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops, lanes: int = 1) -> None:
+    def __init__(self, clocks: Clocks, table: ZoneTable, hops: HopByHop, lanes: int = 1) -> None:
         self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
         self.ranks, self.size, self.lanes = table.ranks, len(table.ranks), lanes
         self.rounds = self.size // lanes
@@ -103,7 +104,7 @@ class RingClock:
             np.add.at(num_messages, end, np.where(legs[sender] > 0, self.machine.nics.per_node, 1))
         self._issue(calls.sum(axis=0), 0, num_messages)
 
-    def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[_Turn, Floats]:
+    def _turn(self, tokens: Ints | Floats, kind: Kind, step: int) -> tuple[_Turn, Floats]:
         """Transfers of all rounds, and their bytes [rounds, G].
 
         `tokens` [rounds, G]: what each place sends to the one `step` further.
@@ -158,6 +159,8 @@ class RingClock:
 
     def _count(self, num_bytes: Floats, routed: Bools, uses: Ints, nodes: tuple[Ints, Ints], step: int) -> None:
         clocks, machine = self.clocks, self.machine
+        if not clocks.counts:
+            return
         load = np.zeros(len(clocks.capacity))
         passed_on = np.where(routed, num_bytes, 0.0).sum(axis=0) * (machine.nics.per_node - 1) / machine.nics.per_node
         np.add.at(load, self.ranks, passed_on)
@@ -172,9 +175,7 @@ class RingClock:
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
     def _carry(self, turn: _Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of a round; when each rank has what it receives (-inf: it receives
-        nothing).
-        """
+        """Run a round's transfers; when each rank has what it receives (-inf: nothing)."""
         seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
@@ -209,16 +210,21 @@ class RingClock:
         free[INTER, hop], free[INTER, there] = between, between
         arrived[there] = last
 
-    def _launch(self, seconds: Floats, *beside: tuple[_Turn, int]) -> None:
-        """Run launches, slowed by the transfers of the turns and rounds `beside` them."""
-        self._issue(0, LAUNCHES_OF_RUN * (seconds > 0))
-        took = seconds
-        there = [(turn, at) for turn, at in beside if 0 <= at < len(turn.seconds)]
+    def _took(self, seconds: Floats, *beside: tuple[_Turn, Ints]) -> Floats:
+        """Seconds [rounds, G] of launches, slowed by the transfers `beside` them: of each turn, the
+        row that goes beside each round [rounds], if there is one.
+        """
+        took = seconds.copy()
         for inside, drag in zip((True, False), self.drag, strict=True):
-            lasting = np.zeros(self.size)
-            for turn, at in there:
-                lasting += (turn.inside if inside else turn.between)[at]
-            took = took + drag * np.minimum(seconds, lasting)
+            lasting = np.zeros_like(seconds)
+            for turn, rows in beside:
+                there = (rows >= 0) & (rows < len(turn.seconds))
+                lasting[there] += (turn.inside if inside else turn.between)[rows[there]]
+            took += drag * np.minimum(seconds, lasting)
+        return took
+
+    def _launch(self, took: Floats) -> None:
+        self._issue(0, LAUNCHES_OF_RUN * (took > 0))
         self.done = self.done + took
         self.busy += took
 
@@ -228,22 +234,23 @@ class RingClock:
         self.done, self.ready = self.done + seconds, self.ready + seconds
         self.busy += seconds
 
-    def _blocks(self, tokens: Floats, step: int) -> Floats:
-        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later
-        ones.
-        """
+    def _blocks(self, tokens: Ints | Floats, step: int) -> Ints | Floats:
+        """Tokens [rounds, G] that each group index sends, of later and later neighbours' blocks."""
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
     def _forward(self) -> None:
         turn, num_bytes = self._turn(self._blocks(self.hops.forward, self.lanes), Kind.KV, self.lanes)
-        run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
+        took, opened = (
+            self._took(self.table.forward_s.T, (turn, np.arange(self.rounds))),
+            self.clocks.opened[self.ranks],
+        )
         self._pack(num_bytes[0])
         self._issue_round(turn, 0)
         posted = self.ready
         arrived = self._carry(turn, 0, posted, COPIED)
         self.done = np.maximum(self.done, np.where(self.table.waits, opened, 0.0))
-        self._launch(run_s[:, 0], (turn, 0))
+        self._launch(took[0])
         for at in range(1, self.rounds):
             self.done = np.maximum(self.done, arrived)
             if at == 1:
@@ -252,17 +259,16 @@ class RingClock:
                 self._issue_round(turn, at)
                 posted = self.done
                 arrived = self._carry(turn, at, posted, COPIED)
-            self._launch(run_s[:, at], (turn, at))
+            self._launch(took[at])
         self.ready = posted
 
     def _backward(self) -> None:
         """Rounds the other way: the gradients of a block walk its way back; `replay` brings the
         blocks again, furthest first.
         """
-        rounds, run_s, replay = self.rounds, self.table.backward_s, self.clocks.policy == "replay"
+        rounds, replay, number = self.rounds, self.clocks.policy == "replay", np.arange(self.rounds)
         back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -self.lanes)
-        added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -self.lanes, axis=1)])
-        added_s *= self.slow
+        added_s = ADD * self.clocks.pack_s(np.roll(num_bytes, -self.lanes, axis=1)) * self.slow
         self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
         arrived, returned = np.full((2, self.size), -np.inf)
         again: _Turn | None = None
@@ -275,6 +281,8 @@ class RingClock:
             self._issue_round(again, 0)
             posted = self.ready
             arrived = self._carry(again, 0, posted, COPIED)
+        coming = [] if again is None else [(again, rounds - number)]
+        took = self._took(self.table.backward_s.T, (back, number), *coming)
         owed = np.zeros(self.size)
         for at in range(rounds - 1, 0, -1):
             self.done = np.maximum(self.done, arrived)
@@ -282,29 +290,25 @@ class RingClock:
                 self._issue_round(again, rounds - at)
                 posted = self.done
                 arrived = self._carry(again, rounds - at, posted, COPIED)
-            self._launch(run_s[:, at], (back, at), *([] if again is None else [(again, rounds - at)]))
+            self._launch(took[at])
             came = returned > -np.inf
             self._issue(0, came & (owed > 0))
             self.done = np.maximum(self.done, returned) + np.where(came, owed, 0.0)
             self.busy += np.where(came, owed, 0.0)
             self._issue_round(back, at - 1)
             returned, owed = self._carry(back, at - 1, self.done, MOVED), added_s[at - 1]
-        self._launch(run_s[:, 0], (back, 0))
+        self._launch(took[0])
         self.ready = posted
         self.clocks.late[self.ranks] = np.maximum(self.clocks.late[self.ranks], returned)
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
 
-    def _returning(self) -> Floats:
-        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had
-        come to it in that round.
-        """
+    def _returning(self) -> Ints | Floats:
+        """Tokens [rounds, G] of the block whose gradients each group index sends back in a round."""
         place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return self.hops.forward[(place - self.lanes * rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: _Turn, copied: Floats, back: _Turn, moved: Floats) -> None:
-        """Keys and gradients leave by the same link at the same time: each has half of it while the
-        other needs it.
-        """
+        """Let keys and gradients that leave by one link at a time have half of it each."""
         # The second block comes while the first gradients leave, and so on; the first comes alone,
         # the last gradients leave alone.
         beside = moved[:0:-1]

@@ -1,4 +1,4 @@
-"""Seconds of launches, and of merging and packing around them, for both engines.
+"""Seconds of launches, and of merging and packing around them, for the estimate and both engines.
 
 Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the
 executor. What a ring passes on as it came is not packed again, and the gradients of a block that a
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.base import ADD, Floats, Ints, Link
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.cost.parallel import CollectiveGroup
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.intervals import sees
 from megatron_balance.ir.program import Kind
-from megatron_balance.simulator.machine import Bools, Machine
 
 STORED = (Kind.OUT, Kind.OUT_GRAD)
 """Kinds that are unpacked where they arrive; queries and keys stay as they came."""
@@ -50,6 +51,8 @@ def launches(
     merges. `walked`: whether all keys of a launch came in a hop of a ring; None: no launch's did.
     """
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
+    if not (backward or merging.any()):
+        return _LaunchSeconds(kernel, merging)
     seen = sees(pairs, machine.model.mask)
     pairs, launch = pairs[seen], launch[seen]
     queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))

@@ -1,4 +1,4 @@
-"""Zones as tables for `simulator.rounds`: seconds of every launch and tokens or bytes of every
+"""Zones as tables for `analysis.rounds`: seconds of every launch and tokens or bytes of every
 transfer, without the ops.
 
 Launches and traffic of a zone are what its pattern says (`CommPattern.rounds`); here launches get
@@ -7,15 +7,17 @@ prices, and the remap takes what owners send for holders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.launches import launches
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import layouts
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message, Pair, RemoteHeld, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
@@ -23,78 +25,16 @@ from megatron_balance.patterns import by_pattern, pattern_of
 from megatron_balance.patterns.base import (
     Context,
     FirstHops,
-    GroupTraffic,
     HeadsThenHops,
     HopByHop,
     Launches,
     PointToPoint,
-    WaveTraffic,
     ZoneTraffic,
     spared_messages,
 )
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.simulator.machine import Bools, Machine
-from megatron_balance.simulator.work import launches
 
 GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
-
-
-@dataclass(slots=True)
-class Hops:
-    """Tokens [G, G] of the block that began at a group index in its n-th hop, forward and the other
-    way (`HopByHop`).
-    """
-
-    forward: Floats
-    backward: Floats
-
-    @classmethod
-    def of(cls, traffic: HopByHop) -> Hops:
-        return cls(traffic.forward.astype(np.float64), traffic.backward.astype(np.float64))
-
-
-@dataclass(slots=True)
-class Collectives:
-    """Bytes [G, G] from rank to rank of a zone's collectives; an empty array: there is none.
-
-    `inputs`, `outputs` and their gradients; `gathers`: all-gathers and reduce-scatters, else
-    all-to-alls. `passed_on`: as in `GroupTraffic`.
-    """
-
-    inputs: Floats
-    outputs: Floats
-    input_grads: Floats
-    output_grads: Floats
-    gathers: bool
-    passed_on: Ints
-
-    @classmethod
-    def of(cls, traffic: GroupTraffic, payload: Payload) -> Collectives:
-        return cls(
-            _bytes(traffic.inputs, payload),
-            _bytes(traffic.outputs, payload),
-            _bytes({GRAD_OF[kind]: sizes.T for kind, sizes in traffic.inputs.items()}, payload),
-            _bytes({GRAD_OF[kind]: sizes.T for kind, sizes in traffic.outputs.items()}, payload),
-            traffic.gathers,
-            traffic.passed_on,
-        )
-
-
-@dataclass(slots=True)
-class Nested:
-    """Collectives inside each group of a zone, and the hops between them (`HeadsThenHops`)."""
-
-    groups: tuple[Collectives, ...]
-    hops: Hops | None
-
-
-@dataclass(slots=True)
-class Waves:
-    """Collectives inside each group of a zone, and messages by wave between them (`WaveTraffic`)."""
-
-    groups: tuple[Collectives, ...]
-    waves: tuple[Ints, ...]
-    late: tuple[Collectives, ...]
 
 
 def _walks(traffic: ZoneTraffic | None) -> bool:
@@ -102,13 +42,16 @@ def _walks(traffic: ZoneTraffic | None) -> bool:
     return isinstance(traffic, HeadsThenHops) and traffic.hops is not None
 
 
-def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
+def bytes_of(token_heads: Mapping[Kind, Floats], payload: Payload, *, turned: bool = False) -> Floats:
+    """Bytes [G, G] from rank to rank of a collective (`GroupTraffic`), or, `turned`, of the gradients
+    of what it carries; an empty array: nothing travels.
+    """
     row_bytes = payload.whole()
-    terms = [sizes * float(row_bytes[kind]) for kind, sizes in token_heads.items()]
+    terms = [
+        sizes.T * float(row_bytes[GRAD_OF[kind]]) if turned else sizes * float(row_bytes[kind])
+        for kind, sizes in token_heads.items()
+    ]
     return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
-
-
-Traffic: TypeAlias = Collectives | PointToPoint | Nested | Waves
 
 
 @dataclass(slots=True)
@@ -123,7 +66,7 @@ class ZoneTable:
     index: int
     ranks: Ints
     launch: Ints
-    traffic: Traffic | None
+    traffic: ZoneTraffic | None
     waits: Bools
     waits_next: Bools
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -138,9 +81,11 @@ class ZoneTable:
 
 
 class Tables:
-    """All zones of a plan; the costs of all their launches are asked for at once."""
+    """All zones of a plan, or the `chosen` ones; the costs of all their launches are asked for at
+    once. Owners make first hops for holders only if all are chosen.
+    """
 
-    def __init__(self, plan: MicrobatchPlan, machine: Machine) -> None:
+    def __init__(self, plan: MicrobatchPlan, machine: Machine, chosen: Sequence[int] | None = None) -> None:
         self.plan, self.machine = plan, machine
         self.pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
         self.launch: list[Ints] = [np.empty(0, dtype=np.int64)]
@@ -149,36 +94,20 @@ class Tables:
         self.num_launches = 0
         context, remote = Context.of(plan), layouts.remote_in(plan)
         self.zones: list[ZoneTable] = []
-        for index, zone in enumerate(plan.zones):
+        for index in range(len(plan.zones)) if chosen is None else chosen:
+            zone = plan.zones[index]
             rounds = pattern_of(zone).rounds(zone, context)
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
             launch = rounds.launches.of_round + self._add(rounds.launches, walks=_walks(rounds.traffic))
-            self.zones.append(
-                ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy())
-            )
+            self.zones.append(ZoneTable(index, rounds.ranks, launch, rounds.traffic, waits, waits.copy()))
         self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
         """Messages that the remap's first exchange carries beside those of the moves: first hops
         that owners make.
         """
-        for pattern, zones in by_pattern(plan.zones) if len(remote) else ():
+        for pattern, zones in by_pattern(plan.zones) if len(remote) and len(self.zones) == len(plan.zones) else ():
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
         self._price()
-
-    def _traffic(self, traffic: ZoneTraffic | None) -> Traffic | None:
-        match traffic:
-            case GroupTraffic():
-                return Collectives.of(traffic, self.machine.payload)
-            case HeadsThenHops(groups, hops):
-                inside = tuple(Collectives.of(group, self.machine.payload) for group in groups)
-                return Nested(inside, None if hops is None else Hops.of(hops))
-            case WaveTraffic(groups, waves, late):
-                inside, later = (
-                    tuple(Collectives.of(group, self.machine.payload) for group in own) for own in (groups, late)
-                )
-                return Waves(inside, waves, later)
-            case _:
-                return traffic
 
     def _remap_first_hops(self, hops: FirstHops) -> None:
         """Leave to the remap the first hops that owners make for holders."""
@@ -190,7 +119,9 @@ class Tables:
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
             spared = spared_messages(hops)[of_zone]
             match table.traffic:
-                case Nested(hops=Hops(forward)):
+                case HeadsThenHops(groups, HopByHop(forward, backward)):
+                    forward = forward.astype(np.float64)  # a copy
+                    table.traffic = HeadsThenHops(groups, HopByHop(forward, backward))
                     place = np.zeros(self.plan.num_ranks, dtype=np.int64)
                     place[table.ranks] = np.arange(len(table.ranks))
                     np.add.at(forward[:, 1], place[spared[:, Message.SRC]], spared[:, Message.TOKENS])
@@ -202,9 +133,7 @@ class Tables:
                     raise AssertionError("first hops of a zone whose exchanges are collectives")
 
     def _add(self, zone: Launches, *, walks: bool) -> int:
-        """Launches to be priced; the number of the first. `walks`: a hop brings the keys of every
-        round but the first.
-        """
+        """Launches to be priced; the first's number. `walks`: hops bring keys from round 1 on."""
         first = self.num_launches
         self.pairs.append(zone.pairs)
         self.launch.append(zone.launch + first)

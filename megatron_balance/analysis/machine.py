@@ -4,20 +4,19 @@ which ranks are slow.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.analysis.wire import NicOf, Payload
 from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,8 @@ class Machine:
 
     `slowdown`: by how much each rank computes slower than the others; empty: not at all. `host`: what
     hosts take to issue work, where that is simulated (`hosts_behind`); a cost model has the prices.
+    `memory`: of the step around a plan; None: one stage of all layers. `row_bytes`: of a token and
+    head by kind, with its LSE.
     A transfer inside a node takes the sender's link out and the receiver's link in; one between nodes
     takes a NIC out and a NIC in. Every one of them is shared fairly.
     """
@@ -35,8 +36,10 @@ class Machine:
     cost: MachineCost
     slowdown: tuple[float, ...] = ()
     host: Host = NO_HOST
+    memory: StepMemory | None = None
     nics: NicOf = field(init=False)
     payload: Payload = field(init=False)
+    row_bytes: tuple[int, ...] = field(init=False)
     intra: Link = field(init=False)
     inter: Link = field(init=False)
 
@@ -48,7 +51,9 @@ class Machine:
                 "a rank"
             )
         object.__setattr__(self, "nics", NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic))
-        object.__setattr__(self, "payload", Payload.of(self.model))
+        payload = Payload.of(self.model)
+        object.__setattr__(self, "payload", payload)
+        object.__setattr__(self, "row_bytes", tuple(payload.whole().tolist()))
         object.__setattr__(self, "intra", self.cost.link(inter_node=False))
         object.__setattr__(self, "inter", self.cost.link(inter_node=True))
 
@@ -69,6 +74,15 @@ class Machine:
                 f"{cluster.num_ranks} ranks, "
                 f"{cluster.node_size} a node: plan for the cluster that is simulated"
             )
+
+    def whole(self, lengths: Ints) -> Ints:
+        """`Pair` rows of whole sequences, all heads."""
+        zero = np.zeros_like(lengths)
+        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to pack bytes; nothing takes none."""
+        return self.cost.pack_s(num_bytes) if num_bytes > 0 else 0.0
 
     def slow(self) -> Floats:
         """Factors on the time of each rank's computations [num_ranks]."""
@@ -106,6 +120,16 @@ class Machine:
         return np.where(self.crosses(src, dst), self.inter.alpha_s, self.intra.alpha_s)
 
 
+def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
+    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
+    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
+    rows[:, Pair.SEQ] = np.arange(len(rows))
+    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
+    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
+    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
+    return rows
+
+
 def fair_rates(uses: Ints, capacity: Floats) -> Floats:
     """Max-min fair rates [n] of flows that use the resources `uses` [n, k]: nobody's can grow but
     at the cost of a slower one's.
@@ -121,42 +145,3 @@ def fair_rates(uses: Ints, capacity: Floats) -> Floats:
         left = np.maximum(0.0, left - level * np.bincount(uses[settled].ravel(), minlength=len(left)))
         free &= ~settled
     return rates
-
-
-def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, capacity: Floats) -> Floats:
-    """End of each transfer [n] if it used one resource only, which those under way share evenly.
-
-    As much of every one is moved at any time, so they end in the order of what had been moved when
-    they began plus what they have to move.
-    """
-    order = np.lexsort((begin_s, resource))
-    ends = np.empty(len(order))
-    bounds = np.flatnonzero(np.diff(resource[order], prepend=-1, append=-1))
-    for first, last in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
-        rows = order[first:last]
-        ends[rows] = _even_ends(begin_s[rows].tolist(), num_bytes[rows].tolist(), float(capacity[resource[rows[0]]]))
-    return ends
-
-
-def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
-    """`fair_ends` on one resource; `begin_s` rises."""
-    ends = [0.0] * len(begin_s)
-    # (bytes that each of them will have moved when this one ends, which)
-    under_way: list[tuple[float, int]] = []
-    now = moved = 0.0
-    coming = 0
-    while under_way or coming < len(begin_s):
-        next_s = begin_s[coming] if coming < len(begin_s) else np.inf
-        if not under_way:
-            now = max(now, next_s)
-        else:
-            done_s = now + (under_way[0][0] - moved) * len(under_way) / rate
-            if done_s <= next_s:
-                now, moved = done_s, under_way[0][0]
-                ends[heapq.heappop(under_way)[1]] = now
-                continue
-            moved += max(0.0, next_s - now) * rate / len(under_way)
-            now = max(now, next_s)
-        heapq.heappush(under_way, (moved + num_bytes[coming], coming))
-        coming += 1
-    return ends

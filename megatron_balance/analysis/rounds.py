@@ -15,20 +15,19 @@ from typing import assert_never
 
 import numpy as np
 
+from megatron_balance.analysis.clocks import COPIED, MOVED, Clocks, Outcome, hosts_behind
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
+from megatron_balance.analysis.ring import RingClock
+from megatron_balance.analysis.tables import GRAD_OF, Tables, ZoneTable, bytes_of
 from megatron_balance.cost.base import ADD, LAUNCHES_OF_RUN, Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
-from megatron_balance.patterns.base import PointToPoint
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context, GroupTraffic, HeadsThenHops, PointToPoint, WaveTraffic
 from megatron_balance.patterns.sends import messages_from
-from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
-from megatron_balance.simulator.events import Outcome
-from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import hosts_behind
-from megatron_balance.simulator.ring import RingClock
-from megatron_balance.simulator.tables import GRAD_OF, Collectives, Nested, Tables, Waves, ZoneTable
 
 
 def play(
@@ -42,15 +41,15 @@ def play(
 
 
 def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> Outcome:
-    ahead = _RoundsPhase(tables, policy, enter_s, backward=backward)
+    ahead = RoundsPhase(tables, policy, enter_s, backward=backward)
     outcome, taken = ahead.run(), None
     if sum(use.crosses for use in ahead.uses) >= 2:
         taken = _taken(ahead.uses, tables.machine)
-        outcome = _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken).run()
+        outcome = RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken).run()
     behind = hosts_behind(ahead.clocks.issued, outcome.end_s)
     if not behind.any():
         return outcome
-    return _RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
+    return RoundsPhase(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
     return parts
 
 
-class _RoundsPhase:
+class RoundsPhase:
     """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others;
     `behind`: as in `Clocks`.
     """
@@ -106,30 +105,25 @@ class _RoundsPhase:
         self.uses: list[_Use] = []
 
     def run(self) -> Outcome:
-        zones = self.tables.zones
-        if self.clocks.backward:
-            if self.clocks.plan.moves and self.clocks.policy == "replay":
-                self._remap((Kind.Q, Kind.KV), remap_in=True)
-            if self.clocks.plan.moves:
-                self._remap((Kind.OUT_GRAD,), remap_in=True)
-            for table in reversed(zones):
-                self._enter(table)
-        else:
-            if self.clocks.plan.moves:
-                self._remap((Kind.Q, Kind.KV), remap_in=True, hops=True)
-            for table in zones:
-                self._enter(table)
-        if self.clocks.plan.moves:
-            self._remap(
-                (Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,),
-                remap_in=False,
-                hops=self.clocks.backward,
-            )
+        clocks = self.clocks
+        if clocks.plan.moves and clocks.backward and clocks.policy == "replay":
+            self._remap((Kind.Q, Kind.KV), remap_in=True)
+        if clocks.plan.moves:
+            kinds = (Kind.OUT_GRAD,) if clocks.backward else (Kind.Q, Kind.KV)
+            self._remap(kinds, remap_in=True, hops=not clocks.backward)
+        self._run_zones()
+        if clocks.plan.moves:
+            kinds = (Kind.Q_GRAD, Kind.KV_GRAD) if clocks.backward else (Kind.OUT,)
+            self._remap(kinds, remap_in=False, hops=clocks.backward)
         end = np.maximum(
-            np.maximum(self.clocks.done, self.clocks.late) + self.clocks.late_s,
-            np.maximum(self.clocks.free.max(axis=(0, 1)), self.clocks.opened),
+            np.maximum(clocks.done, clocks.late) + clocks.late_s,
+            np.maximum(clocks.free.max(axis=(0, 1)), clocks.opened),
         )
-        return Outcome(end, self.clocks.busy + self.clocks.late_s, self.clocks.bytes_moved)
+        return Outcome(end, clocks.busy + clocks.late_s, clocks.bytes_moved)
+
+    def _run_zones(self) -> None:
+        for table in reversed(self.tables.zones) if self.clocks.backward else self.tables.zones:
+            self._enter(table)
 
     def _enter(self, table: ZoneTable) -> None:
         """Run one zone, and note what it takes of the NICs."""
@@ -141,13 +135,13 @@ class _RoundsPhase:
         match table.traffic:
             case None:
                 self._compute(table)
-            case Collectives():
+            case GroupTraffic():
                 self._collective(table, table.traffic)
             case PointToPoint():
                 self._point_to_point(table, table.traffic)
-            case Nested():
+            case HeadsThenHops():
                 self._nested(table, table.traffic)
-            case Waves():
+            case WaveTraffic():
                 self._waves(table, table.traffic)
             case _:
                 assert_never(table.traffic)
@@ -185,34 +179,43 @@ class _RoundsPhase:
             [messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)]
         )
 
-    def _collective(self, table: ZoneTable, traffic: Collectives) -> None:
-        gathers = traffic.gathers
+    def _collective(self, table: ZoneTable, traffic: GroupTraffic) -> None:
         on = [traffic.passed_on] if len(traffic.passed_on) else []
-        if not self.clocks.backward:
-            self._together(table, traffic.inputs, COPIED, ring=gathers)
-            self._pass_on(table, on)
-            self._compute(table)
-            self._together(table, traffic.outputs, MOVED, stored=True)
-            return
-        self._together(table, traffic.output_grads, COPIED, stored=True)
-        if self.clocks.policy == "replay":
-            self._together(table, traffic.inputs, COPIED, ring=gathers)
+        self._before(table, [traffic])
+        if not self.clocks.backward or self.clocks.policy == "replay":
             self._pass_on(table, on)
         self._compute(table)
-        for messages in on:
+        for messages in on if self.clocks.backward else ():
             self._messages(table, turned(messages), MOVED)
             self.clocks.settle(table.ranks)  # gradients are added up before they go on
-        self._together(table, traffic.input_grads, MOVED, ring=gathers, added=True)
+        self._behind(table, traffic)
 
-    def _nested(self, table: ZoneTable, traffic: Nested) -> None:
+    def _before(self, table: ZoneTable, traffic: Sequence[GroupTraffic]) -> None:
+        """Exchange inputs inside a group, in the backward gradients of outputs and, in a replay, all
+        inputs again. `traffic`: the group's, and that of inputs that come later.
+        """
+        payload, first = self.clocks.machine.payload, traffic[0]
+        if self.clocks.backward:
+            self._together(table, bytes_of(first.outputs, payload, turned=True), COPIED, stored=True)
+            if self.clocks.policy != "replay":
+                return
+        else:
+            traffic = traffic[:1]
+        num_bytes = np.sum([bytes_of(each.inputs, payload) for each in traffic], axis=0)
+        self._together(table, num_bytes, COPIED, ring=first.gathers)
+
+    def _behind(self, table: ZoneTable, traffic: GroupTraffic) -> None:
+        """Exchange outputs inside a group, in the backward gradients of inputs."""
+        payload, backward = self.clocks.machine.payload, self.clocks.backward
+        num_bytes = bytes_of(traffic.inputs if backward else traffic.outputs, payload, turned=backward)
+        self._together(table, num_bytes, MOVED, ring=backward and traffic.gathers, stored=True, added=backward)
+
+    def _nested(self, table: ZoneTable, traffic: HeadsThenHops) -> None:
         """Collectives inside groups, rings between them, collectives inside groups."""
-        backward = self.clocks.backward
         size = len(table.ranks) // len(traffic.groups) if traffic.groups else 1
         inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
         for part, group in inside:
-            self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
-            if backward and self.clocks.policy == "replay":
-                self._together(part, group.inputs, COPIED)
+            self._before(part, [group])
         if traffic.hops is None:
             self._compute(table)
         else:
@@ -220,38 +223,34 @@ class _RoundsPhase:
                 self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             RingClock(self.clocks, table, traffic.hops, size).run()
         for part, group in inside:
-            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+            self._behind(part, group)
 
-    def _waves(self, table: ZoneTable, traffic: Waves) -> None:
-        """Collectives inside groups, own work and waves of keys between groups, collectives inside
-        groups.
-        """
+    def _waves(self, table: ZoneTable, traffic: WaveTraffic) -> None:
+        """Collectives inside groups, own work and waves between groups, collectives inside groups."""
         size = len(table.ranks) // max(1, len(traffic.groups))
         inside, late = (
             [(table.part(at * size, size), group) for at, group in enumerate(groups)]
             for groups in (traffic.groups, traffic.late)
         )
-        backward, replay = self.clocks.backward, self.clocks.policy == "replay"
         for at, (part, group) in enumerate(inside):
-            self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
-            if backward and replay:
-                again = [group.inputs, *(each.inputs for _, each in late[at : at + 1])]
-                self._together(part, np.sum(again, axis=0), COPIED)
+            self._before(part, [group, *(each for _, each in late[at : at + 1])])
         self.clocks.open(table.ranks, table.waits, sends=True)
-        if backward:
+        if self.clocks.backward:
             self._waves_back(table, traffic, late)
         else:
             self._waves_there(table, traffic, late)
         for part, group in inside:
-            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+            self._behind(part, group)
 
-    def _waves_there(self, table: ZoneTable, traffic: Waves, late: Sequence[tuple[ZoneTable, Collectives]]) -> None:
+    def _waves_there(
+        self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
+    ) -> None:
         """Own work, of what came first while the rest comes, and waves."""
         clocks, own = self.clocks, len(late[:1]) + 1
         if late:
             begun = clocks.done.copy()
             for part, group in late:
-                self._together(part, group.inputs, COPIED)
+                self._before(part, [group])
             here, clocks.done = clocks.done, np.maximum(begun, clocks.ready)
             self._launch(table, 0)
             clocks.done = np.maximum(clocks.done, here)
@@ -261,7 +260,9 @@ class _RoundsPhase:
             clocks.done = np.maximum(clocks.done, arrived)
             self._launch(table, wave + own)
 
-    def _waves_back(self, table: ZoneTable, traffic: Waves, late: Sequence[tuple[ZoneTable, Collectives]]) -> None:
+    def _waves_back(
+        self, table: ZoneTable, traffic: WaveTraffic, late: Sequence[tuple[ZoneTable, GroupTraffic]]
+    ) -> None:
         """Waves and own work in reverse; gradients of what came late leave before the last of it."""
         clocks, own = self.clocks, len(late[:1]) + 1
         come = self._keys(table, traffic.waves[::-1])[::-1] if clocks.policy == "replay" else []
@@ -274,7 +275,7 @@ class _RoundsPhase:
         if traffic.groups:
             clocks.settle(table.ranks)
         for part, group in late:
-            self._together(part, group.input_grads, MOVED, stored=True, added=True)
+            self._behind(part, group)
         if late:
             self._launch(table, 0)
 
@@ -398,3 +399,36 @@ def turned(messages: Ints) -> Ints:
         grads[kind] = grad
     back[:, Message.KIND] = grads[messages[:, Message.KIND]]
     return back
+
+
+def coupled(plan: MicrobatchPlan) -> Ints:
+    """Groups of ranks that enter a layer together [num_ranks]: each rank's group by its first rank.
+
+    Ranks are in one group if they exchange anything, directly or through others.
+    """
+    first = list(range(plan.num_ranks))
+
+    def find(rank: int) -> int:
+        while first[rank] != rank:
+            first[rank] = first[first[rank]]
+            rank = first[rank]
+        return rank
+
+    def join(a: int, b: int) -> None:
+        low, high = sorted((find(a), find(b)))
+        first[high] = low
+
+    context = Context.of(plan)
+    for zone in plan.zones:
+        for a, b in pattern_of(zone).coupled(zone, context):
+            join(a, b)
+    for holder, owner, _ in plan.moves:
+        join(holder, owner)
+    return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)
+
+
+def in_step(seconds: Floats, group: Ints) -> Floats:
+    """The largest of each group's seconds, on all its ranks (`coupled`)."""
+    most = np.zeros(len(seconds))
+    np.maximum.at(most, group, seconds)
+    return most[group]
