@@ -50,16 +50,16 @@ class OncePerNode(CommPattern[Z]):
         heads, nodes = (context.num_heads, context.num_kv_heads), (context.num_ranks, context.ranks_per_node)
         ways = _ways(self, zone, context.lengths.tobytes(), heads, nodes, context.mask)
         if rank is not None:
-            ways = tuple(rows[(rows[:, _Need.ENDS] == rank).any(axis=1)] for rows in ways)
+            ways = tuple(rows[(rows[:, _Wanted.ENDS] == rank).any(axis=1)] for rows in ways)
         needs, number = np.concatenate(ways), np.repeat([IN, ON], [len(rows) for rows in ways])
-        of, start, stop = needs[:, _Need.PIECE].T
+        of, start, stop = needs[:, _Wanted.PIECE].T
         if self.cuts_heads:
-            made, block = needs[:0, _Need.PIECE], of
+            made, block = needs[:0, _Wanted.PIECE], of
         else:  # pieces are blocks of their own, before those of `plain`
-            made, block = needs[:, _Need.PIECE], np.arange(len(needs))
-            start, stop = np.zeros_like(start), np.where(needs[:, _Need.KIND] == Kind.KV, heads[1], heads[0])
-        ends = needs[:, _Need.SRC], needs[:, _Need.DST]
-        there = table_of(number, *ends, needs[:, _Need.KIND], start, stop, block, 0)
+            made, block = needs[:, _Wanted.PIECE], np.arange(len(needs))
+            start, stop = np.zeros_like(start), np.where(needs[:, _Wanted.KIND] == Kind.KV, heads[1], heads[0])
+        ends = needs[:, _Wanted.SRC], needs[:, _Wanted.DST]
+        there = table_of(number, *ends, needs[:, _Wanted.KIND], start, stop, block, 0)
         later = plain.rows[plain.rows[:, Send.EXCHANGE] > 0] + _one_later(len(made))
 
         def blocks() -> Blocks:
@@ -122,7 +122,7 @@ class ChunkExchangeOnce(OncePerNode[Zone], ChunkExchange):
     plain, cuts_heads = ChunkExchange(), True
 
 
-class _Need:
+class _Wanted:
     """Columns of what ranks are sent: tokens [START, STOP) of sequence OF, or heads of block OF."""
 
     WIDTH = 6
@@ -137,7 +137,7 @@ def _one_later(num_blocks: int) -> Ints:
     return more
 
 
-_Source: TypeAlias = tuple[int, int, int]  # (kind, of, src) as in `_Need`
+_Source: TypeAlias = tuple[int, int, int]  # (kind, of, src) as in `_Wanted`
 _Piece: TypeAlias = tuple[int, int, tuple[int, ...]]  # (start, stop, ranks that need it)
 
 
@@ -145,18 +145,18 @@ _Piece: TypeAlias = tuple[int, int, tuple[int, ...]]  # (start, stop, ranks that
 def _ways(
     pattern: OncePerNode[Any], zone: Any, lengths: bytes, heads: tuple[int, int], nodes: tuple[int, int], mask: Mask
 ) -> tuple[Ints, ...]:
-    # `_Need` rows of what is sent at first, and of what is passed on behind that.
+    # `_Wanted` rows of what is sent at first, and of what is passed on behind that.
     context = Context(np.frombuffer(lengths, dtype=np.int64), *heads, *nodes, mask=mask)
     plain = pattern.plain.sends(zone, context)
     rows = plain.rows[plain.rows[:, Send.EXCHANGE] == IN]
-    needs = np.empty((len(rows), _Need.WIDTH), dtype=np.int64)
-    needs[:, _Need.KIND], needs[:, _Need.ENDS] = rows[:, Send.KIND], rows[:, [Send.SRC, Send.DST]]
+    needs = np.empty((len(rows), _Wanted.WIDTH), dtype=np.int64)
+    needs[:, _Wanted.KIND], needs[:, _Wanted.ENDS] = rows[:, Send.KIND], rows[:, [Send.SRC, Send.DST]]
     if pattern.cuts_heads:
-        needs[:, _Need.PIECE] = rows[:, [Send.BLOCK, Send.HEAD_START, Send.HEAD_STOP]]
+        needs[:, _Wanted.PIECE] = rows[:, [Send.BLOCK, Send.HEAD_START, Send.HEAD_STOP]]
     else:
         spans, begin, _ = plain.blocks()
-        needs[:, _Need.PIECE] = spans[begin[rows[:, Send.BLOCK]]]
-    src_node, dst_node = (needs[:, _Need.ENDS] // context.ranks_per_node).T
+        needs[:, _Wanted.PIECE] = spans[begin[rows[:, Send.BLOCK]]]
+    src_node, dst_node = (needs[:, _Wanted.ENDS] // context.ranks_per_node).T
     crossing = src_node != dst_node
     alone, several = _by_node(needs[crossing], dst_node[crossing])
     there, on, shared = list[tuple[int, ...]](), list[tuple[int, ...]](), list[tuple[int, _Source, _Piece]]()
@@ -187,16 +187,16 @@ def _ways(
 def _by_node(needs: Ints, node: Ints) -> tuple[Ints, list[tuple[_Source, bytes]]]:
     # Rows that share nothing with others that a node needs of their source, and of the rest the
     # source and its spans, for `_pieces`; `node`: of each row's receiver.
-    keys = np.column_stack([needs[:, [_Need.KIND, _Need.OF, _Need.SRC]], node])
-    order = np.lexsort((needs[:, _Need.START], *keys.T[::-1]))
+    keys = np.column_stack([needs[:, [_Wanted.KIND, _Wanted.OF, _Wanted.SRC]], node])
+    order = np.lexsort((needs[:, _Wanted.START], *keys.T[::-1]))
     needs, keys = needs[order], keys[order]
     fresh = (keys[1:] != keys[:-1]).any(axis=1)
-    gap = needs[1:, _Need.START] - needs[:-1, _Need.STOP]
-    meets = ~fresh & ((gap < 0) | ((gap == 0) & (needs[1:, _Need.DST] == needs[:-1, _Need.DST])))
+    gap = needs[1:, _Wanted.START] - needs[:-1, _Wanted.STOP]
+    meets = ~fresh & ((gap < 0) | ((gap == 0) & (needs[1:, _Wanted.DST] == needs[:-1, _Wanted.DST])))
     bounds = run_bounds(fresh, len(needs))
     group = np.searchsorted(bounds, np.arange(len(needs)), side="right") - 1
     several = np.unique(group[1:][meets])
-    spans = needs[:, [_Need.START, _Need.STOP, _Need.DST]]
+    spans = needs[:, [_Wanted.START, _Wanted.STOP, _Wanted.DST]]
     found: list[tuple[_Source, bytes]] = []
     for a, b in zip(bounds[several].tolist(), bounds[several + 1].tolist(), strict=True):
         kind, of, src, _ = keys[a].tolist()
@@ -222,7 +222,7 @@ def _pieces(spans: bytes) -> tuple[_Piece, ...]:
 
 
 def _table(rows: list[tuple[int, ...]]) -> Ints:
-    return np.array(rows, dtype=np.int64).reshape(-1, _Need.WIDTH)
+    return np.array(rows, dtype=np.int64).reshape(-1, _Wanted.WIDTH)
 
 
 def _sorted(rows: Ints) -> Ints:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_balance.compile.layouts import fragments, layouts, remote
+from megatron_balance.compile.layouts import fragments, layouts, remapped
 from megatron_balance.compile.pipeline import Projector, layout
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
@@ -35,7 +35,7 @@ def test_layouts_of_all_ranks_are_those_of_each_and_remote_tokens_those_of_the_m
 
 def assert_remote_tokens_are_the_moves(planned: MicrobatchPlan, held: Ints) -> None:
     moved: dict[tuple[int, int], int] = {}
-    for row in remote(planned, held).tolist():
+    for row in remapped(planned, held).remote.tolist():
         fragment = held[row[RemoteHeld.FRAGMENT]].tolist()
         assert fragment[Held.RANK] == row[RemoteHeld.HOLDER]
         assert [fragment[at] for at in (Held.SEQ, Held.ZONE, Held.SENT_ON)] == [

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from megatron_balance.compile.order import Finish, Issue, RunLaunches, Start, Step, order, roles, streams
+from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, order
 from megatron_balance.compile.pipeline import compile_policies, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from tests.support import by_hand
+from tests.support.foreseen import Issue, roles, streams
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 # Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.text import parse, text
 from tests.support import programs
+from tests.support.programs import with_backward
 
 PREFIX_BACK = text(with_backward(parse(programs.PREFIX), "keep"))
 DISPATCH_BACK = text(with_backward(parse(programs.DISPATCH), "replay"))
