@@ -160,14 +160,14 @@ def _ways(
     crossing = src_node != dst_node
     alone, several = _by_node(needs[crossing], dst_node[crossing])
     there, on, shared = list[tuple[int, ...]](), list[tuple[int, ...]](), list[tuple[int, _Source, _Piece]]()
-    weights = {Kind.Q: heads[0], Kind.KV: 2 * heads[1]}
-    loads: defaultdict[Any, Counter[int]] = defaultdict(Counter)
+    weights: dict[int, int] = {Kind.Q: heads[0], Kind.KV: 2 * heads[1]}
+    loads = defaultdict[Any, Counter[int]](Counter[int])
     for kind, _, start, stop, _, dst in alone.tolist():
         loads[()][dst] += weights[kind] * (stop - start)
     for source, spans in several:
         for piece in _pieces(spans):
             start, stop, ranks = piece
-            size = weights[Kind(source[0])] * (stop - start)
+            size = weights[source[0]] * (stop - start)
             if len(ranks) == 1:
                 there.append((*source[:2], start, stop, source[2], ranks[0]))
                 loads[()][ranks[0]] += size

@@ -38,12 +38,12 @@ def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tupl
             for src, dst, _, *proxies in exchange.routes:
                 route = (src, *proxies, dst)
                 if any(on == leg and (a, b) in pairs for on, a, b in hops(route)):
-                    taken |= {role for on, role in roles(route, rank) if on == leg}
+                    taken |= {role for on, role in _roles(route, rank) if on == leg}
             issues.setdefault(stream, []).append(Issue(op, leg, tuple(sorted(taken)) or ("own",)))
     return {stream: tuple(own) for stream, own in issues.items()}
 
 
-def roles(route: Sequence[int], rank: int) -> list[tuple[Leg, Role]]:
+def _roles(route: Sequence[int], rank: int) -> list[tuple[Leg, Role]]:
     """The roles of `rank` in each leg of a piece; `route`: src, send proxy, receive proxy, dst."""
     path = hops(route)
     taken: list[tuple[Leg, Role]] = []
