@@ -51,7 +51,7 @@ def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
     held, given = sums(table[:, Held.RANK], sizes, plan.num_ranks), sums(src, tokens, plan.num_ranks)
     kept_until = np.cumsum(held) - given
     before = np.cumsum(tokens) - tokens
-    begin = kept_until[src] + before - before[np.searchsorted(src, src)]
+    begin: Ints = kept_until[src] + before - before[np.searchsorted(src, src)]
     end = begin + tokens
     move, fragment = ranges(np.searchsorted(ends, begin, side="right"), np.searchsorted(begins, end, side="left"))
     low, high = np.maximum(begins[fragment], begin[move]), np.minimum(ends[fragment], end[move])
