@@ -52,7 +52,7 @@ def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
     kept_until = np.cumsum(held) - given
     before = np.cumsum(tokens) - tokens
     begin: Ints = kept_until[src] + before - before[np.searchsorted(src, src)]
-    end = begin + tokens
+    end: Ints = begin + tokens
     move, fragment = ranges(np.searchsorted(ends, begin, side="right"), np.searchsorted(begins, end, side="left"))
     low, high = np.maximum(begins[fragment], begin[move]), np.minimum(ends[fragment], end[move])
     rows = np.empty((len(move), RemoteHeld.WIDTH), dtype=np.int64)
