@@ -4,6 +4,8 @@ statistics of a remap.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, sums
@@ -25,17 +27,32 @@ def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
     return table[np.lexsort((table[:, Held.ZONE], table[:, Held.RANK]))]
 
 
-def remote(plan: MicrobatchPlan, table: Ints) -> Ints:
-    """Tokens that a rank attends to and another owns: `RemoteHeld` rows, by holder, then owner.
-
-    `table`: the plan's `fragments`, of all ranks or of some, whose tokens alone are looked at.
+class Remapped(NamedTuple):
+    """`remote`: tokens that a rank attends to and another owns, `RemoteHeld` rows by holder, then
+    owner; `linear`: `Placed` rows of linear layouts, rank by rank in their order outside attention.
     """
-    moves, ends = _moves(plan, table), np.cumsum(table[:, Held.STOP] - table[:, Held.START])
-    src, dst, tokens = moves[:, Move.SRC], moves[:, Move.DST], moves[:, Move.TOKENS]
-    begins = ends - (table[:, Held.STOP] - table[:, Held.START])  # a token's place among all tokens, rank by rank
+
+    remote: Ints
+    linear: Ints
+
+
+def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
+    """What the moves of a plan make of its `fragments`, of all ranks or of some.
+
+    `linear` is right for a rank where the table has it and all that hold something of its own.
+    """
+    moves, listed = as_array(plan.moves), np.zeros(plan.num_ranks, dtype=bool)
+    listed[table[:, Held.RANK]] = True
+    src, dst, tokens = moves[listed[moves[:, Move.SRC]]].T
+    sizes = table[:, Held.STOP] - table[:, Held.START]
+    ends = np.cumsum(sizes)
+    begins = ends - sizes  # a token's place among all tokens, rank by rank
+    # For each rank, the place where those begin that it gives away: [num_ranks].
+    held, given = sums(table[:, Held.RANK], sizes, plan.num_ranks), sums(src, tokens, plan.num_ranks)
+    kept_until = np.cumsum(held) - given
     before = np.cumsum(tokens) - tokens
-    begin = _kept_until(plan, table)[src] + before - before[np.searchsorted(src, src)]
-    end = begin + tokens
+    begin: Ints = kept_until[src] + before - before[np.searchsorted(src, src)]
+    end: Ints = begin + tokens
     move, fragment = ranges(np.searchsorted(ends, begin, side="right"), np.searchsorted(begins, end, side="left"))
     low, high = np.maximum(begins[fragment], begin[move]), np.minimum(ends[fragment], end[move])
     rows = np.empty((len(move), RemoteHeld.WIDTH), dtype=np.int64)
@@ -45,45 +62,22 @@ def remote(plan: MicrobatchPlan, table: Ints) -> Ints:
     rows[:, RemoteHeld.OWNER], rows[:, RemoteHeld.HOLDER] = dst[move], src[move]
     rows[:, RemoteHeld.ZONE], rows[:, RemoteHeld.SENT_ON] = table[fragment, Held.ZONE], table[fragment, Held.SENT_ON]
     rows[:, RemoteHeld.FRAGMENT] = fragment
-    return rows
+    # A rank keeps its first tokens; then come those that others attend to for it, by holder.
+    own = table[:, Held.PLACED].copy()
+    kept = np.clip(kept_until[table[:, Held.RANK]] - begins, 0, sizes)
+    own[:, Placed.STOP] = own[:, Placed.START] + kept
+    linear = np.concatenate([own[kept > 0], np.column_stack([rows[:, RemoteHeld.OWNER], rows[:, RemoteHeld.SPAN]])])
+    return Remapped(rows, linear[np.argsort(linear[:, Placed.RANK], kind="stable")])
 
 
 def remote_in(plan: MicrobatchPlan) -> Ints:
-    """`remote` of all ranks; no rows where the plan has no remap."""
+    """`Remapped.remote` of all ranks; no rows where the plan has no remap."""
     if not plan.moves:
         return np.empty((0, RemoteHeld.WIDTH), dtype=np.int64)
-    return remote(plan, fragments(plan))
+    return remapped(plan, fragments(plan)).remote
 
 
 def layouts(plan: MicrobatchPlan) -> Ints:
     """Linear layouts of all ranks: `Placed` rows, rank by rank in their order outside attention."""
     table = fragments(plan)
-    return linear(plan, table, remote(plan, table)) if plan.moves else table[:, Held.PLACED]
-
-
-def linear(plan: MicrobatchPlan, table: Ints, given: Ints) -> Ints:
-    """As `layouts`, of a remapped plan, by its `fragments` and `remote`."""
-    # Right for a rank where the table has it and all that hold something of its own.
-    rows = table[:, Held.PLACED].copy()
-    sizes = table[:, Held.STOP] - table[:, Held.START]
-    # A rank keeps its first tokens; then come those that others attend to for it, by holder.
-    kept = np.clip(_kept_until(plan, table)[table[:, Held.RANK]] - (np.cumsum(sizes) - sizes), 0, sizes)
-    rows[:, Placed.STOP] = rows[:, Placed.START] + kept
-    received = np.column_stack([given[:, RemoteHeld.OWNER], given[:, RemoteHeld.SPAN]])
-    rows = np.concatenate([rows[kept > 0], received])
-    return rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
-
-
-def _moves(plan: MicrobatchPlan, table: Ints) -> Ints:
-    # The moves of tokens that the ranks in `table` hold.
-    moves = as_array(plan.moves)
-    listed = np.zeros(plan.num_ranks, dtype=bool)
-    listed[table[:, Held.RANK]] = True
-    return moves[listed[moves[:, Move.SRC]]]
-
-
-def _kept_until(plan: MicrobatchPlan, table: Ints) -> Ints:
-    # For each rank, the place among all tokens where those begin that it gives away: [num_ranks].
-    moves = _moves(plan, table)
-    held = sums(table[:, Held.RANK], table[:, Held.STOP] - table[:, Held.START], plan.num_ranks)
-    return np.cumsum(held) - sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
+    return remapped(plan, table).linear if plan.moves else table[:, Held.PLACED]

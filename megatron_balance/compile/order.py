@@ -1,17 +1,15 @@
-"""The order of one rank's steps and the issues of each of its streams, as data for executor and
-simulator.
-"""
+"""The order of one rank's steps, and the streams that its exchanges are on, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.compile.issue_order import PASSING, IssueOrder, Key
-from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
+from megatron_balance.ir.arrays import Bools, Ints, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask
@@ -48,20 +46,6 @@ class RunLaunches:
 
 
 Step: TypeAlias = Start | Finish | RunLaunches
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """One entry of a stream: the launches of attention op `op` (leg "run"), or one leg of exchange
-    `op`.
-
-    `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank
-    itself is at.
-    """
-
-    op: int
-    leg: Leg | Literal["run"]
-    roles: tuple[Role, ...] = ()
 
 
 # An exchange starts as early as the values that it sends allow, and ends where something it brought
@@ -235,27 +219,10 @@ def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
 # Streams
 
 
-def _traffic_class(kinds: Sequence[int]) -> TrafficClass:
-    """The traffic class of all that an exchange carries from rank to rank; `kinds`: of transfers."""
-    return "moved" if any(kind in MOVED for kind in kinds) else "copied"
-
-
 def hops(route: Sequence[int]) -> list[tuple[Leg, int, int]]:
     """(leg, from, to) of each transfer of a piece; `route`: src, send proxy, receive proxy, dst."""
     # From a rank to itself is no transfer.
     return [(leg, a, b) for leg, a, b in zip(LEGS, route[:-1], route[1:], strict=True) if a != b]
-
-
-def roles(route: Sequence[int], rank: int) -> list[tuple[Leg, Role]]:
-    """The roles of `rank` in each leg of a piece."""
-    path = hops(route)
-    taken: list[tuple[Leg, Role]] = []
-    for at, (leg, a, b) in enumerate(path):
-        if a == rank:
-            taken.append((leg, "own" if at == 0 else relay_role(path[at - 1][0])))
-        if b == rank:
-            taken.append((leg, "own" if at == len(path) - 1 else relay_role(leg)))
-    return taken
 
 
 def relay_role(leg: Leg) -> Role:
@@ -263,34 +230,9 @@ def relay_role(leg: Leg) -> Role:
     return "send_proxy" if leg == "dispatch" else "receive_proxy"
 
 
-def streams(
-    ops: Sequence[Op], rank: int, ranks_per_node: int, issue: IssueOrder = PASSING
-) -> dict[str, tuple[Issue, ...]]:
-    """Issues of each stream of a rank, in order: of "compute", and of those that its exchanges use.
-
-    A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes. Of a routed
-    transfer, the leg to the send proxies belongs to "dispatch", the one between the nodes to
-    "inter_node", the one from the receive proxies to "combine". Moved values have streams of their
-    own ("inter_node moved" and so on), and so have collectives ("inter_node collective" where their
-    ranks are on several nodes).
-    """
-    issues: dict[str, list[Issue]] = {"compute": []}
-    for step in order(ops, rank, issue=issue):
-        match step:
-            case RunLaunches(op):
-                issues["compute"].append(Issue(op, "run"))
-            case Start(index):
-                op = ops[index]
-                assert isinstance(op, Exchange)
-                for (stream, leg), taken in sorted(_legs(op, rank, ranks_per_node)):
-                    issues.setdefault(stream, []).append(Issue(index, leg, taken))
-            case Finish():
-                pass
-    return {stream: tuple(own) for stream, own in issues.items()}
-
-
 def stream_name(leg: Leg, crosses: bool, traffic_class: TrafficClass) -> str:
-    """The stream of one leg of an exchange."""
+    """The stream of one leg of a point-to-point exchange; `crosses`: goes from node to node."""
+    # Moved values have streams of their own, and so have collectives (`collective_stream`).
     match leg:
         case "direct":
             link = "inter_node" if crosses else "intra_node"
@@ -304,26 +246,3 @@ def stream_name(leg: Leg, crosses: bool, traffic_class: TrafficClass) -> str:
 def collective_stream(group: Sequence[int], ranks_per_node: int) -> str:
     """The stream of an exchange among exactly the ranks of `group`."""
     return "inter_node collective" if len({rank // ranks_per_node for rank in group}) > 1 else "intra_node collective"
-
-
-def _legs(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[str, Leg], tuple[Role, ...]]]:
-    # ((stream, leg), roles) of every leg of an exchange that `rank` takes part in.
-    rows = as_array(op.transfers)
-    kinds: dict[tuple[int, int], set[int]] = {}
-    for kind, src, dst in rows[:, [Transfer.KIND, Transfer.SRC, Transfer.DST]].tolist():
-        kinds.setdefault((src, dst), set()).add(kind)
-    if op.collective != "p2p":
-        yield (collective_stream(op.group, ranks_per_node), "direct"), ("own",)
-        return
-    legs: dict[tuple[str, Leg], set[Role]] = {}
-    routed: set[tuple[int, int]] = set()
-    for src, dst, _, send_proxy, receive_proxy in op.routes:
-        routed.add((src, dst))
-        for leg, role in roles((src, send_proxy, receive_proxy, dst), rank):
-            legs.setdefault((stream_name(leg, True, _traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
-    for (src, dst), carried in kinds.items():
-        if (src, dst) not in routed:
-            crosses = src // ranks_per_node != dst // ranks_per_node
-            legs.setdefault((stream_name("direct", crosses, _traffic_class(list(carried))), "direct"), set()).add("own")
-    for place, taken in legs.items():
-        yield place, tuple(sorted(taken))

@@ -12,9 +12,9 @@ from megatron_balance.ir.program import Exchange, Op
 
 NUM_NANO_BATCHES = 2
 
-SegmentKind: TypeAlias = Literal["linear", "start", "attend", "end"]
+_SegmentKind: TypeAlias = Literal["linear", "start", "attend", "end"]
 
-_REVERSED: dict[SegmentKind, SegmentKind] = {"linear": "linear", "start": "end", "attend": "attend", "end": "start"}
+_REVERSED: dict[_SegmentKind, _SegmentKind] = {"linear": "linear", "start": "end", "attend": "attend", "end": "start"}
 
 
 # A phase of an attention call has three segments, cut from the order of its steps
@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
     nano_batch: int
     layer: int
-    part: SegmentKind
+    part: _SegmentKind
 
 
 class Cuts(NamedTuple):

@@ -10,7 +10,6 @@ order.
 | remap | the exchanges between the linear and the attention layout (Zeppelin, section 3.4) |
 | route | proxies for transfers between nodes (Zeppelin, section 3.3) |
 | transpose | the backward ops |
-| merge_gradients | Merge ops of the backward |
 | order | the order of steps (`compile.order`), exchanges in one order on all ranks
   (`compile.issue_order`), and the bounds of segments (`compile.ping_pong`) |
 
@@ -22,7 +21,8 @@ for:
 * "execution": steps in order. There are no gradient merges: launches and receives add to what is
   already there.
 
-A callback sees the program after each pass, to print (`ir.text`) or prove it (`compile.proof`).
+The program is valid after each pass: a callback of `expand` sees it, to print (`ir.text`) or prove
+it (`compile.proof`).
 Only `expand` builds more than one rank's program (and, routed, what those of its node exchange with
 other nodes).
 """
@@ -43,7 +43,7 @@ from megatron_balance.compile.order import Step, order
 from megatron_balance.compile.ping_pong import Cuts, cut_segments
 from megatron_balance.compile.remap import RemapMerge, remap
 from megatron_balance.compile.route import Nics, Passing, route
-from megatron_balance.compile.transpose import Policy, merge_gradients, transpose
+from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.columns import Fragment, Rows, Transfer
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
@@ -264,11 +264,10 @@ class CompiledRank:
 
 
 class Pass(NamedTuple):
-    """One pass. `complete`: whether `verify` accepts the program of all ranks after it."""
+    """One pass; `apply` makes a rank's program of what the passes before made of it."""
 
     name: str
-    run: Callable[[_Job, CompiledRank], CompiledRank]
-    complete: bool = True
+    apply: Callable[[_Job, CompiledRank], CompiledRank]
 
 
 def _project(job: _Job, compiled: CompiledRank) -> CompiledRank:
@@ -298,13 +297,8 @@ def _route(job: _Job, compiled: CompiledRank) -> CompiledRank:
 def _transpose(job: _Job, compiled: CompiledRank) -> CompiledRank:
     if job.backward_policy is None:
         return compiled
-    return replace(compiled, program=transpose(compiled.program, job.backward_policy, merges=False))
-
-
-def _merge_gradients(job: _Job, compiled: CompiledRank) -> CompiledRank:
-    if job.target != "proof" or job.backward_policy is None:
-        return compiled
-    return replace(compiled, program=merge_gradients(compiled.program))
+    merges = job.target == "proof"
+    return replace(compiled, program=transpose(compiled.program, job.backward_policy, merges=merges))
 
 
 def _order(job: _Job, compiled: CompiledRank) -> CompiledRank:
@@ -333,8 +327,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("project", _project),
     Pass("remap", _remap),
     Pass("route", _route),
-    Pass("transpose", _transpose, complete=False),
-    Pass("merge_gradients", _merge_gradients),
+    Pass("transpose", _transpose),
     Pass("order", _order),
 )
 # The first pass whose work depends on the policy of the backward.
@@ -358,13 +351,13 @@ def compile_policies(
     job = _job(plan, most, "execution", phases, passing=passing)
     shared = _start(job, rank)
     for step in PASSES[:_OF_A_POLICY]:
-        shared = step.run(job, shared)
+        shared = step.apply(job, shared)
     compiled: list[CompiledRank] = []
     for policy in policies:
         own = _job(plan, policy, "execution", phases, passing=passing)
         one = shared if own.replays else replace(shared, program=replace(shared.program, replays=()))
         for step in PASSES[_OF_A_POLICY:]:
-            one = step.run(own, one)
+            one = step.apply(own, one)
         compiled.append(one)
     return compiled
 
@@ -393,8 +386,7 @@ def expand(
 ) -> Program:
     """The whole program, for proofs and pictures; with a policy, the backward too.
 
-    `after`: called with each pass and the whole program after it; `verify` accepts it where the
-    pass is `complete`.
+    `after`: called with each pass and the whole program after it, which `verify` accepts.
 
     Raises InvalidProgramError: an unknown comm pattern, or projections that do not fit together.
     """
@@ -407,7 +399,7 @@ def expand(
         return whole([_compile(job, rank).program for rank in range(plan.num_ranks)], policy)
     ranks = [_start(job, rank) for rank in range(plan.num_ranks)]
     for step in PASSES:
-        ranks = [step.run(job, compiled) for compiled in ranks]
+        ranks = [step.apply(job, compiled) for compiled in ranks]
         programs = [compiled.program for compiled in ranks]
         after(step, whole(programs, policy if any(program.backward for program in programs) else None))
     return whole([compiled.program for compiled in ranks], policy)
@@ -436,5 +428,5 @@ def _start(job: _Job, rank: int) -> CompiledRank:
 def _compile(job: _Job, rank: int) -> CompiledRank:
     compiled = _start(job, rank)
     for step in PASSES:
-        compiled = step.run(job, compiled)
+        compiled = step.apply(job, compiled)
     return compiled

@@ -47,8 +47,7 @@ class RemapMerge:
     def __init__(self, plan: MicrobatchPlan, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> None:
         self.plan = plan
         table = layouts.fragments(plan, self._known(ranks, zones))
-        self.regions = layouts.remote(plan, table)
-        self._linear = layouts.linear(plan, table, self.regions)
+        self.regions, self._linear = layouts.remapped(plan, table)
         context = Context.of(plan)
         # what owners send on, in the forward only and in a replayed backward too
         once, again = ([np.empty((0, Transfer.WIDTH), dtype=np.int64)] for _ in range(2))

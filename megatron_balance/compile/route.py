@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, run_bounds
 from megatron_balance.ir.columns import Route, Rows, Transfer
-from megatron_balance.ir.program import Exchange, Op, Program, RankProgram
+from megatron_balance.ir.program import Exchange, Op, RankProgram
 
 
 # Directly, the NICs of two ranks carry all that one sends the other, while those of their
@@ -186,13 +186,3 @@ def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op,
         queues.append((name, len(forward) - before))
     forward += [routed[at] for at in waiting]
     return tuple(forward), (*queues, *([("proxy", len(waiting))] if waiting else []))
-
-
-def with_routes(program: Program, nics: Nics) -> Program:
-    """A whole forward program, as parsed from text, with every transfer between nodes routed."""
-
-    def routed(op: Exchange) -> Exchange:
-        ends = _Pairs.between_nodes([(0, as_array(op.transfers))], nics).ends
-        return replace(op, routes=as_rows(_routes(ends, nics)))
-
-    return replace(program, forward=tuple(routed(op) if isinstance(op, Exchange) else op for op in program.forward))

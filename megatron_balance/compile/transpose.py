@@ -13,7 +13,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from megatron_balance.compile.join import join, routes_of, split
+from megatron_balance.compile.join import routes_of
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
 from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.intervals import Atoms, trim_pairs
@@ -27,7 +27,6 @@ from megatron_balance.ir.program import (
     Merge,
     Op,
     Policy,
-    Program,
     RankProgram,
 )
 
@@ -47,23 +46,13 @@ def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> R
     """`program` with its backward ops.
 
     Of n forward exchanges, exchange i is replayed as remap_in + 2 (n - 1 - i) and reversed as the
-    id behind that; a remap-in exchange i is replayed as i. `merges`: whether to add the Merge ops
-    (`merge_gradients`).
+    id behind that; a remap-in exchange i is replayed as i. `merges`: whether to add the Merge ops of
+    partial gradients, which a proof needs, and an executor that sums them where they arrive does not.
     """
-    with_backward = replace(program, backward=tuple(_reverse(program, policy)))
-    return merge_gradients(with_backward) if merges else with_backward
-
-
-def merge_gradients(program: RankProgram) -> RankProgram:
-    """`program` with the Merge ops of its backward."""
-    # An executor that sums gradients where they arrive needs none; a proof does.
-    return replace(program, backward=tuple(_with_merges(list(program.backward), program.rank, program.mask)))
-
-
-def with_backward(program: Program, policy: Policy) -> Program:
-    """A whole program, as parsed from text, with its backward."""
-    ranks = [transpose(rank, policy) for rank in split(program)]
-    return join(ranks, program.lengths, program.num_heads, program.num_kv_heads, policy)
+    backward = list(_reverse(program, policy))
+    if merges:
+        backward = list(_with_merges(backward, program.rank, program.mask))
+    return replace(program, backward=tuple(backward))
 
 
 def forward_id(backward_id: int, program: RankProgram) -> int:

@@ -13,12 +13,12 @@ from megatron_balance.errors import ConfigError
 AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"]
 
 # Kernels of the runtime that are another one's code: torch's own is FlashAttention-2.
-SAME_KERNEL = {"torch_varlen": "flash_attn"}
+_SAME_KERNEL = {"torch_varlen": "flash_attn"}
 
 
 # Room for the number of a rank in a program: 20 bits.
 MOST_RANKS = 1 << 20
-RATES = (
+_RATES = (
     "intra_bytes_per_s",
     "nic_bytes_per_s",
     "flops_per_s",
@@ -28,7 +28,7 @@ RATES = (
     "memory_bytes_per_s",
 )
 # Keys of a cluster by what they may be.
-SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
+_SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Cluster:
                 f"cluster {self.name}: attention_kernel: {self.attention_kernel} has no rate; add one to "
                 f"attention_rates, or take one of {', '.join(self.attention_rates) or 'those that have one'}"
             )
-        for key in RATES:
+        for key in _RATES:
             if not getattr(self, key) > 0:
                 raise ConfigError(f"cluster {self.name}: {key}: expected more than 0, got {getattr(self, key)}")
         if self.ranks_per_nic < 1 or self.num_sms < 0:
@@ -101,7 +101,7 @@ class Cluster:
                 f"cluster {self.name}: expected ranks_per_nic of at least 1 and num_sms of at least 0, got "
                 f"{self.ranks_per_nic} and {self.num_sms}"
             )
-        for key in SECONDS:
+        for key in _SECONDS:
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ConfigError(
                     f"cluster {self.name}: {key}: expected seconds of at least 0, got {getattr(self, key)}"
@@ -115,7 +115,7 @@ class Cluster:
 
     def with_kernel(self, name: str) -> Cluster:
         """This machine with the runtime's kernel `name`; unchanged where that has no rate here."""
-        priced = SAME_KERNEL.get(name, name)
+        priced = _SAME_KERNEL.get(name, name)
         known = next((kernel for kernel in self.attention_rates if kernel == priced), None)
         return self if known is None else replace(self, attention_kernel=known)
 

@@ -26,7 +26,7 @@ class Layers:
     `solver` as in `solvers.remap.solve`. `align`: token counts outside attention are multiples of
     this (the tensor-parallel size). `once_per_node`: task tables and
     head exchanges send rows that several ranks of a node need once, where that pays
-    (`patterns.dispatch_once`, `patterns.head_exchange_once`).
+    (`patterns.once_per_node`).
     """
 
     routing: When = "never"

@@ -16,7 +16,7 @@ from megatron_balance.errors import ConfigError
 _SCHEME = re.compile(r"tp([1-9]\d*)-pp([1-9]\d*)-cp([1-9]\d*)", re.ASCII)
 _REPEATED = re.compile(r"(?:([1-9]\d*)\*)?(tp.*)", re.ASCII)
 # Most pipelines that a text may name, so that a typing error does not fill the memory.
-MAX_PIPELINES = 1 << 20
+_MAX_PIPELINES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Strategy:
         for part in text.split("+"):
             match = _REPEATED.fullmatch(part)
             count = int(match.group(1) or 1) if match else 0
-            if match is None or count > MAX_PIPELINES:
+            if match is None or count > _MAX_PIPELINES:
                 raise ConfigError(
                     f"strategy {text!r}: cannot read {part!r}; expected schemes joined by '+', each perhaps with a "
                     "count, such as 'tp4-pp1-cp1+2*tp1-pp2-cp1'"

@@ -12,10 +12,9 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.patterns.all_gather import ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
-from megatron_balance.patterns.dispatch_once import DispatchOnce
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
-from megatron_balance.patterns.head_exchange_once import ChunkExchangeOnce, HeadExchangeOnce
 from megatron_balance.patterns.head_ring import HeadRing
+from megatron_balance.patterns.once_per_node import ChunkExchangeOnce, DispatchOnce, HeadExchangeOnce
 from megatron_balance.patterns.waves import WavesPattern
 
 PATTERNS: dict[str, CommPattern[Any]] = {

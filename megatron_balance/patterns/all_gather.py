@@ -4,7 +4,7 @@ context parallelism; WLB-LLM, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -97,14 +97,6 @@ class _AllGather(CommPattern[Zone]):
             there = wanted[rank]
             tables.append(held_rows(index, rank[there], chunks.fragments[there]))
         return np.concatenate(tables)
-
-    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        chunks = self.chunks(zone, context.lengths)
-        holders = np.column_stack([chunks.fragments[:, Fragment.SEQ], np.array(zone.ranks)[chunks.index]])
-        ranks: dict[int, list[int]] = {}
-        for seq, rank in np.unique(holders, axis=0).tolist():
-            ranks.setdefault(seq, []).append(rank)
-        yield from ((seq, ranks[seq]) for seq in zone.seqs)
 
     # Plan statistics and traffic between nodes
 

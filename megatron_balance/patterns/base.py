@@ -9,7 +9,7 @@ a pattern overrides them where it knows a shorter way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -355,10 +355,6 @@ class CommPattern(ABC, Generic[Z]):
 
     # Placement
 
-    def holds(self, zone: Z, rank: int) -> bool:
-        """Whether `rank` takes part in the zone."""
-        return rank in self.ranks(zone, rank + 1)
-
     def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
         """`Held` rows of the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
@@ -379,8 +375,15 @@ class CommPattern(ABC, Generic[Z]):
 
     def sequences(self, zone: Z, context: Context) -> Iterator[tuple[int, list[int]]]:
         """Each sequence with the ranks that hold or attend some of it, ascending."""
-        everyone = sorted(self.ranks(zone, context.num_ranks))
-        yield from ((seq, everyone) for seq in zone.seqs)
+        held = self.place_all([(0, zone)], context.lengths, np.ones(context.num_ranks, dtype=bool))
+        ranks: defaultdict[int, set[int]] = defaultdict(set)
+        for rank, seq in held[:, [Held.RANK, Held.SEQ]].tolist():
+            ranks[seq].add(rank)
+        for rank in self.ranks(zone, context.num_ranks):
+            for part in self.work(zone, context, rank):
+                for seq in np.unique(as_array(part.pairs)[:, Pair.SEQ]).tolist():
+                    ranks[seq].add(rank)
+        yield from ((seq, sorted(ranks[seq])) for seq in zone.seqs)
 
     # Plan statistics and traffic between nodes
 
@@ -445,7 +448,7 @@ class CommPattern(ABC, Generic[Z]):
         `remote`: rows of `ir.columns.RemoteHeld`. What is owned by the target is not among them: it
         stays in the zone's exchange, since the target has handed it over.
         """
-        hops = [NO_FIRST_HOPS]
+        hops = [_NO_FIRST_HOPS]
         for index, zone in zones if self.merges_remap else ():
             own = remote_of([(index, zone)], remote)
             if not len(own):
@@ -512,7 +515,7 @@ class CommPattern(ABC, Generic[Z]):
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
 
-NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
+_NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
 
 
 def _pairs_of(work: Iterable[ZoneWork], context: Context) -> int:

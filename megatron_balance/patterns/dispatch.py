@@ -57,7 +57,7 @@ class Dispatch(CommPattern[TaskTable]):
             there, back = map(as_array, transfers(zone, *_heads(context), context.mask))
         else:
             there, back = _transfers_with(zone, _heads(context), context.mask, rank)
-        return sends_of(there, back)
+        return _sends_of(there, back)
 
     def work(self, zone: TaskTable, context: Context, rank: int) -> Iterable[ZoneWork]:
         # The rank's tasks, then the merges of its own queries, of which outputs came back.
@@ -74,15 +74,6 @@ class Dispatch(CommPattern[TaskTable]):
     def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
         del lengths
         return listed(zones, wanted)
-
-    def sequences(self, zone: TaskTable, context: Context) -> Iterator[tuple[int, list[int]]]:
-        del context
-        columns = [(Placed.RANK, Placed.SEQ), (Task.RANK, Task.SEQ)]
-        both = [as_array(rows)[:, of] for rows, of in zip((zone.fragments, zone.tasks), columns, strict=True)]
-        ranks: dict[int, list[int]] = {}
-        for rank, seq in np.unique(np.concatenate(both), axis=0).tolist():
-            ranks.setdefault(seq, []).append(rank)
-        yield from ranks.items()
 
     # Plan statistics and traffic between nodes
 
@@ -117,7 +108,7 @@ class Dispatch(CommPattern[TaskTable]):
         return self.one_round(zone, context, pairs, tasks[:, Task.RANK])
 
 
-def sends_of(*exchanges: Ints) -> Sends:
+def _sends_of(*exchanges: Ints) -> Sends:
     """Sends of the transfers of each exchange, a block each."""
     rows, counts = np.concatenate(exchanges), [len(each) for each in exchanges]
     block = np.arange(len(rows))
@@ -208,8 +199,3 @@ def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
     values = np.zeros((len(twice), Value.WIDTH), dtype=np.int64)
     values[:, Value.KIND], values[:, Value.SPAN], values[:, Value.HEAD_STOP] = Kind.OUT, twice, num_heads
     return values
-
-
-def task_table(name: str, fragments: Ints, tasks: Ints) -> TaskTable:
-    """A `TaskTable` from integer arrays of `Placed` and `Task` rows."""
-    return TaskTable(name, as_rows(fragments), as_rows(tasks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,11 +181,24 @@ class HeadExchange(CommPattern[Zone]):
         return 2 if len(zone.ranks) > 1 else 0
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        # Rows (seq, start, stop) of `rank`: its run of the concatenated tokens.
-        return run_of(_sequences(zone, lengths), len(zone.ranks), zone.ranks.index(rank))
+        return self.runs(zone, lengths)[zone.ranks.index(rank)]
 
     def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
-        return runs_of(_sequences(zone, lengths), len(zone.ranks))
+        """Rows (seq, start, stop) of each rank."""
+        place, rows = self.placed(zone, lengths)
+        return np.split(rows, np.searchsorted(place, np.arange(1, len(zone.ranks))))
+
+    def placed(self, zone: Zone, lengths: Ints) -> tuple[Ints, Ints]:
+        """Place in the zone, ascending [n], and rows (seq, start, stop) [n, 3] of all its ranks."""
+        # Runs of the concatenated tokens, cut where a run or a sequence ends.
+        seqs, bounds = np.array(zone.seqs, dtype=np.int64), _run_bounds(zone, lengths)
+        ends = np.cumsum(lengths[seqs])
+        edges = np.unique(np.concatenate([bounds, ends]))
+        begin, end = edges[:-1], edges[1:]
+        at = np.searchsorted(ends, begin, side="right")
+        first = (ends - lengths[seqs])[at]
+        place = np.searchsorted(bounds, begin, side="right") - 1
+        return place, np.stack([seqs[at], begin - first, end - first], 1)
 
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
         return np.diff(_run_bounds(zone, lengths))
@@ -194,14 +207,14 @@ class HeadExchange(CommPattern[Zone]):
         # Queries, keys and values there, outputs back.
         place = None if rank is None else (0, zone.ranks.index(rank))
         ranks, runs = np.array([zone.ranks]), self.run_tokens(zone, context.lengths)
-        trade = Trade(ranks, HeadShares.of(slices_of(zone, context)), place, context.crosses if across else None)
+        trade = Trade(ranks, HeadShares.of(_slices_of(zone, context)), place, context.crosses if across else None)
         rows = np.concatenate([trade.inputs(0, 0), trade.outputs(1, 0)])
         calls = trade.calls(0, runs[None]) | trade.calls(1, runs[None], moves=True)
         return Sends(rows, lambda: runs, lambda: Blocks.of(self.runs(zone, context.lengths)), calls)
 
     def work(self, zone: Zone, context: Context, rank: int) -> Iterable[ZoneWork]:
         # Whole sequences with the rank's heads.
-        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)[zone.ranks.index(rank)]
+        whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)[zone.ranks.index(rank)]
         if slices:
             pairs = pairs_of(whole, whole[:, 1:], slices)
             yield ZoneWork(self.num_exchanges(zone) - 1, as_rows(pairs))
@@ -211,16 +224,9 @@ class HeadExchange(CommPattern[Zone]):
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
-            seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
-            ends = np.cumsum(lengths[seqs])
-            bounds = _run_bounds(zone, lengths)
-            edges = np.unique(np.concatenate([bounds, ends]))
-            begin, end = edges[:-1], edges[1:]
-            seq = np.searchsorted(ends, begin, side="right")
-            first = (ends - lengths[seqs])[seq]
-            rank = ranks[np.searchsorted(bounds, begin, side="right") - 1]
-            rows = held_rows(index, rank, np.stack([seqs[seq], begin - first, end - first], 1))
-            tables.append(rows[wanted[rank]])
+            place, rows = self.placed(zone, lengths)
+            rank = np.array(zone.ranks)[place]
+            tables.append(held_rows(index, rank, rows)[wanted[rank]])
         return np.concatenate(tables)
 
     def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
@@ -236,7 +242,7 @@ class HeadExchange(CommPattern[Zone]):
         pairs = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
             total = int(context.mask.num_pairs(context.lengths[list(zone.seqs)]).sum())
-            pairs[list(zone.ranks)] += shared_by_heads(np.array([total]), slices_of(zone, context), context)[0]
+            pairs[list(zone.ranks)] += shared_by_heads(np.array([total]), _slices_of(zone, context), context)[0]
         return pairs
 
     # Closed forms of what the table of sends says, which planning asks for often
@@ -244,13 +250,13 @@ class HeadExchange(CommPattern[Zone]):
     def receive(self, load: Load, zone: Zone, context: Context) -> None:
         # Add what both all-to-alls bring.
         receive_trade(
-            load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], slices_of(zone, context)
+            load, np.array([zone.ranks]), self.run_tokens(zone, context.lengths)[None], _slices_of(zone, context)
         )
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         # All keys and values of others with the heads of a rank.
         runs = self.run_tokens(zone, context.lengths)
-        return (runs.sum() - runs) * head_counts(slices_of(zone, context))[1]
+        return (runs.sum() - runs) * head_counts(_slices_of(zone, context))[1]
 
     # Starting early
 
@@ -264,7 +270,7 @@ class HeadExchange(CommPattern[Zone]):
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
         # An all-to-all, a launch and an all-to-all; on one rank the launch alone.
         size = len(zone.ranks)
-        whole, slices = _sequences(zone, context.lengths), slices_of(zone, context)
+        whole, slices = _sequences(zone, context.lengths), _slices_of(zone, context)
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = pairs_of(whole, whole[:, 1:], [each for own in slices for each in own])
         launches = Launches(pairs, np.repeat(places, len(whole)), np.zeros(size), np.arange(size)[:, None])
@@ -275,29 +281,18 @@ class HeadExchange(CommPattern[Zone]):
 class ChunkExchange(HeadExchange):
     """Head exchange where every rank holds a contiguous chunk of each sequence."""
 
-    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
-        # Rows (seq, start, stop) of `rank`: its chunk of each sequence.
-        return self.runs(zone, lengths)[zone.ranks.index(rank)]
-
-    def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
-        seqs = np.array(zone.seqs, dtype=np.int64)
-        edges = _chunk_edges(lengths[seqs], len(zone.ranks))
-        rows = [np.stack([seqs, start, stop], 1) for start, stop in zip(edges.T[:-1], edges.T[1:], strict=True)]
-        return [own[own[:, Fragment.START] < own[:, Fragment.STOP]] for own in rows]
+    def placed(self, zone: Zone, lengths: Ints) -> tuple[Ints, Ints]:
+        size, seqs = len(zone.ranks), np.array(zone.seqs, dtype=np.int64)
+        # [size + 1, S]: rank by rank, then sequence by sequence
+        edges = _chunk_edges(lengths[seqs], size).T
+        rows = np.stack([np.tile(seqs, size), edges[:-1].ravel(), edges[1:].ravel()], 1)
+        place, some = np.repeat(np.arange(size), len(seqs)), rows[:, Fragment.START] < rows[:, Fragment.STOP]
+        return place[some], rows[some]
 
     def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
         size = len(zone.ranks)
         whole, over = divmod(int(lengths[np.array(zone.seqs, dtype=np.int64)].sum()), size)
         return whole + (np.arange(size) < over)
-
-    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        # Rank by rank: the closed form of `HeadExchange` is for runs of the concatenated tokens.
-        return CommPattern[Zone].place_all(self, zones, lengths, wanted)
-
-    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
-        # All runs at once: they are cut from one another.
-        each = zip(zone.ranks, self.runs(zone, lengths), strict=True)
-        return ((rank, own) for rank, own in each if wanted[rank])
 
 
 def _chunk_edges(lengths: Ints, size: int) -> Ints:
@@ -342,7 +337,7 @@ def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context:
     return np.diff(pairs[:, None] * stops // context.num_heads, prepend=0)
 
 
-def slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:
+def _slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:
     """The slices of the heads that each rank of a zone attends."""
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
 

@@ -315,13 +315,6 @@ class HeadRing(CommPattern[Zone]):
             held[list(zone.ranks)] += _runs(of_group, size).ravel()
         return held
 
-    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
-        # Each sequence with the ranks of the groups that hold some of it, ascending.
-        shape = _Shape.of(zone, self.size(zone), context)
-        for seq, first, parts in zip(zone.seqs, shape.placed.first.tolist(), shape.placed.parts.tolist(), strict=True):
-            groups: list[int] = [(first + at) % shape.num_groups for at in range(parts)]
-            yield seq, sorted(rank for group in groups for rank in shape.ranks[group])
-
     # Plan statistics and traffic between nodes
 
     def attended(self, zones: Sequence[Zone], context: Context) -> Ints:

@@ -23,7 +23,7 @@ from megatron_balance.patterns.zigzag import Zigzag, shared_tokens
 
 # Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
 # launch.
-EXACT = 1 << 18
+_EXACT = 1 << 18
 
 # About so many rows are made at once, which keeps them in the cache.
 _ROWS = 1 << 14
@@ -180,7 +180,7 @@ def _walked(tokens: Ints, reach: Ints) -> Ints:
 
 def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     """The launches of every (group index, round); `heads`: of queries and of keys."""
-    exact = placed.size**2 * max(1, len(placed.seqs)) <= EXACT
+    exact = placed.size**2 * max(1, len(placed.seqs)) <= _EXACT
     return _each_launch(placed, heads) if exact else launches_by_kind(placed, heads)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -21,15 +22,19 @@ from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.analysis.wire import NicOf
 from megatron_balance.cost.base import CostModel, MachineCost, remap_s
 from megatron_balance.cost.base import token_bytes as _token_bytes
-from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move, Rows
 from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import ONCE_PER_NODE, head_exchange_once, pattern_of
+from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
 from megatron_balance.patterns.base import Context
+from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.solvers import remap
+
+# Tokens of a rank by which a head exchange is judged.
+_EVEN = 1 << 16
 
 
 def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layers: Layers) -> MicrobatchPlan:
@@ -39,7 +44,8 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layer
         if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
-        zones = tuple(_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
+        context = Context.of(plan)
+        zones = tuple(_once_per_node(zone, context, cluster, cost) for zone in plan.zones)
         # The same one is estimated once.
         plan = plan if zones == plan.zones else replace(plan, zones=zones)
     routing = _routing(plan, cluster, cost, layers.routing)
@@ -47,15 +53,18 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layer
     return plan if routing == plan.routing else replace(plan, routing=routing)
 
 
-def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: MachineCost) -> AnyPlanZone:
+def _once_per_node(zone: AnyPlanZone, context: Context, cluster: Cluster, cost: MachineCost) -> AnyPlanZone:
     """The zone, or one that sends rows once to a node, if that pays at the busiest NIC."""
-    zone = plan.zones[index]
-    if zone.pattern not in ONCE_PER_NODE or not _shares_rows(zone, plan):
+    if zone.pattern not in ONCE_PER_NODE or not pattern_of(zone).crosses_nodes(zone, context):
         return zone
+    row_bytes = cost.query_bytes(1), cost.kv_bytes(1)
     if isinstance(zone, Zone):
-        before, after, passed_on = _by_heads(zone, plan, cluster, cost)
+        heads, nodes = (context.num_heads, context.num_kv_heads), (context.num_ranks, context.ranks_per_node)
+        num_tokens = int(context.lengths[list(zone.seqs)].sum())
+        rates = _rates(zone.pattern, zone.ranks, heads, nodes, cluster.ranks_per_nic, row_bytes)
+        before, after, passed_on = (num_tokens * rate for rate in rates)
     else:
-        before, after, passed_on = _by_rows(index, plan, cluster, cost)
+        before, after, passed_on = _loads_once(zone, context, cluster.ranks_per_nic, row_bytes)
     if not passed_on:
         return zone
     on_s = cost.call_s + cost.intra_node_s(passed_on)
@@ -63,39 +72,36 @@ def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: Mac
     return replace(zone, pattern=ONCE_PER_NODE[zone.pattern]) if pays else zone
 
 
-def _shares_rows(zone: AnyPlanZone, plan: MicrobatchPlan) -> bool:
-    if not isinstance(zone, Zone):
-        return True
-    ranks, node = zone.ranks, plan.ranks_per_node
-    return plan.num_kv_heads % len(ranks) > 0 and min(ranks) // node != max(ranks) // node
-
-
-def _by_heads(zone: Zone, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
-    """Bytes of a head exchange over the busiest NIC, direct and once per node; passed on."""
-    head_bytes = cost.query_bytes(1) / plan.num_heads, cost.kv_bytes(1) / plan.num_kv_heads
-    heads, node = (plan.num_heads, plan.num_kv_heads), (plan.ranks_per_node, cluster.ranks_per_nic)
-    before, after, passed_on = head_exchange_once.rates(zone.ranks, heads, node, head_bytes)
-    num_tokens = sum([plan.lengths[seq] for seq in zone.seqs])
-    return num_tokens * before, num_tokens * after, num_tokens * passed_on
-
-
-def _by_rows(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> tuple[float, float, float]:
-    """As `_by_heads`, of a task table."""
-    zone = plan.zones[index]
+def _loads_once(
+    zone: AnyPlanZone, context: Context, ranks_per_nic: int, row_bytes: tuple[float, float]
+) -> tuple[float, float, float]:
+    """Bytes of an exchange over the busiest NIC, direct and once per node; passed on by a rank."""
     once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
-    tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
-    before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
-    rows = pattern_of(once).sends(once, Context.of(plan)).messages()
-    # Passed on.
-    rows = rows[rows[:, Message.EXCHANGE] == 1]
-    tokens = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
-    return before, after, cost.kv_bytes(float(tokens))
+    nics, ranks = NicOf(context.num_ranks, context.ranks_per_node, ranks_per_nic), np.arange(context.num_ranks)
+    before, after = (
+        max((float(nics.sums(ranks, load).max()) for load in _zone_loads(each, context, row_bytes)), default=0.0)
+        for each in (zone, once)
+    )
+    rows = pattern_of(once).sends(once, context).messages()
+    rows = rows[rows[:, Message.EXCHANGE] == ON]
+    passed_on = sums(rows[:, Message.SRC], _num_bytes(rows, context, row_bytes), context.num_ranks)
+    return before, after, float(passed_on.max())
 
 
-def _busiest_nic(loads: Sequence[Ints], cluster: Cluster) -> float:
-    nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
-    ranks = np.arange(cluster.num_ranks)
-    return max((float(nics.sums(ranks, load).max()) for load in loads), default=0.0)
+@lru_cache(maxsize=256)
+def _rates(
+    pattern: str,
+    ranks: tuple[int, ...],
+    heads: tuple[int, int],
+    nodes: tuple[int, int],
+    ranks_per_nic: int,
+    row_bytes: tuple[float, float],
+) -> tuple[float, ...]:
+    """As `_loads_once`, for each token of a head exchange, in which tokens lie evenly on the ranks."""
+    num_tokens = _EVEN * len(ranks)
+    context = Context(np.array([num_tokens]), *heads, *nodes)
+    loads = _loads_once(Zone("", pattern, ranks, (0,)), context, ranks_per_nic, row_bytes)
+    return tuple(load / num_tokens for load in loads)
 
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
@@ -165,7 +171,7 @@ def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, n
         routing = pattern_of(zone).routing
         if routing != "by_load":
             return routing == "pays"
-        loads = _zone_loads(index, plan, cluster, cost)
+        loads = _zone_loads(zone, Context.of(plan), (cost.query_bytes(1), cost.kv_bytes(1)))
     return any(_spread_pays(load, cluster, cost, num_nics) for load in loads)
 
 
@@ -176,25 +182,26 @@ def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> lis
     return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
 
 
-def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """As `_remap_loads`, of each exchange of a zone."""
+def _zone_loads(zone: AnyPlanZone, context: Context, row_bytes: tuple[float, float]) -> list[Ints]:
+    """As `_remap_loads`, of each exchange; `row_bytes`: of a token's query, and key and value."""
     loads: list[Ints] = []
-    zone = plan.zones[index]
-    for messages in pattern_of(zone).messages(zone, Context.of(plan), across=True):
+    for messages in pattern_of(zone).messages(zone, context, across=True):
         rows = messages.each_pair()
-        rows = rows[rows[:, Message.SRC] // cluster.node_size != rows[:, Message.DST] // cluster.node_size]
-        is_kv = rows[:, Message.KIND] == Kind.KV
-        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(
-            is_kv, plan.num_kv_heads, plan.num_heads
-        )
-        # Bytes of a token, by kind, for the share of heads that the row carries.
-        each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
-        num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
+        rows = rows[context.crosses(rows[:, Message.SRC], rows[:, Message.DST])]
+        num_bytes = _num_bytes(rows, context, row_bytes)
         for step in np.unique(rows[:, Message.EXCHANGE]):
             own = rows[:, Message.EXCHANGE] == step
             for ends in (rows[own, Message.SRC], rows[own, Message.DST]):
-                loads.append(np.bincount(ends, num_bytes[own], plan.num_ranks).astype(np.int64))
+                loads.append(sums(ends, num_bytes[own], context.num_ranks))
     return loads
+
+
+def _num_bytes(rows: Ints, context: Context, row_bytes: tuple[float, float]) -> Ints:
+    # Of each message, for the share of heads that it carries.
+    is_kv = rows[:, Message.KIND] == Kind.KV
+    heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+    share = heads / np.where(is_kv, context.num_kv_heads, context.num_heads)
+    return np.rint(np.where(is_kv, row_bytes[1], row_bytes[0]) * share * rows[:, Message.TOKENS]).astype(np.int64)
 
 
 def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:

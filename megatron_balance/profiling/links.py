@@ -130,7 +130,7 @@ def exchanged(
     """Seconds of one message of each size, while as much goes the other way: the median of samples
     (`sample`: seconds of a call).
 
-    Ranks outside `pair` take no part. `stream`: as in `compile.order.streams`.
+    Ranks outside `pair` take no part. `stream`: as in `compile.order.stream_name`.
     """
     assert groups.streams is not None, "gloo has no streams"
     if groups.rank not in pair:

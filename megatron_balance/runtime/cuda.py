@@ -65,7 +65,7 @@ class Streams(Protocol):
     """The streams of one rank."""
 
     def of(self, name: str) -> Stream:
-        """A communication stream, named as in `compile.order.streams`."""
+        """A communication stream, named as in `compile.order.stream_name`."""
         ...
 
     def now(self) -> Any:

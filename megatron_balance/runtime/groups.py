@@ -110,19 +110,16 @@ class IssueQueue:
     that it travels beside; and a receive that holds multiprocessors until its sender has computed
     is issued behind the last launch. Batches never pass one another, so the order in which two
     ranks issue what they share stays the program's (`compile.order`).
-
-    `eager`: issue everything at once (tests, and measurements of what waiting gains).
     """
 
-    def __init__(self, *, eager: bool = False) -> None:
-        self.eager = eager
+    def __init__(self) -> None:
         self._waiting: deque[tuple[object, Behind, Callable[[], None]]] = deque()
 
     def put(self, key: object, issue: Callable[[], None], behind: Behind = Behind.NOTHING) -> None:
         """Issue a batch, now or later. `key`: what it belongs to, compared by identity."""
         if behind != Behind.LAUNCHES and any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
             self.flush()
-        if self.eager or (behind == Behind.NOTHING and not self._waiting):
+        if behind == Behind.NOTHING and not self._waiting:
             issue()
         else:
             self._waiting.append((key, behind, issue))
@@ -339,7 +336,7 @@ def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, 
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
-    """The communication streams (`compile.order.streams`) that a pool can need. `ranks_per_node` 0:
+    """The streams (`compile.order.stream_name`) that a pool can need. `ranks_per_node` 0:
     not known.
     """
     if size < 2:

@@ -37,8 +37,8 @@ Mark: TypeAlias = Any
 
 
 class Traced(NamedTuple):
-    """One thing done: `op` and `leg` as in `compile.order.Issue`; an exchange also has a leg
-    "finish", and for a recorder "pack".
+    """One thing done: the launches of attention op `op` (leg "run"), or a leg of exchange `op`, which
+    also has a leg "finish", and for a recorder "pack".
 
     Seconds by `time.perf_counter`. Of the leg of an exchange: issuing it; of a relayed one: from
     the first wait for it until it is sent on; of "finish": waiting for what the exchange brings. On

@@ -154,7 +154,7 @@ def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", [*PLANNERS, "remapped zeppelin", "remapped te_ring"])
 def test_streams_do_in_order_what_was_foreseen(pool: Pool, planner: str, policy: Policy) -> None:
-    """The recorded order of each stream is that of `compile.order.streams`, which the simulator
+    """The recorded order of each stream is that of `tests.support.foreseen`, which the simulator
     prices."""
     name = planner.removeprefix("remapped ")
     for planned in (plan(name, CASE), everything_routed(plan(name, replace(CASE, remapped=planner != name)))):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.layouts import fragments, layouts, remote
+from megatron_balance.compile.layouts import fragments, layouts, remapped
 from megatron_balance.compile.pipeline import Projector, compile_ranks, layout
 from megatron_balance.compile.proof.issued import verify_issue_order
 from megatron_balance.compile.proof.runs import prove
@@ -117,7 +117,7 @@ def assert_layouts_of_all_ranks_are_those_of_each(planned: MicrobatchPlan) -> No
 
 def assert_remote_tokens_are_the_moves(planned: MicrobatchPlan, held: Ints) -> None:
     moved: dict[tuple[int, int], int] = {}
-    for row in remote(planned, held).tolist():
+    for row in remapped(planned, held).remote.tolist():
         fragment = held[row[RemoteHeld.FRAGMENT]].tolist()
         assert fragment[Held.RANK] == row[RemoteHeld.HOLDER]
         assert [fragment[at] for at in (Held.SEQ, Held.ZONE, Held.SENT_ON)] == [

@@ -1,5 +1,15 @@
 """Small programs in text, forward only, that verify: what unit tests start from."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_balance.compile.join import join, split
+from megatron_balance.compile.route import Nics, Passing, route
+from megatron_balance.compile.transpose import transpose
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.program import Exchange, Policy, Program, RankProgram
+
 # Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads
 # share a key-value head).
 PREFIX = """\
@@ -96,3 +106,20 @@ backward
 """
 
 ALL = {"prefix": PREFIX, "dispatch": DISPATCH, "two_launches": TWO_LAUNCHES, "heads": HEADS, "chain": CHAIN}
+
+
+def with_backward(program: Program, policy: Policy) -> Program:
+    """A whole program, as parsed from text, with its backward."""
+    return _whole(program, [transpose(rank, policy) for rank in split(program)], policy)
+
+
+def with_routes(program: Program, nics: Nics) -> Program:
+    """A whole forward program, as parsed from text, with every transfer between nodes routed."""
+    listed = [(op.id, as_array(op.transfers)) for op in program.forward if isinstance(op, Exchange)]
+    ids = frozenset(number for number, _ in listed)
+    ranks = [replace(rank, queues=(("", len(rank.forward)),)) for rank in split(program)]
+    return _whole(program, [route(rank, Passing(listed, ()), ids, nics) for rank in ranks], None)
+
+
+def _whole(program: Program, ranks: list[RankProgram], policy: Policy | None) -> Program:
+    return join(ranks, program.lengths, program.num_heads, program.num_kv_heads, policy)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_balance.analysis.trace_format import TrackSpan
-from megatron_balance.compile.order import Issue, streams
 from megatron_balance.compile.pipeline import compile_policies
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -25,6 +24,7 @@ from megatron_balance.runtime.lower.steps import FinishStep, IssueStep, Phase, S
 from megatron_balance.runtime.recorder import Recorder, Trace, Traced, hidden_share
 from megatron_balance.training.stragglers import Link, link_rates
 from tests.support import jobs
+from tests.support.foreseen import Issue, streams
 from tests.support.jobs import Ran, Run
 from tests.support.pool import World
 from tests.support.stream_threads import HangError, with_streams

@@ -16,7 +16,6 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, TaskTable, Zone
-from megatron_balance.patterns import dispatch
 from megatron_balance.planners import knapformer
 from tests.support import by_hand
 
@@ -73,7 +72,7 @@ def _random_tasks(
             (_rank(rng, cluster), seq, *r)
             for r in _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
         ]
-    return dispatch.task_table(name, _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
+    return TaskTable(name, as_rows(_shuffled(rng, fragments, 4)), as_rows(_shuffled(rng, tasks, 6)))
 
 
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:

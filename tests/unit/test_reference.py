@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_balance import reference
-from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import dense, programs
+from tests.support.programs import with_backward
 
 NAMES = ("out", "q_grad", "k_grad", "v_grad")
 

@@ -75,7 +75,7 @@ class IssuedCall(NamedTuple):
 
 
 # Whether a collective's ranks have a process group; its transfers go point to point if not.
-OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
+_OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
 
 
 # (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
@@ -87,7 +87,7 @@ def batches(
     steps: Iterable[Step],
     rank: int,
     ranks_per_node: int,
-    own_group: OwnGroup = lambda _: True,
+    own_group: _OwnGroup = lambda _: True,
 ) -> Iterator[IssuedCall]:
     """Group calls of `rank` that the starts among `steps` issue, in order."""
     for step in steps:
@@ -153,7 +153,7 @@ def interleaved(
     ranks_per_node: int,
     *,
     backward: bool,
-    own_group: OwnGroup = lambda _: True,
+    own_group: _OwnGroup = lambda _: True,
 ) -> list[list[IssuedCall]]:
     """Every rank's group calls in a pass of several plans, by segment (`compile.ping_pong`)."""
     made: list[list[IssuedCall]] = []

@@ -19,7 +19,7 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
 
 # Ops of one phase of a rank, and the order of its steps.
-Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
+_Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
 
 
 # `compile.order` moves starts of exchanges to the front and their ends to the back. These checks
@@ -111,7 +111,7 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
             )
 
 
-def verify_meeting(ranks: Sequence[Lowered]) -> None:
+def verify_meeting(ranks: Sequence[_Lowered]) -> None:
     """Let all ranks take their steps, each end of an exchange when those that it receives from have
     started theirs: none may wait for ever.
 

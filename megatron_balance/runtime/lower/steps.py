@@ -125,7 +125,7 @@ class PeerMessage(NamedTuple):
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to
     `packed`. `merges` as in `Launch`, for received outputs; `sums` for received gradients. `stream`
-    as in `compile.order.streams`.
+    as in `compile.order.stream_name`.
     """
 
     peer: int

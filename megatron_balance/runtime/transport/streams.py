@@ -1,7 +1,7 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
 The host waits for nothing: what ranks must connect they connect when they bind a plan (`connect`).
-Each stream of `compile.order.streams` has a communicator of its own
+Each stream of `compile.order.stream_name` has a communicator of its own
 (`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
 messages by their order between two ranks; ranks issue exchanges in one order
 (`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages

@@ -9,13 +9,14 @@ import pytest
 
 from megatron_balance import reference
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
 from tests.support.masks import visible
+from tests.support.programs import with_backward
 
 FULL = """program lengths 8 3 heads 2 kv_heads 1 policy none mask full
 owner r0 s0[0:4) s1[0:3)

@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
-
-from megatron_balance.compile.order import Finish, Issue, RunLaunches, Start, Step, order, roles, streams
+from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, order
 from megatron_balance.compile.pipeline import compile_policies, project
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from tests.support import by_hand
+from tests.support.foreseen import Issue, streams
 
 # Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a
 # sequence on one rank.
@@ -166,23 +165,6 @@ def test_a_direct_transfer_belongs_to_the_link_that_it_takes() -> None:
     assert [i.op for i in found["inter_node"]] == [i.op for i in found["intra_node"]]
     backward = streams(bound(QUEUES, 1).backward, 1, 2)
     assert set(backward) == {"compute", "inter_node moved", "intra_node moved"}
-
-
-@pytest.mark.parametrize(
-    ("route", "rank", "expected"),
-    [
-        ((0, 0, 4, 4), 0, [("across", "own")]),
-        ((0, 1, 5, 4), 0, [("dispatch", "own")]),
-        ((0, 1, 5, 4), 1, [("dispatch", "send_proxy"), ("across", "send_proxy")]),
-        ((0, 1, 5, 4), 5, [("across", "receive_proxy"), ("combine", "receive_proxy")]),
-        ((0, 1, 5, 4), 4, [("combine", "own")]),
-        ((0, 0, 5, 4), 5, [("across", "receive_proxy"), ("combine", "receive_proxy")]),
-        ((0, 1, 4, 4), 4, [("across", "own")]),
-        ((0, 1, 5, 4), 7, []),
-    ],
-)
-def test_what_a_rank_is_to_a_piece(route: tuple[int, ...], rank: int, expected: list[tuple[str, str]]) -> None:
-    assert roles(route, rank) == expected
 
 
 def test_an_empty_batch_has_no_steps() -> None:

@@ -10,15 +10,15 @@ import pytest
 from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand, project
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.route import Nics, with_routes
-from megatron_balance.compile.transpose import with_backward
+from megatron_balance.compile.route import Nics
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Route, Rows, Transfer
+from megatron_balance.ir.columns import Fragment, Route, Rows, Transfer
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Exchange, Kind, Op, Program
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand, programs
+from tests.support.programs import with_backward, with_routes
 
 FOUR_NICS = Nics(4, 1)
 TWO_NICS = Nics(4, 2)
@@ -31,7 +31,8 @@ def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:
 
 def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
     """Route rows of an exchange of this one transfer."""
-    program = Program((8,), 1, 1, (), (Exchange(5, Rows.of(Transfer.WIDTH, [row])),))
+    nobody = (Rows(Fragment.WIDTH),) * 16
+    program = Program((8,), 1, 1, nobody, (Exchange(5, Rows.of(Transfer.WIDTH, [row])),))
     (routed,) = with_routes(program, nics).forward
     assert isinstance(routed, Exchange)
     return list(routed.routes)

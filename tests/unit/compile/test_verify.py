@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.text import parse, text
-from tests.support.programs import ALL, CHAIN, DISPATCH, PREFIX, TWO_LAUNCHES
+from tests.support.programs import ALL, CHAIN, DISPATCH, PREFIX, TWO_LAUNCHES, with_backward
 
 PREFIX_BACK = text(with_backward(parse(PREFIX), "keep"))
 DISPATCH_BACK = text(with_backward(parse(DISPATCH), "replay"))

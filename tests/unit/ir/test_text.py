@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import parse, text
 from tests.support import programs
+from tests.support.programs import with_backward
 
 
 @pytest.mark.parametrize("name", programs.ALL)

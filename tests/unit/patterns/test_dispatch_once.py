@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
@@ -15,7 +14,6 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
 from megatron_balance.ir.layers import Layers
-from megatron_balance.patterns.dispatch import task_table
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import simulate
@@ -36,8 +34,7 @@ def small() -> MicrobatchPlan:
     """Rank 0 owns the keys; ranks 2 and 3 of the other node own queries that see them."""
     fragments = [(0, 0, 0, 8), (2, 0, 8, 12), (3, 0, 12, 16)]
     tasks = [(0, 0, 0, 8, 0, 8), (2, 0, 8, 12, 0, 12), (3, 0, 12, 16, 0, 16)]
-    zone = task_table("tasks", np.array(fragments), np.array(tasks))
-    return by_hand.plan((16,), 4, zone, ranks_per_node=2, heads=(1, 1))
+    return by_hand.plan((16,), 4, by_hand.task_table(fragments, tasks), ranks_per_node=2, heads=(1, 1))
 
 
 def test_a_row_crosses_once_and_is_passed_on_inside() -> None:

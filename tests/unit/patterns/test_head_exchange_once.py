@@ -18,8 +18,11 @@ from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.program import Exchange, Kind
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
 from megatron_balance.patterns.head_exchange import head_slices
-from megatron_balance.patterns.head_exchange_once import ways
+from megatron_balance.patterns.once_per_node import ON
+from megatron_balance.patterns.sends import Send
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import with_layers
 from megatron_balance.simulator.attention import attention_call
@@ -61,28 +64,31 @@ def test_a_head_crosses_once_to_ranks_in_turns_and_is_passed_on_inside() -> None
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 2), (6, 3), (12, 6)], ids=str)
 def test_every_rank_has_all_its_heads_of_every_owner_and_none_comes_twice(heads: tuple[int, int]) -> None:
-    ranks, per_node = tuple(range(16)), 8
-    slices = head_slices(*heads, len(ranks))
-    there, on = (rows.tolist() for rows in ways(ranks, slices, per_node))
-    came = [(owner, dst, head) for owner, _, dst, a, b in [*there, *on] for head in range(a, b)]
+    per_node, num_ranks = 8, 16
+    plan = pool("head_exchange_once", (5000,), (num_ranks, per_node), heads)
+    sends = pattern_of(plan.zones[0]).sends(plan.zones[0], Context.of(plan)).rows
+    rows = sends[sends[:, Send.KIND] == Kind.KV][
+        :, [Send.EXCHANGE, Send.BLOCK, Send.SRC, Send.DST, Send.HEAD_START, Send.HEAD_STOP]
+    ].tolist()
+    came = [(owner, dst, head) for _, owner, _, dst, a, b in rows for head in range(a, b)]
     needed = {
         (owner, dst, head)
-        for dst, own in enumerate(slices)
+        for dst, own in enumerate(head_slices(*heads, num_ranks))
         for one in own
         for head in range(one.kv_start, one.kv_stop)
-        for owner in range(len(ranks))
+        for owner in range(num_ranks)
         if owner != dst
     }
     assert len(came) == len(set(came))
     assert set(came) == needed
     crossing = [
         (owner, dst // per_node, head)
-        for owner, src, dst, a, b in [*there, *on]
+        for _, owner, src, dst, a, b in rows
         for head in range(a, b)
         if src // per_node != dst // per_node
     ]
     assert len(crossing) == len(set(crossing))
-    assert all(src // per_node == dst // per_node for _, src, dst, _, _ in on)
+    assert all(src // per_node == dst // per_node for number, _, src, dst, _, _ in rows if number == ON)
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2])

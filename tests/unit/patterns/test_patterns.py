@@ -16,7 +16,6 @@ from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import text
-from megatron_balance.patterns import dispatch
 from megatron_balance.patterns import zigzag as zigzag_module
 from megatron_balance.patterns.head_exchange import head_slices
 from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
@@ -279,15 +278,6 @@ def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
     assert join(split(whole), one.lengths, 4, 2) == whole
     for rank, own in enumerate(split(whole)):
         assert own.owned == project(one, rank).owned
-
-
-def test_a_tiling_is_made_of_arrays() -> None:
-    task_table = dispatch.task_table("t", np.array([[0, 0, 0, 4]]), np.array([[0, 0, 0, 4, 0, 4]]))
-    assert (task_table.fragments, task_table.tasks, task_table.seqs) == (
-        Rows.of(4, [(0, 0, 0, 4)]),
-        Rows.of(6, [(0, 0, 0, 4, 0, 4)]),
-        (0,),
-    )
 
 
 def test_pairs_and_shared_tokens_of_a_rank_are_those_of_its_fragments() -> None:

@@ -17,9 +17,9 @@ from megatron_balance.analysis.machine import Machine, fair_rates
 from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
-from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step, streams
+from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step
 from megatron_balance.compile.pipeline import compile_policies, expand, in_order
-from megatron_balance.compile.route import Nics, with_routes
+from megatron_balance.compile.route import Nics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Contention, Link
@@ -37,6 +37,8 @@ from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.phase import Flow, SimulatedPhase, phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
+from tests.support.foreseen import streams
+from tests.support.programs import with_routes
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 KV_BYTES = 128

@@ -191,7 +191,7 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
     machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
     planned = pool("ring", size, 8, lengths, heads=32)
     each = tables.Tables(planned, machine).zones[0]
-    monkeypatch.setattr(ring, "EXACT", 0)
+    monkeypatch.setattr(ring, "_EXACT", 0)
     by_kind = tables.Tables(planned, machine).zones[0]
     assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
     assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)

@@ -16,7 +16,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import traffic
 from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import expand, in_order
-from megatron_balance.compile.route import Nics, with_routes
+from megatron_balance.compile.route import Nics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.ir.columns import Route, Rows, Transfer
@@ -27,6 +27,7 @@ from megatron_balance.simulator.emulated import sockets, tcp
 from megatron_balance.simulator.phase import phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
+from tests.support.programs import with_routes
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 KV_BYTES = 128
