@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, is_whole, whole_of
-from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
+from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, whole_of
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value, is_whole
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
 from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
 
@@ -49,9 +49,9 @@ class ForwardRun(PhaseRun):
     """The forward of one call: `start`, `attend`, then `outputs`."""
 
     def __init__(self, bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> None:
-        super().__init__(bound, bound.forward, q, kv, Received())
+        super().__init__(bound, "forward", q, kv, Received())
         self.scale = scale
-        sizes, blank = bound.query_rows, bound.forward.blank_outputs
+        sizes, blank = bound.query_rows, self.phase.blank_outputs
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
         self.partials = bound.mover.partials(Space(sizes, blank, self.form.value_width, self.dtype, self.wide, empty))
@@ -115,7 +115,7 @@ class BackwardRun(PhaseRun):
         received: Received,
         scale: float,
     ) -> None:
-        super().__init__(bound, bound.backward, inputs[0], inputs[1:], received)
+        super().__init__(bound, "backward", inputs[0], inputs[1:], received)
         self.scale = scale
         self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
         self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
@@ -198,7 +198,7 @@ class BackwardRun(PhaseRun):
 
     def make_room(self, value: Value) -> None:
         """Make the tensors of a total, and of those that share its memory."""
-        together = self.rooms.totals.get(value)
+        together = self.memory.totals.get(value)
         if together is not None:
             views = Views(self.empty(together.num_bytes, dtype=torch.uint8), together.places)
             self.made_room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}

@@ -26,7 +26,7 @@ from megatron_balance.ir.intervals import union as union_of
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
-from megatron_balance.runtime.lower.regions import RegionIndex, RowRange, grouped_runs, pack_runs
+from megatron_balance.runtime.lower.regions import Indexes, RegionIndex, RowRange, grouped_runs, pack_runs
 from megatron_balance.runtime.lower.steps import INPUTS, GradLaunch, Launch, Operand, Packed
 
 _HOST = torch.device("cpu")
@@ -131,31 +131,25 @@ class Launching:
             operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i]))
         return operands, row
 
-    def forward(
-        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
-    ) -> LaunchesOf:
-        """Launches of the forward by op index. `zones`: the zone's name of each op; `space`: where
-        outputs and gradients lie.
-        """
+    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
+        """Launches of the forward by op index. `zones`: the zone's name of each op."""
         launches: LaunchesOf = {}
         if looked_up is None:
             return launches
         queries, _, launch, fused, entries_of, q, k, reads, op_of = looked_up
-        out = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
+        out = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
         for i, entries in enumerate(entries_of):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
             launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
         return launches
 
-    def backward(
-        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
-    ) -> LaunchesOf:
+    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
         launches: LaunchesOf = {}
         if looked_up is None:
             return launches
         queries, keys, launch, fused, entries_of, q, k, reads, op_of = looked_up
-        dq = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
-        dk = self.targets(space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
+        dq = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
+        dk = self.targets(indexes.space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
         for i, entries in enumerate(_with_gradients(entries_of, fused, dq)):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
             step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls)

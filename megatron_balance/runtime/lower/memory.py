@@ -22,13 +22,17 @@ from megatron_balance.analysis import wire
 from megatron_balance.analysis.wire import ALIGN, Carried, padded
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import (
     GRADS,
     ExchangeStep,
+    FinishStep,
     Packed,
     PeerMessage,
+    Phase,
     RowRun,
     Value,
+    is_whole,
 )
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -340,19 +344,45 @@ class Together(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True)
-class Rooms:
-    """Memory that tensors of a phase share."""
-
-    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
-    operands: dict[int, Together] = field(default_factory=dict[int, Together])
-
-
 class Block(NamedTuple):
     """Memory, uint8 [bytes], with all messages that an exchange sends, or brings."""
 
     memory: Tensor
     arranged: Arranged
+
+
+def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
+    return exchange.collective != "p2p" and groups.of(exchange.group) is not None
+
+
+def _is_block(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether all messages that an exchange sends lie in one block, and all that it brings in
+    another: one after the other in the order of peers, each tensor aligned.
+    """
+    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
+
+
+def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
+
+    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
+    rank, which adds them up.
+    """
+    return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
+
+
+def _brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+    """The messages that an exchange brings: those of one peer where it sums on the way."""
+    if not _is_summed(exchange, groups):
+        return exchange.receives
+    return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
+
+
+def _sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+    """The messages that are packed to be sent: those to one peer where all get the same."""
+    if exchange.collective != "all_gather" or not is_collective(exchange, groups):
+        return exchange.sends
+    return [m for m in exchange.sends if m.peer == exchange.sends[0].peer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,14 +402,12 @@ class ExchangeForm:
     def of(
         cls,
         exchange: ExchangeStep,
-        sides: tuple[Sequence[PeerMessage], Sequence[PeerMessage]],
         form: CallForm,
+        groups: Groups,
         sizes: tuple[Sizes, Sizes],
-        *,
-        is_block: bool,
     ) -> ExchangeForm:
-        """`sides`: messages that leave, and those that arrive; `sizes`: of query and key buffers."""
-        sent, brought = sides
+        """`sizes`: of query and key buffers."""
+        sent, brought, is_block = _sent(exchange, groups), _brought(exchange, groups), _is_block(exchange, groups)
         row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
         chosen = [m for m in sent if is_block or _is_packed(m, exchange, form, sizes[1])]
         if not is_block and len(chosen) < 2:
@@ -395,6 +423,25 @@ class ExchangeForm:
             taken_together(exchange, len(brought), wide=form.gradient == form.wide),
             tuple([m.kind == Kind.OUT_GRAD and _become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
         )
+
+
+@dataclass(slots=True)
+class PhaseMemory:
+    """Where the tensors of one run of a phase lie, the same in every layer.
+
+    `exchanges`: messages, by the exchange's id; `totals`: sums of gradients, by what they are of;
+    `operands`: gathered ones, by the number of the step.
+    """
+
+    exchanges: Mapping[int, ExchangeForm]
+    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
+    operands: dict[int, Together] = field(default_factory=dict[int, Together])
+
+    @classmethod
+    def of(cls, phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> PhaseMemory:
+        """Where messages lie; `lower.moves` adds the rest. `sizes`: of query and key buffers."""
+        ended = [step.exchange for step in phase.steps if isinstance(step, FinishStep)]
+        return cls({each.id: ExchangeForm.of(each, form, groups, sizes) for each in ended})
 
 
 def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, keys: Sizes) -> bool:
@@ -432,13 +479,6 @@ def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = Fal
     grads = [numbers for numbers in calls if exchange.receives[numbers[0]].kind in GRADS]
     others = [numbers for numbers in calls if numbers not in grads]
     return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
-
-
-def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
-    """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
-    rows, heads = size
-    whole_rows = run.index is None and (run.start, run.count) == (0, rows)
-    return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
 
 
 def _become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:

@@ -10,13 +10,17 @@ Tables here are transposed, a column of the table a row of the array: [columns, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
 from megatron_balance.ir.intervals import key, key_bounds, ranges
-from megatron_balance.runtime.lower.steps import Packed, RowRun
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.steps import INPUTS, Packed, RowRun
 
 
 class Instance:
@@ -118,6 +122,25 @@ class RegionIndex:
                 )
         table = np.array(row_ranges, dtype=np.int64).reshape(-1, RowRange.WIDTH)
         return table[np.lexsort((table[:, RowRange.HEAD], table[:, RowRange.ROW], table[:, RowRange.REGION]))].T
+
+
+class Indexes(NamedTuple):
+    """Regions of a rank by kind of input: queries, or keys.
+
+    Where a remap sends owned regions to other ranks, `values` and `space` are without them:
+    attention may bring such keys again, and gradients of those belong to the buffer they came in.
+    """
+
+    values: Mapping[Kind, RegionIndex]
+    space: Mapping[Kind, RegionIndex]
+    owned: Mapping[Kind, RegionIndex]
+
+    def of(self, kind: Kind, *, owned: bool) -> RegionIndex:
+        """Where to look up the rows of a message. `owned`: they are those of the linear layout."""
+        side = Kind.KV if kind in (Kind.KV, Kind.KV_GRAD) else Kind.Q
+        if owned:
+            return self.owned[side]
+        return self.values[side] if kind in INPUTS else self.space[side]
 
 
 def without(instances: Ints, fragments: Ints) -> Ints:

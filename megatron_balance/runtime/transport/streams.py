@@ -27,7 +27,7 @@ from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.cuda import StreamMessage, Streams
 from megatron_balance.runtime.groups import Behind, Groups, StreamPair
-from megatron_balance.runtime.lower.memory import Block, CallForm, parcel_bytes
+from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, IssueStep, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.recorder import Trace, Traced
@@ -36,7 +36,6 @@ from megatron_balance.runtime.transport.comm import (
     Parcel,
     direct_and_routed,
     far_bytes,
-    is_collective,
     pack_collective,
     pieces,
 )
