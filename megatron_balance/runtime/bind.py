@@ -136,7 +136,7 @@ class BindOptions:
 
     shape: AttentionShape
     groups: Groups
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     kernel: str = "auto"
     mover: str = "auto"
@@ -166,8 +166,7 @@ def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
 
     Arguments as in `BindOptions`, errors as for `prepare`.
     """
-    place = torch.device(device)
-    options = BindOptions(shape, groups, place, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
+    options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
     return prepare(plan, rank, options, (policy,)).ship()[0]
 
 
@@ -187,7 +186,7 @@ def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Seq
         InvalidProgramError: a broken plan.
     """
     _check(plan, options, policies)
-    groups, shape, device = options.groups, options.shape, options.device
+    groups, shape, device = options.groups, options.shape, torch.device(options.device)
     windows = isinstance(plan.mask, SlidingWindow)
     kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, windows=windows)
     if shape.latent is not None:

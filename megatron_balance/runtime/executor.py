@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, whole_of
-from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value, is_whole
+from megatron_balance.runtime.lower.memory import Buffers, Later, Sizes, Views, whole_of
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
 from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
 
@@ -97,9 +97,8 @@ class ForwardRun(PhaseRun):
         else:
             super().pack(message, into)
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        del form
-        for message, slots, at in arrived:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+        for message, slots, at, _ in arrived:
             self.partials.add(message.packed, message.merges, *slots[at])
 
 
@@ -258,14 +257,14 @@ class BackwardRun(PhaseRun):
             fresh = tuple([number for number, value in enumerate(values) if value in self.fresh])
         return [Place(packed, x, tuple([total[i] for total in totals]), fresh) for i, x in enumerate(grads)]
 
-    def received_places(self, message: PeerMessage, slots: Views, at: int) -> list[Place]:
+    def received_places(self, message: PeerMessage, slots: Views, at: int, adopted: bool) -> list[Place]:
         """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
-        Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
-        a ring's rounds zero nothing and copy nothing.
+        To adopted ones, a whole buffer's, what this rank has of it is added where they lie: a ring's
+        rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        if self.adopts(packed, value, slots.places[at][0].dtype):
+        if adopted:
             grads = self.gradients_of(message.kind, slots, at)
             held = self.held.pop(value, ())
             self.totals[value] = grads
@@ -289,20 +288,6 @@ class BackwardRun(PhaseRun):
             return [slots.later(at, 0, half) for half in (0, 1)]
         return [slots.later(at, part) for part in range(len(slots.places[at]))]
 
-    def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
-        """Whether received gradients of type `dtype` can be what others are added to.
-
-        In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
-        the pool's memory what is handed to the caller.
-        """
-        if (
-            value in self.totals
-            or len(packed.runs) != 1
-            or not is_whole(packed.runs[0], packed, self.sizes(value[0])[value[1]])
-        ):
-            return False
-        return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
-
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
         match kind:
             case Kind.OUT_GRAD:
@@ -317,20 +302,20 @@ class BackwardRun(PhaseRun):
     def part_of_sum(self, kind: Kind, part: int, buffer: int) -> Tensor:
         return self.summed(kind, buffer)[part]
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         if arrived[0][0].kind == Kind.OUT_GRAD:
-            self.place_final(arrived, form)
+            self.place_final(arrived)
         else:
             self.add([place for each in arrived for place in self.received_places(*each)])
 
-    def place_final(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        """Unpack gradients, outputs and LSE of queries that this rank serves; those of whole
-        buffers are used where they lie.
+    def place_final(self, arrived: Sequence[Arrived]) -> None:
+        """Unpack gradients, outputs and LSE of queries that this rank serves; adopted ones are used
+        where they lie.
         """
         places: list[Place] = []
-        for message, slots, at in arrived:
+        for message, slots, at, adopted in arrived:
             runs = message.packed.runs
-            if form.become[at] and not any(run.buffer in self.dout for run in runs):
+            if adopted:
                 for run in runs:
                     rows = (run.row, run.count)
                     self.dout.later[run.buffer] = slots.later_rows(at, 0, 0, rows)

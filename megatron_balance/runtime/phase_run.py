@@ -75,8 +75,9 @@ class Received:
 
 BufferOf: TypeAlias = Callable[[int], Tensor]
 """The tensor of a buffer."""
-Arrived: TypeAlias = tuple[PeerMessage, Views, int]
-"""A message, and the tensors that carry it: what arrived with it, and its number there."""
+Arrived: TypeAlias = tuple[PeerMessage, Views, int, bool]
+"""A message, the tensors that carry it (what arrived with it, and its number there), and whether it
+is adopted (`lower.memory.PhaseMemory`)."""
 
 
 def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -344,9 +345,10 @@ class PhaseRun:
         if self.trace is not None:
             self.arrived = self.mark()
         form, slots = self.memory.exchanges[exchange.id], self.under_way.pop(exchange.id)
+        adopted = self.memory.adopted
         with self.named(PLACE, exchange.zone, exchange.id):
             for together in form.together:
-                self.arrive([(form.brought[at], slots, at) for at in together], form)
+                self.arrive([(form.brought[at], slots, at, (exchange.id, at) in adopted) for at in together])
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
@@ -402,25 +404,25 @@ class PhaseRun:
             return None
         return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
 
-    def arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def arrive(self, arrived: Sequence[Arrived]) -> None:
         match arrived[0][0].kind:
             case Kind.Q:
-                for message, slots, at in arrived:
+                for message, slots, at, _ in arrived:
                     self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
-                for message, slots, at in arrived:
+                for message, slots, at, _ in arrived:
                     if not self.form.joined:
                         self.kv.later[message.buffer] = partial(_tensors, slots, at)
                         continue
                     self.stacked.later[message.buffer] = both = slots.later(at, 0)
                     self.kv.later[message.buffer] = _halves(both)
             case _:
-                self.other_arrive(arrived, form)
+                self.other_arrive(arrived)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         raise NotImplementedError
 
 

@@ -93,7 +93,7 @@ def shapes(message: Carried, form: CallForm) -> tuple[Shape, ...]:
 
 
 class BytesPlace(NamedTuple):
-    """A contiguous tensor in packed bytes, from byte `begin` on."""
+    """A contiguous tensor in packed bytes, from byte `begin` on; `strides` in elements."""
 
     begin: int
     dtype: torch.dtype
@@ -313,7 +313,11 @@ class Buffers(dict[int, T]):
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """Messages that lie one after the other in one memory, each tensor aligned."""
+    """Messages that lie one after the other in one memory, each tensor aligned.
+
+    `num_bytes`: of the memory; `peers`: (rank, bytes of its tensors without what aligns them);
+    `sizes`: bytes of each rank of the exchange's group, with it, as an all-to-all is told.
+    """
 
     places: tuple[tuple[BytesPlace, ...], ...]
     num_bytes: int
@@ -387,7 +391,13 @@ def _sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeForm:
-    """Facts of an exchange that are the same in every layer, worked out once."""
+    """Facts of an exchange that are the same in every layer, worked out once.
+
+    `sent`, `brought`: messages that are packed, and that arrive: fewer than the exchange's where all
+    peers get the same, or it sums on the way. `packed`: of each one sent its number in `out`, -1: sent
+    apart, from where it lies if it can be. `back`: where those brought lie. `together`: numbers of
+    those brought that one call of the mover takes.
+    """
 
     sent: Sequence[PeerMessage]
     brought: Sequence[PeerMessage]
@@ -396,7 +406,6 @@ class ExchangeForm:
     out: Arranged
     back: Arranged
     together: Sequence[tuple[int, ...]]
-    become: tuple[bool, ...]
 
     @classmethod
     def of(
@@ -408,7 +417,6 @@ class ExchangeForm:
     ) -> ExchangeForm:
         """`sizes`: of query and key buffers."""
         sent, brought, is_block = _sent(exchange, groups), _brought(exchange, groups), _is_block(exchange, groups)
-        row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
         chosen = [m for m in sent if is_block or _is_packed(m, exchange, form, sizes[1])]
         if not is_block and len(chosen) < 2:
             chosen = []
@@ -421,7 +429,6 @@ class ExchangeForm:
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
             taken_together(exchange, len(brought), wide=form.gradient == form.wide),
-            tuple([m.kind == Kind.OUT_GRAD and _become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
         )
 
 
@@ -430,10 +437,12 @@ class PhaseMemory:
     """Where the tensors of one run of a phase lie, the same in every layer.
 
     `exchanges`: messages, by the exchange's id; `totals`: sums of gradients, by what they are of;
-    `operands`: gathered ones, by the number of the step.
+    `operands`: gathered ones, by the number of the step. `adopted`: messages that are used, or added
+    to, where they came: (the exchange's id, number among those that it brings).
     """
 
     exchanges: Mapping[int, ExchangeForm]
+    adopted: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
     operands: dict[int, Together] = field(default_factory=dict[int, Together])
 
@@ -481,7 +490,7 @@ def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = Fal
     return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
 
 
-def _become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
+def become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
     """Whether packed rows that came in a message are all of one or of several buffers, none of them
     the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
     row, of each tensor.

@@ -1,10 +1,10 @@
 """Rows that a phase's steps move, known before it runs: movers make the tables of these at bind.
 
 A step hands a mover several packed tensors at once, and a table is of all of them that one launch
-may move. `executor` and `phase_run` decide whether rows are copied or sent from where they lie, and
-which gradients are kept, adopted or added; the same is decided here, and where it depends on the
-caller's tensors, both ways are listed. A move that is missing here is no error: its table is made,
-and copied by itself, when the first layer runs.
+may move. Which received messages are adopted (used, or added to, where they came) is decided here;
+the rest is worked out as `phase_run` and `executor` do it, from the same facts of `lower.memory`, and
+where it depends on the caller's tensors, both ways are listed. A move that is missing here is no
+error: its table is made, and copied by itself, when the first layer runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_balance.runtime.lower.memory import (
     Shape,
     Sizes,
     Together,
+    become_buffers,
     places_of,
     whole_of,
 )
@@ -49,7 +50,11 @@ added, and "send", of which each message gives output and LSE."""
 
 
 class Site(NamedTuple):
-    """Where a tensor [T, heads, ...] begins in memory that it may share with others."""
+    """Where a tensor [T, heads, ...] begins in memory that it may share with others.
+
+    `memory`: equal for tensors of one memory; `begin`: bytes; `row`: elements from a row to the next,
+    0: not asked for; `first_row`: rows that it lies behind a tensor that begins there.
+    """
 
     memory: Hashable
     begin: int = 0
@@ -379,43 +384,50 @@ class _Walk:
     def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[MoverCall]:
         sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
         for together in form.together:
-            yield from self.arrived([(form.brought[at], sites[at], form.become[at]) for at in together])
+            arrived = [(form.brought[at], sites[at]) for at in together]
+            match arrived[0][0].kind:
+                case Kind.Q | Kind.KV:  # they become buffers
+                    for message, own in arrived:
+                        self.lie(message.kind, message.buffer, own)
+                case Kind.OUT:
+                    for message, _ in arrived:
+                        yield MoverCall("partial", (Moved(message.packed),))
+                case Kind.OUT_GRAD:
+                    adopted = [self.adopts_final(*each) for each in arrived]
+                    self.note(exchange, together, adopted)
+                    rest = [each for each, one in zip(arrived, adopted, strict=True) if not one]
+                    yield MoverCall("place", tuple(moved for m, own in rest for moved in self.final(m.packed, own=own)))
+                case Kind.Q_GRAD | Kind.KV_GRAD:
+                    adopted = list[bool]()
+                    moved = list[Moved]()
+                    for message, own in arrived:
+                        adopted.append(self.adopts(message))
+                        moved += self.received_grads(message, own, adopts=adopted[-1])
+                    self.note(exchange, together, adopted)
+                    yield from self.summing(tuple(moved))
 
-    def arrived(self, coming: Sequence[tuple[PeerMessage, Sequence[Site], bool]]) -> Iterator[MoverCall]:
-        """The calls for messages of one kind that arrive together: where each lies, and whether it
-        becomes buffers.
-        """
-        arrived = [(message, at) for message, at, _ in coming]
-        match arrived[0][0].kind:
-            case Kind.OUT:
-                for message, _ in arrived:
-                    yield MoverCall("partial", (Moved(message.packed),))
-            case Kind.OUT_GRAD:
-                rest = [(m, at) for m, at, becomes in coming if not self.adopted(m, at, becomes=becomes)]
-                yield MoverCall("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
-            case Kind.Q_GRAD | Kind.KV_GRAD:
-                yield from self.summing(tuple(moved for m, at in arrived for moved in self.received_grads(m, at)))
-            case Kind.Q | Kind.KV:  # they become buffers
-                for message, at in arrived:
-                    self.lie(message.kind, message.buffer, at)
+    def note(self, exchange: ExchangeStep, together: Sequence[int], adopted: Sequence[bool]) -> None:
+        self.memory.adopted |= {(exchange.id, at) for at, one in zip(together, adopted, strict=True) if one}
 
-    def adopted(self, message: PeerMessage, at: Sequence[Site], *, becomes: bool) -> bool:
-        named = {run.buffer for run in message.packed.runs}
-        becomes = becomes and not named & self.finals
-        self.finals |= named
-        if becomes:
-            heads, form = message.packed.num_heads, self.form
-            sizes = (*[heads * form.value_width * form.dtype.itemsize] * 2, heads * form.wide.itemsize)
-            for run in message.packed.runs:
-                own = [site._replace(begin=site.begin + run.row * n) for site, n in zip(at, sizes, strict=True)]
-                self.lie(Kind.OUT_GRAD, run.buffer, own[:2])
-                self.lie(_LSE, run.buffer, own[2:])
-        return becomes
+    def adopts_final(self, message: PeerMessage, at: Sequence[Site]) -> bool:
+        """Whether gradients, outputs and LSE of whole buffers are used where they came."""
+        packed, form = message.packed, self.form
+        named = {run.buffer for run in packed.runs}
+        first, self.finals = not named & self.finals, self.finals | named
+        head_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
+        if not first or not become_buffers(packed, self.queries, head_bytes):
+            return False
+        row_bytes = [packed.num_heads * head_bytes[number] for number in (0, 0, 1)]
+        for run in packed.runs:
+            own = [site._replace(begin=site.begin + run.row * n) for site, n in zip(at, row_bytes, strict=True)]
+            self.lie(Kind.OUT_GRAD, run.buffer, own[:2])
+            self.lie(_LSE, run.buffer, own[2:])
+        return True
 
-    def received_grads(self, message: PeerMessage, at: Sequence[Site]) -> tuple[Moved, ...]:
+    def received_grads(self, message: PeerMessage, at: Sequence[Site], *, adopts: bool) -> tuple[Moved, ...]:
         packed, kind = message.packed, message.kind
         value = (kind, packed.runs[0].buffer)
-        if self.adopts(packed, value):
+        if adopts:
             held = self.held.pop(value, None)
             own = [self.of(packed, kind, part)[0] for part in range(len(self.widths(kind)))]
             self.totals[value] = self.form.gradient
@@ -426,11 +438,18 @@ class _Walk:
             self.total((kind, 0))
         return moved
 
-    def adopts(self, packed: Packed, value: Value) -> bool:
-        form, size = self.form, (self.queries if value[0] == Kind.Q_GRAD else self.keys)[value[1]]
-        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
+    def adopts(self, message: PeerMessage) -> bool:
+        """Whether received gradients can be what others are added to.
+
+        In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
+        the pool's memory what is handed to the caller.
+        """
+        packed, form = message.packed, self.form
+        buffer = packed.runs[0].buffer
+        size = (self.queries if message.kind == Kind.Q_GRAD else self.keys)[buffer]
+        if (message.kind, buffer) in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
             return False
-        return value[1] > 0 or form.gradient == form.wide != form.dtype
+        return buffer > 0 or form.gradient == form.wide != form.dtype
 
 
 def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:

@@ -286,7 +286,7 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     """
     if groups.streams is None:
         return 0
-    new = {link for phase in phases for link in links(phase, groups)} - groups.connected
+    new = {link for phase in phases for link in _links(phase, groups)} - groups.connected
     by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
     for link in sorted(new):
         by_stream[link.stream].append(link)
@@ -302,7 +302,7 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     return len(new)
 
 
-def links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
+def _links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
     """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:

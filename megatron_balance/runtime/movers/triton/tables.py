@@ -42,7 +42,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Blocks of one launch."""
+    """Blocks of one launch.
+
+    `pairs`: the tensors that it is given. `blocks`: int32 [blocks, `CopyBlock.WIDTH` or
+    `AddBlock.WIDTH`]; `index`: int32, the lists that blocks name by where they begin. `heads`: of the
+    widest block. `shares`: tensors that it is not given, since they lie in another's memory.
+    """
 
     pairs: tuple[Pair, ...]
     blocks: Tensor
@@ -358,7 +363,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendTable:
-    """One merge of partials into all messages of an exchange."""
+    """One merge of partials into all messages of an exchange: n rows, message by message.
+
+    `parts`: (buffer, number of the partial held of it); `row_maps`: of each part, by row of the
+    result. `out_begins`, `lse_begins`: int32 [n], where each row begins behind the first message's
+    output, in units of 16 bytes, and behind its LSE, in elements. `shares`: (bytes of the output,
+    bytes of the LSE) of each message behind the first's.
+    """
 
     parts: tuple[tuple[int, int], ...]
     row_maps: tuple[RowMap, ...]
