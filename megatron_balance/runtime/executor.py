@@ -270,6 +270,7 @@ class BackwardRun(PhaseRun):
             self.totals[value] = grads
             if message.kind == Kind.KV_GRAD and self.form.joined:
                 self.joined[value[1]] = slots[at][0]
+            # Nothing was held, nothing is added.
             return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
         if not message.sums.kept:
             return self.added(message.kind, message.sums.added, self.gradients_later(message.kind, slots, at))

@@ -110,19 +110,16 @@ class IssueQueue:
     that it travels beside; and a receive that holds multiprocessors until its sender has computed
     is issued behind the last launch. Batches never pass one another, so the order in which two
     ranks issue what they share stays the program's (`compile.order`).
-
-    `eager`: issue everything at once (tests, and measurements of what waiting gains).
     """
 
-    def __init__(self, *, eager: bool = False) -> None:
-        self.eager = eager
+    def __init__(self) -> None:
         self._waiting: deque[tuple[object, Behind, Callable[[], None]]] = deque()
 
     def put(self, key: object, issue: Callable[[], None], behind: Behind = Behind.NOTHING) -> None:
         """Issue a batch, now or later. `key`: what it belongs to, compared by identity."""
         if behind != Behind.LAUNCHES and any(entry[1] == Behind.LAUNCHES for entry in self._waiting):
             self.flush()
-        if self.eager or (behind == Behind.NOTHING and not self._waiting):
+        if behind == Behind.NOTHING and not self._waiting:
             issue()
         else:
             self._waiting.append((key, behind, issue))

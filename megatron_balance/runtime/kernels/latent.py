@@ -73,10 +73,12 @@ class LatentKernel:
         """Packed dq [N, H, D] and the latent's gradient [M, 1, L]; `weight_grad` grows."""
         assert self.weight is not None, "a layer's weight makes keys of a latent"
         dq, dk, dv = self.kernel.backward(entries.inner, dout, q, *self.keys_and_values(latent), scale)
+        # [M, H * (D - R + V)]: gradients of what the weight made of each packed key row's latent.
         of_heads = torch.cat([dk[..., : self.plain], dv], dim=-1).flatten(1).to(self.weight.dtype)
         rows = torch.cat([latent[start:stop, 0, : self.rank] for start, stop in entries.keys])
         grown = (of_heads.T @ rows).float() if self.weight.dtype != torch.float64 else of_heads.T @ rows
         self.weight_grad = grown if self.weight_grad is None else self.weight_grad.add_(grown)
+        # The rotary key is one for all heads, so its gradient is their sum.
         rope = dk[..., self.plain :].sum(dim=1).to(self.weight.dtype)
         return dq, torch.cat([of_heads @ self.weight, rope], dim=-1)[:, None]
 

@@ -102,7 +102,9 @@ class Launching:
         """
         regions, index, row_ranges = wanted_regions
         region, begins_at = row_ranges[RowRange.REGION], row_ranges[RowRange.BUFFER_ROW] - row_ranges[RowRange.ROW]
+        # [regions]: the first row range of each; a region may lie in several.
         first = region.searchsorted(np.arange(len(launch)))
+        # The row at which a region begins, if all of it lies where its first range does.
         row, wanted = begins_at[first], regions[Region.HEAD_STOP] - regions[Region.HEAD_START]
         starts = launch.searchsorted(np.arange(count + 1))
         begin = first[starts[:-1]]  # of each launch, among the row ranges
@@ -182,6 +184,7 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
     """
     keys = np.column_stack([op_index, pairs[:, Pair.Q_HEADS], pairs[:, Pair.KV_HEADS]])
     changes = (keys[1:] != keys[:-1]).any(axis=1)
+    # An op of one head span has its pairs together already, and they keep their order.
     if int((changes & (keys[1:, 0] == keys[:-1, 0])).sum()):
         order = np.lexsort(keys.T[::-1])
         pairs, keys = pairs[order], keys[order]

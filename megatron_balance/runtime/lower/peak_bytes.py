@@ -94,12 +94,14 @@ def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
     upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
+        # Those of the caller's rows, buffer 0, are there from the beginning (`_backward_bytes`).
         new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
         made |= new
         live += sum(new.values())
         match step:
             case IssueStep(exchange):
                 started += 1
+                # What posted receives bring has memory before it is due.
                 live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
                 expected = started + AHEAD
                 live += _side(exchange.sends, form) + _call(exchange, form)

@@ -184,7 +184,9 @@ def grouped_runs(
     group_of = group[region]
     # Of each group the packed row, counted over all groups, at which it begins.
     base = offsets[np.minimum(group.searchsorted(np.arange(num_groups)), len(sizes) - 1)]
+    # [m]: the packed row, within its group, of each range.
     row = offsets[region] + row_ranges[RowRange.ROW] - base[group_of]
+    # [m - 1]: whether a range continues the one before it, in its buffer, and as packed rows.
     behind = begin[1:] == begin[:-1] + count[:-1]
     same = (group_of[1:] == group_of[:-1]) & (row[1:] == row[:-1] + count[:-1])
     for column in (RowRange.BUFFER, RowRange.HEAD, RowRange.NUM_HEADS, RowRange.BUFFER_HEAD):

@@ -209,9 +209,6 @@ def test_batches_are_issued_in_their_order_wherever_launches_lie() -> None:
     queue.forget()
     queue.flush()
     assert said[8:] == []
-    at_once = IssueQueue(eager=True)
-    at_once.put(keys[0], lambda: said.append("now"), Behind.LAUNCHES)
-    assert said[-1] == "now"
 
 
 def test_values_that_only_come_back_are_received_behind_the_last_launch() -> None:

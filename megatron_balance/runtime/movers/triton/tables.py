@@ -128,6 +128,7 @@ def copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> 
             launch = launches[-1]
             begins, rows = launch.behind(pair, sides, (place, run_at))
             starts = np.arange(0, run.count, BLOCK_ROWS)
+            # (first row, place of its list in the index) of each block, of both sides; -1: no list.
             at = -1 if run.index is None else launch.listed(run.index + rows[0])
             inside = (starts + run.start + rows[0], np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
             packed_side = (starts + run.row + rows[1], np.full(len(starts), -1))
@@ -231,6 +232,7 @@ def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]
                 sums.setdefault(key, _Sum(*heads)).append(_AddedRows(sides, (place, run_at), *_rows(run)))
     waves: list[list[_Sum]] = [[]]
     for one in sums.values():
+        # Behind the last launch that writes a row and head in common.
         at = next((at + 1 for at in range(len(waves) - 1, -1, -1) if any(map(one.meets, waves[at]))), 0)
         if at == len(waves):
             waves.append([])
@@ -271,6 +273,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
     begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
     # Sources of one target row stand together, in the order of the plan: sums do not depend on time.
     order = np.argsort(of_buffer, kind="stable")
+    # `first`, `counts`: where the sources of each target row begin in `order`, and how many there are.
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     sources = launch.listed(packed[order])
     launch.listed(begin[order])
