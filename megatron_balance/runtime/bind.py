@@ -31,9 +31,8 @@ from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, PhaseMemory
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, PeakBytes, PhaseMemory, peak_bytes
 from megatron_balance.runtime.lower.moves import Sites, moves_of
-from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import (
     BOTH_PHASES,
     FinishStep,

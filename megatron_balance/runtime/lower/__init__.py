@@ -2,5 +2,5 @@
 
 In reading order: `steps` are the words and the result; `regions` finds rows of buffers; `messages` and
 `launches` look up exchanges and attention; `lowering` puts them in order; `memory` says where tensors
-lie, `peak_bytes` how much that is; `moves` lists the rows that are moved.
+lie, and how much that is; `moves` lists the rows that are moved.
 """

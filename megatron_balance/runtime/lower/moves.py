@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_balance.analysis.wire import padded
+from megatron_balance.analysis.wire import ALIGN, padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.memory import (
     BytesPlace,
@@ -24,7 +24,6 @@ from megatron_balance.runtime.lower.memory import (
     Shape,
     Sizes,
     Together,
-    become_buffers,
     places_of,
     whole_of,
 )
@@ -415,7 +414,7 @@ class _Walk:
         named = {run.buffer for run in packed.runs}
         first, self.finals = not named & self.finals, self.finals | named
         head_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
-        if not first or not become_buffers(packed, self.queries, head_bytes):
+        if not first or not _become_buffers(packed, self.queries, head_bytes):
             return False
         row_bytes = [packed.num_heads * head_bytes[number] for number in (0, 0, 1)]
         for run in packed.runs:
@@ -457,3 +456,16 @@ def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:
     row = place.strides[0] if len(place.shape) < 4 else place.strides[1]
     halves = place.shape[0] if len(place.shape) == 4 else 1
     return [Site(memory, place.begin + half * place.strides[0] * place.dtype.itemsize, row) for half in range(halves)]
+
+
+def _become_buffers(packed: Packed, sizes: Sizes, head_bytes: Sequence[int]) -> bool:
+    """Whether packed rows that came in a message are all of one or of several buffers, none of them
+    the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
+    row, of each tensor.
+    """
+    return len({run.buffer for run in packed.runs}) == len(packed.runs) and all(
+        run.buffer > 0
+        and is_whole(run, packed, sizes[run.buffer])
+        and not any(run.row * packed.num_heads * num_bytes % ALIGN for num_bytes in head_bytes)
+        for run in packed.runs
+    )
