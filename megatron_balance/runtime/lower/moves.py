@@ -230,24 +230,25 @@ class _Walk:
             apart = number < 0  # packed with others it is always filled
             if message.kind == Kind.OUT or (apart and self.stacked(message)):
                 continue
-            parts = iter(at)
-            for tensor in self.sources(message.kind, message.packed):
+            for tensor in self.sources(message.kind, message.packed, at):
                 lies = self.lies(message, tensor) if apart else "no"
-                filled = [_Filled(one._replace(own=next(parts)), maybe=lies == "maybe") for one in tensor]
-                yield from filled if lies != "yes" else ()
+                if lies != "yes":
+                    yield from [_Filled(one, maybe=lies == "maybe") for one in tensor]
 
-    def sources(self, kind: Kind, packed: Packed) -> list[tuple[Moved, ...]]:
-        """As `phase_run.PhaseRun.sources`: what each tensor of a message holds rows of."""
+    def sources(self, kind: Kind, packed: Packed, at: Sequence[Site | None]) -> list[tuple[Moved, ...]]:
+        """As `phase_run.PhaseRun.sources`: what each tensor of a message holds rows of. `at`: where it
+        lies, each of a pair for itself.
+        """
         match kind:
             case Kind.OUT_GRAD:
-                gradient, out, lse = self.final(packed)
+                gradient, out, lse = self.final(packed, own=at)
                 return [(gradient, out), (lse,)]
             case Kind.Q | Kind.KV:
                 rows = (self.rows,) if kind == Kind.Q else self.keyed
             case _:
                 dtype = self.summed(kind, packed)
                 rows = tuple([(dtype, self.form.gradient, width) for width in self.widths(kind)])
-        each = tuple([Moved(packed, row, self.of(packed, kind, part)) for part, row in enumerate(rows)])
+        each = tuple([Moved(packed, row, self.of(packed, kind, part), at[part]) for part, row in enumerate(rows)])
         return [each] if kind in KEY_SIDE and self.form.joined else [(one,) for one in each]
 
     def stacked(self, message: PeerMessage) -> bool:
