@@ -31,9 +31,8 @@ from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, ExchangeForm, Rooms, Sizes
+from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, PeakBytes, PhaseMemory, peak_bytes
 from megatron_balance.runtime.lower.moves import Sites, moves_of
-from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import (
     BOTH_PHASES,
     FinishStep,
@@ -47,10 +46,9 @@ from megatron_balance.runtime.lower.steps import (
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.recorder import Recorder, Trace
-from megatron_balance.runtime.transport.comm import brought, is_block, sent
 from megatron_balance.runtime.transport.streams import connect
 
-__all__ = ["AttentionShape", "Bound", "Counters", "Prepared", "bind", "prepare"]
+__all__ = ["AttentionShape", "BindOptions", "Bound", "Counters", "Prepared", "bind", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +57,7 @@ class Bound:
     `counters` and `trace`.
 
     `owned`: int64 [n, 3], `ir.columns.Fragment`, the order of this rank's tokens. `query_rows`,
-    `key_rows`: (rows, heads) of each buffer, by number. `exchange_forms`: by the phase's Python `id`,
-    then by the exchange's; `rooms`: by the phase's. `peak_bytes`: that a call needs, where memory
+    `key_rows`: (rows, heads) of each buffer, by number. `peak_bytes`: that a call needs, where memory
     comes from the pool. `number`: of the microbatch in its step.
     """
 
@@ -77,25 +74,15 @@ class Bound:
     peak_bytes: PeakBytes | None
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
-    exchange_forms: Mapping[int, Mapping[int, ExchangeForm]]
-    rooms: Mapping[int, Rooms]
+    memory: Mapping[PhaseName, PhaseMemory]
     gradient_wire: GradientWire = "fp32"
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
     recorder: Recorder | None = None
     number: int = -1
 
-    @property
-    def forward(self) -> Phase:
+    def phase(self, name: PhaseName) -> Phase:
         """Raises InvalidProgramError where the plan was bound without."""
-        return self._phase("forward")
-
-    @property
-    def backward(self) -> Phase:
-        """Raises InvalidProgramError where the plan was bound without."""
-        return self._phase("backward")
-
-    def _phase(self, name: PhaseName) -> Phase:
         if name not in self.phases:
             raise InvalidProgramError(
                 f"the {name} of plan {self.plan.fingerprint()} shall run on rank {self.rank}, which bound it for its "
@@ -128,7 +115,37 @@ class Prepared:
         return self.bounds
 
 
-def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each with a default
+@dataclass(frozen=True, slots=True)
+class BindOptions:
+    """What plans are bound for: the tensors of their calls, and how these run.
+
+    Attributes:
+        shape: heads of the tensors.
+        groups: the rank's view of its pool.
+        device: of the tensors.
+        dtype: of the tensors.
+        kernel: as for `runtime.kernels.choose_kernel`.
+        mover: as for `runtime.movers.choose_mover`.
+        trace: a list to record in, by wall clock (CPU).
+        nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
+            this one.
+        gradient_wire: the type that gradients travel in; equal on all ranks, as `nano_batch` is.
+        phases: those that will run; nothing is looked up for the others.
+    """
+
+    shape: AttentionShape
+    groups: Groups
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    kernel: str = "auto"
+    mover: str = "auto"
+    trace: Trace | None = None
+    nano_batch: int = 0
+    gradient_wire: GradientWire = "fp32"
+    phases: Collection[PhaseName] = BOTH_PHASES
+
+
+def bind(  # noqa: PLR0913  the facts of `BindOptions`, each with a default
     plan: MicrobatchPlan,
     rank: int,
     shape: AttentionShape,
@@ -146,103 +163,53 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
 ) -> Bound:
     """Look up everything that `rank` needs to run `plan`: steps, rows, messages, kernel.
 
-    Arguments and errors as for `prepare`.
+    Arguments as in `BindOptions`, errors as for `prepare`.
     """
-    return prepare(
-        plan,
-        rank,
-        shape,
-        groups=groups,
-        device=device,
-        dtype=dtype,
-        policies=(policy,),
-        kernel=kernel,
-        mover=mover,
-        trace=trace,
-        nano_batch=nano_batch,
-        gradient_wire=gradient_wire,
-        phases=phases,
-    ).ship()[0]
+    options = BindOptions(shape, groups, device, dtype, kernel, mover, trace, nano_batch, gradient_wire, phases)
+    return prepare(plan, rank, options, (policy,)).ship()[0]
 
 
-def prepare(  # noqa: PLR0913  as `bind`
-    plan: MicrobatchPlan,
-    rank: int,
-    shape: AttentionShape,
-    *,
-    groups: Groups,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    policies: Sequence[Policy] = ("keep",),
-    kernel: str = "auto",
-    mover: str = "auto",
-    trace: Trace | None = None,
-    nano_batch: int = 0,
-    gradient_wire: GradientWire = "fp32",
-    phases: Collection[PhaseName] = BOTH_PHASES,
-) -> Prepared:
+def prepare(plan: MicrobatchPlan, rank: int, options: BindOptions, policies: Sequence[Policy] = ("keep",)) -> Prepared:
     """The first part of `bind`, which needs neither the device nor another rank.
 
     Args:
         plan: of one microbatch.
         rank: in the pool.
-        shape: heads of the tensors.
-        groups: the rank's view of its pool.
-        device: of the tensors.
-        dtype: of the tensors.
+        options: the tensors, and how the plan runs.
         policies: whether the backward keeps what the forward received, or receives it again. By
             both, what they share is looked up once, and all tables are shipped together.
-        kernel: as for `runtime.kernels.choose_kernel`.
-        mover: as for `runtime.movers.choose_mover`.
-        trace: a list to record in, by wall clock (CPU).
-        nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
-            this one.
-        gradient_wire: the type that gradients travel in; equal on all ranks, as `nano_batch` is.
-        phases: those that will run; nothing is looked up for the others.
 
     Raises:
         ConfigError: the plan was made for other heads or ranks, or policy keep without one of the
             phases.
         InvalidProgramError: a broken plan.
     """
-    if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
-        raise ConfigError(
-            f"the plan is for {plan.num_heads} query and {plan.num_kv_heads} key-value heads, the tensors have "
-            f"{shape.num_heads} and {shape.num_kv_heads}"
-        )
-    if plan.num_ranks != groups.size:
-        raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {groups.size}")
-    if "keep" in policies and not set(BOTH_PHASES) <= set(phases):
-        raise ConfigError(
-            "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
-        )
-    place, form = torch.device(device), CallForm.of(shape, dtype, gradient_wire)
+    _check(plan, options, policies)
+    groups, shape, device = options.groups, options.shape, torch.device(options.device)
     windows = isinstance(plan.mask, SlidingWindow)
-    chosen: Any = kernel_of_widths(kernel, place, dtype, shape.widths, windows=windows)
-    moves = choose_mover(mover, place)
+    kernel: Any = kernel_of_widths(options.kernel, device, options.dtype, shape.widths, windows=windows)
     if shape.latent is not None:
         check_latent(plan)
-        chosen = LatentKernel(chosen, shape)
+        kernel = LatentKernel(kernel, shape)
+    mover = choose_mover(options.mover, device)
+    form = CallForm.of(shape, options.dtype, options.gradient_wire)
+    setting = Setting(plan.ranks_per_node, options.nano_batch, options.phases)
     bounds: list[Bound] = []
     tables: list[Tensor] = []
-    like: Lowering | None = None
-    compiled_by = compile_policies(plan, rank, policies, phases=phases, passing=not groups.safe)
-    for policy, compiled in zip(policies, compiled_by, strict=True):
-        program = compiled.program
-        setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
-        like = lowering = Lowering(program, shape, policy, chosen, setting, like)
-        sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
-        needs = None
-        if groups.buffers.lends(place):
-            needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
-        steps = lowering.phases.values()
-        tables += [table for phase in steps for table in tables_of(phase)]
-        forms = {id(phase): exchange_forms(phase, form, groups, sizes) for phase in steps}
-        sites: Sites = {}
-        rooms = {id(phase): Rooms() for phase in steps}
-        calls = [moves_of(phase, sizes, form, forms[id(phase)], sites, rooms[id(phase)]) for phase in steps]
-        tables += moves.prepare(list(chain.from_iterable(calls)), sizes[0], form)  # fills the rooms, too
-        owned = as_array(program.owned)
+    lowered: Lowering | None = None
+    programs = compile_policies(plan, rank, policies, phases=options.phases, passing=not groups.safe)
+    for policy, program in zip(policies, programs, strict=True):
+        lowered = Lowering(program, shape, policy, kernel, setting, like=lowered)
+        phases, sizes = lowered.phases, (lowered.sizes[Kind.Q], lowered.sizes[Kind.KV])
+        lends = groups.buffers.lends(device)
+        memory: dict[PhaseName, PhaseMemory] = {
+            name: PhaseMemory.of(phase, form, groups, sizes) for name, phase in phases.items()
+        }
+        sites: Sites = {}  # where the forward left what the backward reads
+        calls = [moves_of(phase, sizes, form, memory[name], sites) for name, phase in phases.items()]
+        tables += chain.from_iterable(tables_of(phase) for phase in phases.values())
+        tables += mover.prepare(list(chain.from_iterable(calls)), sizes[0], form)
+        owned = as_array(program.program.owned)
         bound = Bound(
             plan=plan,
             rank=rank,
@@ -250,33 +217,34 @@ def prepare(  # noqa: PLR0913  as `bind`
             owned=owned,
             num_tokens=int((owned[:, Fragment.STOP] - owned[:, Fragment.START]).sum()),
             policy=policy,
-            phases=lowering.phases,
+            phases=phases,
             groups=groups,
-            kernel=chosen,
-            mover=moves,
-            peak_bytes=needs,
-            query_rows=lowering.sizes[Kind.Q],
-            key_rows=lowering.sizes[Kind.KV],
-            exchange_forms=forms,
-            rooms=rooms,
-            gradient_wire=gradient_wire,
-            trace=trace,
+            kernel=kernel,
+            mover=mover,
+            peak_bytes=peak_bytes(phases, sizes, form, keep=policy == "keep") if lends else None,
+            query_rows=lowered.sizes[Kind.Q],
+            key_rows=lowered.sizes[Kind.KV],
+            memory=memory,
+            gradient_wire=options.gradient_wire,
+            trace=options.trace,
         )
         bounds.append(bound)
-    return Prepared(tuple(bounds), tables, place)
+    return Prepared(tuple(bounds), tables, device)
 
 
-def exchange_forms(phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> dict[int, ExchangeForm]:
-    """Facts of a phase's exchanges that are the same in every layer, by their id. `sizes`: of query
-    and key buffers.
-    """
-    found: dict[int, ExchangeForm] = {}
-    for step in phase.steps:
-        if isinstance(step, FinishStep):  # it says more about what arrives than the start does
-            exchange = step.exchange
-            sides = (sent(exchange, groups), brought(exchange, groups))
-            found[exchange.id] = ExchangeForm.of(exchange, sides, form, sizes, is_block=is_block(exchange, groups))
-    return found
+def _check(plan: MicrobatchPlan, options: BindOptions, policies: Sequence[Policy]) -> None:
+    shape = options.shape
+    if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
+        raise ConfigError(
+            f"the plan is for {plan.num_heads} query and {plan.num_kv_heads} key-value heads, the tensors have "
+            f"{shape.num_heads} and {shape.num_kv_heads}"
+        )
+    if plan.num_ranks != options.groups.size:
+        raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {options.groups.size}")
+    if "keep" in policies and not set(BOTH_PHASES) <= set(options.phases):
+        raise ConfigError(
+            "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
+        )
 
 
 ALIGN = 16

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, IssueStep, Launch, Step, Work
-
-_ZONES = ("inter_node", "intra_node", "local")
-_TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}
+from megatron_balance.runtime.lower.steps import Work
 
 
 @dataclass(slots=True)
@@ -78,31 +72,3 @@ class PhaseTraffic:
     relayed_bytes: int = 0
     inter_node_bytes_sent: int = 0
     inter_node_bytes_received: int = 0
-
-
-def counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
-    """(name, count) pairs that one run of these steps adds to `Counters`.
-
-    `remap_out`: the exchange that takes a remap's outputs back to their owners.
-    """
-    count: Counter[str] = Counter()
-    count["forward_calls" if forward else "backward_calls"] = 1
-    for step in steps:
-        match step:
-            case Launch() | GradLaunch():
-                count["kernel_calls"] += step.calls
-                count[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case IssueStep(exchange):
-                count[f"exchanges_{exchange.collective}"] += bool(exchange.sends or exchange.receives or exchange.group)
-                count["routed_transfers"] += len(exchange.routed_sends)
-                if forward and exchange.id != remap_out:
-                    for message in exchange.receives:
-                        count[_TOKENS[message.kind]] += message.packed.num_rows
-                elif forward:  # one output for each token remapped to this rank
-                    remapped = sum(message.packed.num_rows for message in exchange.sends)
-                    count["remap_tokens_received"] += remapped
-                    count["q_tokens_received"] -= remapped
-                    count["kv_tokens_received"] -= remapped
-            case FinishStep():
-                pass
-    return tuple(count.items())

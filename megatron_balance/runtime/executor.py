@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.memory import Buffers, ExchangeForm, Later, Sizes, Views, is_whole, whole_of
+from megatron_balance.runtime.lower.memory import Buffers, Later, Sizes, Views, whole_of
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
 from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
 from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
@@ -49,9 +49,9 @@ class ForwardRun(PhaseRun):
     """The forward of one call: `start`, `attend`, then `outputs`."""
 
     def __init__(self, bound: Bound, q: Tensor, kv: tuple[Tensor, ...], scale: float) -> None:
-        super().__init__(bound, bound.forward, q, kv, Received())
+        super().__init__(bound, "forward", q, kv, Received())
         self.scale = scale
-        sizes, blank = bound.query_rows, bound.forward.blank_outputs
+        sizes, blank = bound.query_rows, self.phase.blank_outputs
         # Not a method of this object, which would then end with a garbage collection only.
         empty = partial(bound.groups.buffers.empty, device=self.device)
         self.partials = bound.mover.partials(Space(sizes, blank, self.form.value_width, self.dtype, self.wide, empty))
@@ -97,9 +97,8 @@ class ForwardRun(PhaseRun):
         else:
             super().pack(message, into)
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        del form
-        for message, slots, at in arrived:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+        for message, slots, at, _ in arrived:
             self.partials.add(message.packed, message.merges, *slots[at])
 
 
@@ -115,7 +114,7 @@ class BackwardRun(PhaseRun):
         received: Received,
         scale: float,
     ) -> None:
-        super().__init__(bound, bound.backward, inputs[0], inputs[1:], received)
+        super().__init__(bound, "backward", inputs[0], inputs[1:], received)
         self.scale = scale
         self.dout, self.out, self.lse = Buffers({0: dout}), Buffers({0: final[0]}), Buffers({0: final[1]})
         self.totals: dict[Value, tuple[Tensor, ...]] = {}  # [T, heads, D or V] each: dq, or dk and dv
@@ -198,7 +197,7 @@ class BackwardRun(PhaseRun):
 
     def make_room(self, value: Value) -> None:
         """Make the tensors of a total, and of those that share its memory."""
-        together = self.rooms.totals.get(value)
+        together = self.memory.totals.get(value)
         if together is not None:
             views = Views(self.empty(together.num_bytes, dtype=torch.uint8), together.places)
             self.made_room |= {each: tuple(views[at]) for at, each in enumerate(together.values)}
@@ -258,19 +257,20 @@ class BackwardRun(PhaseRun):
             fresh = tuple([number for number, value in enumerate(values) if value in self.fresh])
         return [Place(packed, x, tuple([total[i] for total in totals]), fresh) for i, x in enumerate(grads)]
 
-    def received_places(self, message: PeerMessage, slots: Views, at: int) -> list[Place]:
+    def received_places(self, message: PeerMessage, slots: Views, at: int, adopted: bool) -> list[Place]:
         """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
-        Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
-        a ring's rounds zero nothing and copy nothing.
+        To adopted ones, a whole buffer's, what this rank has of it is added where they lie: a ring's
+        rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
-        if self.adopts(packed, value, slots.places[at][0].dtype):
+        if adopted:
             grads = self.gradients_of(message.kind, slots, at)
             held = self.held.pop(value, ())
             self.totals[value] = grads
             if message.kind == Kind.KV_GRAD and self.form.joined:
                 self.joined[value[1]] = slots[at][0]
+            # Nothing was held, nothing is added.
             return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
         if not message.sums.kept:
             return self.added(message.kind, message.sums.added, self.gradients_later(message.kind, slots, at))
@@ -289,20 +289,6 @@ class BackwardRun(PhaseRun):
             return [slots.later(at, 0, half) for half in (0, 1)]
         return [slots.later(at, part) for part in range(len(slots.places[at]))]
 
-    def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
-        """Whether received gradients of type `dtype` can be what others are added to.
-
-        In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
-        the pool's memory what is handed to the caller.
-        """
-        if (
-            value in self.totals
-            or len(packed.runs) != 1
-            or not is_whole(packed.runs[0], packed, self.sizes(value[0])[value[1]])
-        ):
-            return False
-        return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
-
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
         match kind:
             case Kind.OUT_GRAD:
@@ -317,20 +303,20 @@ class BackwardRun(PhaseRun):
     def part_of_sum(self, kind: Kind, part: int, buffer: int) -> Tensor:
         return self.summed(kind, buffer)[part]
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         if arrived[0][0].kind == Kind.OUT_GRAD:
-            self.place_final(arrived, form)
+            self.place_final(arrived)
         else:
             self.add([place for each in arrived for place in self.received_places(*each)])
 
-    def place_final(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
-        """Unpack gradients, outputs and LSE of queries that this rank serves; those of whole
-        buffers are used where they lie.
+    def place_final(self, arrived: Sequence[Arrived]) -> None:
+        """Unpack gradients, outputs and LSE of queries that this rank serves; adopted ones are used
+        where they lie.
         """
         places: list[Place] = []
-        for message, slots, at in arrived:
+        for message, slots, at, adopted in arrived:
             runs = message.packed.runs
-            if form.become[at] and not any(run.buffer in self.dout for run in runs):
+            if adopted:
                 for run in runs:
                     rows = (run.row, run.count)
                     self.dout.later[run.buffer] = slots.later_rows(at, 0, 0, rows)

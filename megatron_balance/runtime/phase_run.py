@@ -50,7 +50,7 @@ from megatron_balance.runtime.lower.steps import (
     Operand,
     Packed,
     PeerMessage,
-    Phase,
+    PhaseName,
     Step,
     describe,
 )
@@ -75,8 +75,9 @@ class Received:
 
 BufferOf: TypeAlias = Callable[[int], Tensor]
 """The tensor of a buffer."""
-Arrived: TypeAlias = tuple[PeerMessage, Views, int]
-"""A message, and the tensors that carry it: what arrived with it, and its number there."""
+Arrived: TypeAlias = tuple[PeerMessage, Views, int, bool]
+"""A message, the tensors that carry it (what arrived with it, and its number there), and whether it
+is adopted (`lower.memory.PhaseMemory`)."""
 
 
 def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -101,11 +102,11 @@ def _pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> T
 
 
 class PhaseRun:
-    """Base of both phases."""
+    """Base of both phases. Raises InvalidProgramError where the plan was bound without this one."""
 
-    def __init__(self, bound: Bound, phase: Phase, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
-        self.bound = bound
-        self.phase = phase
+    def __init__(self, bound: Bound, name: PhaseName, q: Tensor, kv: tuple[Tensor, ...], received: Received) -> None:
+        self.bound, self.forward = bound, name == "forward"
+        self.phase = phase = bound.phase(name)
         self.q = Buffers({0: q, **received.q}, received.q.later)
         self.kv = Buffers({0: kv, **received.kv}, received.kv.later)
         self.stacked: Buffers[Tensor] = Buffers()  # received keys and values as they came, [2, T, G, D]
@@ -116,8 +117,7 @@ class PhaseRun:
         self.device = q.device
         self.form = CallForm.of(bound.shape, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, IssueStep))
-        self.forms = bound.exchange_forms[id(phase)]
-        self.rooms = bound.rooms[id(phase)]
+        self.memory = bound.memory[name]
         self.operands: Iterator[Tensor] = iter(())  # of a launch, to be gathered
         self.parts = range(len(self.form.kv_widths))
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
@@ -133,10 +133,6 @@ class PhaseRun:
             if groups.streams is None
             else Streamed(phase, self.form, groups, self.trace, timed=self.on_device)
         )
-
-    @property
-    def forward(self) -> bool:
-        return self.phase is self.bound.phases.get("forward")
 
     def start(self) -> None:
         """Issue what sends inputs out; `attend`, then `end` follow. Segments of other calls on the
@@ -251,7 +247,7 @@ class PhaseRun:
         self.filling.append(Fill(packed, Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
-        room = self.rooms.operands.get(self.at)
+        room = self.memory.operands.get(self.at)
         if room is not None:
             self.operands = iter(Views(self.empty(room.num_bytes, dtype=torch.uint8), room.places)[0])
 
@@ -294,7 +290,7 @@ class PhaseRun:
     def expect(self) -> None:
         """Prepare the next exchange that is not yet expected, if there is one."""
         for exchange in self.upcoming:
-            form = self.forms[exchange.id]
+            form = self.memory.exchanges[exchange.id]
             slots = self.under_way[exchange.id] = self.views(form.back, received=True)
             if form.is_block:
                 self.transport.expect(exchange, Block(slots.memory, form.back), {})
@@ -311,7 +307,7 @@ class PhaseRun:
 
     def issue(self, exchange: ExchangeStep) -> None:
         self.expect()
-        form = self.forms[exchange.id]
+        form = self.memory.exchanges[exchange.id]
         views = self.views(form.out) if form.out.places or form.is_block else None
         sends: list[Parcel] = []
         for message, number in zip(form.sent, form.packed, strict=True):
@@ -348,10 +344,11 @@ class PhaseRun:
             self.transport.arrived(exchange)
         if self.trace is not None:
             self.arrived = self.mark()
-        form, slots = self.forms[exchange.id], self.under_way.pop(exchange.id)
+        form, slots = self.memory.exchanges[exchange.id], self.under_way.pop(exchange.id)
+        adopted = self.memory.adopted
         with self.named(PLACE, exchange.zone, exchange.id):
             for together in form.together:
-                self.arrive([(form.brought[at], slots, at) for at in together], form)
+                self.arrive([(form.brought[at], slots, at, (exchange.id, at) in adopted) for at in together])
         self.transport.traffic.bytes_received += form.back.tensor_bytes
 
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
@@ -407,25 +404,25 @@ class PhaseRun:
             return None
         return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
 
-    def arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def arrive(self, arrived: Sequence[Arrived]) -> None:
         match arrived[0][0].kind:
             case Kind.Q:
-                for message, slots, at in arrived:
+                for message, slots, at, _ in arrived:
                     self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
-                for message, slots, at in arrived:
+                for message, slots, at, _ in arrived:
                     if not self.form.joined:
                         self.kv.later[message.buffer] = partial(_tensors, slots, at)
                         continue
                     self.stacked.later[message.buffer] = both = slots.later(at, 0)
                     self.kv.later[message.buffer] = _halves(both)
             case _:
-                self.other_arrive(arrived, form)
+                self.other_arrive(arrived)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError
 
-    def other_arrive(self, arrived: Sequence[Arrived], form: ExchangeForm) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         raise NotImplementedError
 
 

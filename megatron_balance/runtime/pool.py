@@ -2,7 +2,7 @@
 packed messages.
 
 Slabs are made when a plan needs more than there is, sized by what the plan says
-(`runtime.lower.peak_bytes`), and divided into buffers by best fit. The same calls on the same plan
+(`runtime.lower.memory`), and divided into buffers by best fit. The same calls on the same plan
 find the same places: from the second on nothing is allocated.
 
 A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's saved

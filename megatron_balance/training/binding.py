@@ -20,7 +20,7 @@ from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import TickPlan
-from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, Prepared, prepare
+from megatron_balance.runtime.bind import AttentionShape, BindOptions, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.runtime.recorder import Recorder
@@ -149,19 +149,17 @@ class Binder:
     ) -> Prepared:
         if self.device.type == "cuda":  # another thread begins on device 0
             torch.cuda.set_device(self.device)
-        return prepare(
-            plan,
-            self.groups.rank,
+        options = BindOptions(
             self.shape,
-            groups=self.groups,
-            device=self.device,
-            dtype=self.dtype,
-            policies=policies,
-            kernel=self.kernel,
+            self.groups,
+            self.device,
+            self.dtype,
+            self.kernel,
             nano_batch=nano_batch,
             gradient_wire=self.gradient_wire,
             phases=phases,
         )
+        return prepare(plan, self.groups.rank, options, policies)
 
 
 @dataclass(frozen=True, slots=True)

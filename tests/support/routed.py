@@ -76,8 +76,10 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     out.sum().backward()
     program = compile_policies(plan, world.rank, [policy])[0].program
     return [
-        _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.forward),
-        _phase_trace(trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.backward),
+        _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.phases["forward"]),
+        _phase_trace(
+            trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.phases["backward"]
+        ),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import torch
 
@@ -231,29 +230,21 @@ def trial_failure(
     """The reason why the kernel's results cannot be used; "" if they are right. `windows`: try sliding
     windows, too.
 
-    Waits for the device. `trial_failure` of the same name, device and tensors is found once.
+    Waits for the device. Found once for a name, a device and tensors.
     """
-    found = _failure(_ByName(kernel), device, dtype, head_dim, _ENTRIES)
-    if found or not windows:
-        return found
-    return _failure(_ByName(kernel), device, dtype, head_dim, replace(_ENTRIES, windows=_WINDOWS))
+    for rows in (_ENTRIES, replace(_ENTRIES, windows=_WINDOWS))[: 1 + windows]:
+        key = (kernel.name, device, dtype, head_dim, rows)
+        if key not in _failures:
+            _failures[key] = _failure(kernel, device, dtype, head_dim, rows)
+        if _failures[key]:
+            return _failures[key]
+    return ""
 
 
-class _ByName:
-    """A kernel, equal to others of its name."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByName) and other.kernel.name == self.kernel.name
-
-    def __hash__(self) -> int:
-        return hash(self.kernel.name)
+_failures: dict[tuple[object, ...], str] = {}
 
 
-@cache
-def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries) -> str:
+def _failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, rows: Entries) -> str:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
         torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
@@ -261,7 +252,7 @@ def _failure(named: _ByName, device: torch.device, dtype: torch.dtype, head_dim:
     )
     scale = head_dim**-0.5
     try:
-        found = _results(named.kernel, rows, (q, k, v), dout, scale)
+        found = _results(kernel, rows, (q, k, v), dout, scale)
         exact = _results(PlainKernel(), rows, (q.float(), k.float(), v.float()), dout.float(), scale)
         apart = [
             float((one.float() - other).abs().max() / other.abs().max())

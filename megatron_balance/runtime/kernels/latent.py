@@ -73,10 +73,12 @@ class LatentKernel:
         """Packed dq [N, H, D] and the latent's gradient [M, 1, L]; `weight_grad` grows."""
         assert self.weight is not None, "a layer's weight makes keys of a latent"
         dq, dk, dv = self.kernel.backward(entries.inner, dout, q, *self.keys_and_values(latent), scale)
+        # [M, H * (D - R + V)]: gradients of what the weight made of each packed key row's latent.
         of_heads = torch.cat([dk[..., : self.plain], dv], dim=-1).flatten(1).to(self.weight.dtype)
         rows = torch.cat([latent[start:stop, 0, : self.rank] for start, stop in entries.keys])
         grown = (of_heads.T @ rows).float() if self.weight.dtype != torch.float64 else of_heads.T @ rows
         self.weight_grad = grown if self.weight_grad is None else self.weight_grad.add_(grown)
+        # The rotary key is one for all heads, so its gradient is their sum.
         rope = dk[..., self.plain :].sum(dim=1).to(self.weight.dtype)
         return dq, torch.cat([of_heads @ self.weight, rope], dim=-1)[:, None]
 
@@ -86,7 +88,11 @@ class LatentKernel:
 
 
 def keys_and_values(latent: Tensor, weight: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """k [T, H, D] and v [T, H, V] of latents [T, 1, L]; differentiable."""
+    """k [T, H, D] and v [T, H, V] of latents [T, 1, L] by weight [H * (D - R + V), C]; differentiable.
+
+    Of a head's rows of the weight the first D - R make its key, and the last V its value; the last R
+    elements of every key are the latent's, rotated already.
+    """
     assert shape.latent is not None, "a shape without latent"
     rank, rope = shape.latent
     heads, plain = shape.num_heads, shape.head_dim - rope

@@ -39,7 +39,8 @@ class CuSeqlens:
     """The entries of one launch, all full, all causal, or all of one sliding window: cu_seqlens of
     the packed queries and keys, and the rows of their largest entry.
 
-    `window`: `kernels.base.Window`; where it ends with a query's own key, `causal` holds, too.
+    `cu_q`, `cu_k`: int32 [entries + 1], on the device. `window`: `kernels.base.Window`; where it ends
+    with a query's own key, `causal` holds, too.
     """
 
     cu_q: Tensor

@@ -1,6 +1,6 @@
 """From one rank's program to its steps: everything looked up once per microbatch.
 
-In reading order: `steps` are the result, `lowering` makes them with `messages`, `launches` and
-`routes`. `regions` finds rows of buffers, `entries` joins pairs into kernel entries, `parcels` says
-what a message looks like on the way. `last_use` and `peak_bytes` are analyses of steps.
+In reading order: `steps` are the words and the result; `regions` finds rows of buffers; `messages` and
+`launches` look up exchanges and attention; `lowering` puts them in order; `memory` says where tensors
+lie, and how much that is; `moves` lists the rows that are moved.
 """

@@ -26,7 +26,7 @@ from megatron_balance.ir.intervals import union as union_of
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
-from megatron_balance.runtime.lower.regions import RegionIndex, RowRange, grouped_runs, pack_runs
+from megatron_balance.runtime.lower.regions import Indexes, RegionIndex, RowRange, grouped_runs, pack_runs
 from megatron_balance.runtime.lower.steps import INPUTS, GradLaunch, Launch, Operand, Packed
 
 _HOST = torch.device("cpu")
@@ -102,7 +102,9 @@ class Launching:
         """
         regions, index, row_ranges = wanted_regions
         region, begins_at = row_ranges[RowRange.REGION], row_ranges[RowRange.BUFFER_ROW] - row_ranges[RowRange.ROW]
+        # [regions]: the first row range of each; a region may lie in several.
         first = region.searchsorted(np.arange(len(launch)))
+        # The row at which a region begins, if all of it lies where its first range does.
         row, wanted = begins_at[first], regions[Region.HEAD_STOP] - regions[Region.HEAD_START]
         starts = launch.searchsorted(np.arange(count + 1))
         begin = first[starts[:-1]]  # of each launch, among the row ranges
@@ -131,31 +133,25 @@ class Launching:
             operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i]))
         return operands, row
 
-    def forward(
-        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
-    ) -> LaunchesOf:
-        """Launches of the forward by op index. `zones`: the zone's name of each op; `space`: where
-        outputs and gradients lie.
-        """
+    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
+        """Launches of the forward by op index. `zones`: the zone's name of each op."""
         launches: LaunchesOf = {}
         if looked_up is None:
             return launches
         queries, _, launch, fused, entries_of, q, k, reads, op_of = looked_up
-        out = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
+        out = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
         for i, entries in enumerate(entries_of):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
             launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
         return launches
 
-    def backward(
-        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
-    ) -> LaunchesOf:
+    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
         launches: LaunchesOf = {}
         if looked_up is None:
             return launches
         queries, keys, launch, fused, entries_of, q, k, reads, op_of = looked_up
-        dq = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
-        dk = self.targets(space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
+        dq = self.targets(indexes.space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
+        dk = self.targets(indexes.space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
         for i, entries in enumerate(_with_gradients(entries_of, fused, dq)):
             prepared, calls, op = self.kernel.prepare(entries, _HOST), self.kernel.launches(entries), op_of[i]
             step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls)
@@ -188,6 +184,7 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
     """
     keys = np.column_stack([op_index, pairs[:, Pair.Q_HEADS], pairs[:, Pair.KV_HEADS]])
     changes = (keys[1:] != keys[:-1]).any(axis=1)
+    # An op of one head span has its pairs together already, and they keep their order.
     if int((changes & (keys[1:, 0] == keys[:-1, 0])).sum()):
         order = np.lexsort(keys.T[::-1])
         pairs, keys = pairs[order], keys[order]

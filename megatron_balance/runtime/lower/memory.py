@@ -1,5 +1,5 @@
 """Where tensors of messages, operands and sums lie in memory that they share: known at bind, made
-when asked for.
+when asked for; and how much of it one call needs at once (`peak_bytes`).
 
 Messages are packed as `analysis.wire` has them: source, target and proxies compute the same sizes,
 from rows, heads and element types alone. A head exchange brings some twenty tensors in one memory;
@@ -19,16 +19,26 @@ import torch
 from torch import Tensor
 
 from megatron_balance.analysis import wire
-from megatron_balance.analysis.wire import ALIGN, Carried, padded
+from megatron_balance.analysis.wire import ALIGN, Carried, padded, tensor_bytes
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import (
     GRADS,
+    INPUTS,
     ExchangeStep,
+    FinishStep,
+    GradLaunch,
+    IssueStep,
+    Launch,
+    Operand,
     Packed,
     PeerMessage,
+    Phase,
+    PhaseName,
     RowRun,
     Value,
+    grads_of,
 )
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -89,7 +99,7 @@ def shapes(message: Carried, form: CallForm) -> tuple[Shape, ...]:
 
 
 class BytesPlace(NamedTuple):
-    """A contiguous tensor in packed bytes, from byte `begin` on."""
+    """A contiguous tensor in packed bytes, from byte `begin` on; `strides` in elements."""
 
     begin: int
     dtype: torch.dtype
@@ -309,7 +319,11 @@ class Buffers(dict[int, T]):
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """Messages that lie one after the other in one memory, each tensor aligned."""
+    """Messages that lie one after the other in one memory, each tensor aligned.
+
+    `num_bytes`: of the memory; `peers`: (rank, bytes of its tensors without what aligns them);
+    `sizes`: bytes of each rank of the exchange's group, with it, as an all-to-all is told.
+    """
 
     places: tuple[tuple[BytesPlace, ...], ...]
     num_bytes: int
@@ -340,14 +354,6 @@ class Together(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True)
-class Rooms:
-    """Memory that tensors of a phase share."""
-
-    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
-    operands: dict[int, Together] = field(default_factory=dict[int, Together])
-
-
 class Block(NamedTuple):
     """Memory, uint8 [bytes], with all messages that an exchange sends, or brings."""
 
@@ -355,9 +361,49 @@ class Block(NamedTuple):
     arranged: Arranged
 
 
+def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
+    return exchange.collective != "p2p" and groups.of(exchange.group) is not None
+
+
+def _is_block(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether all messages that an exchange sends lie in one block, and all that it brings in
+    another: one after the other in the order of peers, each tensor aligned.
+    """
+    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
+
+
+def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
+
+    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
+    rank, which adds them up.
+    """
+    return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
+
+
+def _brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+    """The messages that an exchange brings: those of one peer where it sums on the way."""
+    if not _is_summed(exchange, groups):
+        return exchange.receives
+    return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
+
+
+def _sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
+    """The messages that are packed to be sent: those to one peer where all get the same."""
+    if exchange.collective != "all_gather" or not is_collective(exchange, groups):
+        return exchange.sends
+    return [m for m in exchange.sends if m.peer == exchange.sends[0].peer]
+
+
 @dataclass(frozen=True, slots=True)
 class ExchangeForm:
-    """Facts of an exchange that are the same in every layer, worked out once."""
+    """Facts of an exchange that are the same in every layer, worked out once.
+
+    `sent`, `brought`: messages that are packed, and that arrive: fewer than the exchange's where all
+    peers get the same, or it sums on the way. `packed`: of each one sent its number in `out`, -1: sent
+    apart, from where it lies if it can be. `back`: where those brought lie. `together`: numbers of
+    those brought that one call of the mover takes.
+    """
 
     sent: Sequence[PeerMessage]
     brought: Sequence[PeerMessage]
@@ -366,21 +412,17 @@ class ExchangeForm:
     out: Arranged
     back: Arranged
     together: Sequence[tuple[int, ...]]
-    become: tuple[bool, ...]
 
     @classmethod
     def of(
         cls,
         exchange: ExchangeStep,
-        sides: tuple[Sequence[PeerMessage], Sequence[PeerMessage]],
         form: CallForm,
+        groups: Groups,
         sizes: tuple[Sizes, Sizes],
-        *,
-        is_block: bool,
     ) -> ExchangeForm:
-        """`sides`: messages that leave, and those that arrive; `sizes`: of query and key buffers."""
-        sent, brought = sides
-        row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
+        """`sizes`: of query and key buffers."""
+        sent, brought, is_block = _sent(exchange, groups), _brought(exchange, groups), _is_block(exchange, groups)
         chosen = [m for m in sent if is_block or _is_packed(m, exchange, form, sizes[1])]
         if not is_block and len(chosen) < 2:
             chosen = []
@@ -393,8 +435,28 @@ class ExchangeForm:
             Arranged.of(chosen, exchange.group, form),
             Arranged.of(brought, exchange.group, form),
             taken_together(exchange, len(brought), wide=form.gradient == form.wide),
-            tuple([m.kind == Kind.OUT_GRAD and _become_buffers(m.packed, sizes[0], row_bytes) for m in brought]),
         )
+
+
+@dataclass(slots=True)
+class PhaseMemory:
+    """Where the tensors of one run of a phase lie, the same in every layer.
+
+    `exchanges`: messages, by the exchange's id; `totals`: sums of gradients, by what they are of;
+    `operands`: gathered ones, by the number of the step. `adopted`: messages that are used, or added
+    to, where they came: (the exchange's id, number among those that it brings).
+    """
+
+    exchanges: Mapping[int, ExchangeForm]
+    adopted: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    totals: dict[Value, Together] = field(default_factory=dict[Value, Together])
+    operands: dict[int, Together] = field(default_factory=dict[int, Together])
+
+    @classmethod
+    def of(cls, phase: Phase, form: CallForm, groups: Groups, sizes: tuple[Sizes, Sizes]) -> PhaseMemory:
+        """Where messages lie; `lower.moves` adds the rest. `sizes`: of query and key buffers."""
+        ended = [step.exchange for step in phase.steps if isinstance(step, FinishStep)]
+        return cls({each.id: ExchangeForm.of(each, form, groups, sizes) for each in ended})
 
 
 def _is_packed(message: PeerMessage, exchange: ExchangeStep, form: CallForm, keys: Sizes) -> bool:
@@ -434,26 +496,6 @@ def taken_together(exchange: ExchangeStep, num_brought: int, *, wide: bool = Fal
     return [*others, *([tuple(chain.from_iterable(grads))] if grads else [])]
 
 
-def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
-    """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
-    rows, heads = size
-    whole_rows = run.index is None and (run.start, run.count) == (0, rows)
-    return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
-
-
-def _become_buffers(packed: Packed, sizes: Mapping[int, tuple[int, int]], head_bytes: Sequence[int]) -> bool:
-    """Whether packed rows that came in a message are all of one or of several buffers, none of them
-    the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
-    row, of each tensor.
-    """
-    return len({run.buffer for run in packed.runs}) == len(packed.runs) and all(
-        run.buffer > 0
-        and is_whole(run, packed, sizes[run.buffer])
-        and not any(run.row * packed.num_heads * num_bytes % ALIGN for num_bytes in head_bytes)
-        for run in packed.runs
-    )
-
-
 @lru_cache(maxsize=4096)
 def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
     del kind  # movers know packed rows by identity: each kind has its own
@@ -463,3 +505,128 @@ def _whole(buffer: int, rows: int, heads: int, kind: Kind) -> Packed:
 def whole_of(value: Value, sizes: Mapping[int, tuple[int, int]]) -> Packed:
     """All rows and heads of a buffer of these (rows, heads): the same object for the same value."""
     return _whole(value[1], *sizes[value[1]], value[0])
+
+
+AHEAD = 2
+"""Exchanges whose receives are posted before they are due: the most of any transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBytes:
+    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: those that the forward leaves
+    for the backward (policy keep).
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+
+    @property
+    def call_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def peak_bytes(
+    phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: CallForm, *, keep: bool
+) -> PeakBytes:
+    """Peak bytes of one call. `sizes`: of query and of key buffers."""
+    kept = sum(_message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
+    backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
+    return PeakBytes(forward, backward, kept)
+
+
+def _forward_bytes(phase: Phase, queries: Sizes, form: CallForm) -> int:
+    partials = sum(rows * heads * (form.value_width + 1) * form.wide.itemsize for rows, heads in queries.values())
+    return partials + _peak(phase, form, {})
+
+
+def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm) -> int:
+    queries, keys = sizes
+    wide = form.wide.itemsize
+    finals = sum(
+        rows * heads * (2 * form.value_width * form.dtype.itemsize + wide)
+        for buffer, (rows, heads) in queries.items()
+        if buffer
+    )
+    grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
+    grads |= {
+        (Kind.KV_GRAD, buffer): rows * heads * sum(form.kv_widths) * wide for buffer, (rows, heads) in keys.items()
+    }
+    owned = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
+    return owned + finals + _peak(phase, form, grads)
+
+
+def _message_bytes(message: PeerMessage, form: CallForm) -> int:
+    """Bytes of the tensors that carry a message, each aligned."""
+    return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
+
+
+def _received(phase: Phase) -> list[PeerMessage]:
+    return [m for step in phase.steps if isinstance(step, FinishStep) for m in step.exchange.receives]
+
+
+def _peak(phase: Phase, form: CallForm, grads: Mapping[Value, int]) -> int:
+    """Most bytes of messages, gathered operands and gradients (`grads`: of each) beside received
+    inputs, at any step.
+    """
+    live = peak = 0
+    made: dict[Value, int] = {}  # gradients so far
+    held: dict[Value, int] = {(m.kind, m.buffer): _message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
+    upcoming = [step.exchange for step in phase.steps if isinstance(step, IssueStep)]
+    started = expected = 0
+    for index, step in enumerate(phase.steps):
+        # Those of the caller's rows, buffer 0, are there from the beginning (`_backward_bytes`).
+        new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
+        made |= new
+        live += sum(new.values())
+        match step:
+            case IssueStep(exchange):
+                started += 1
+                # What posted receives bring has memory before it is due.
+                live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
+                expected = started + AHEAD
+                live += _side(exchange.sends, form) + _call(exchange, form)
+                peak = max(peak, live)
+            case FinishStep(exchange):
+                live -= (
+                    _side(exchange.sends, form)
+                    + _call(exchange, form)
+                    + _side([m for m in exchange.receives if m.kind not in INPUTS], form)
+                )
+            case Launch() | GradLaunch():
+                peak = max(peak, live + _gathered(step, form))
+        live -= sum(held.get(value, 0) + made.get(value, 0) for value in phase.last_uses[index])
+    return peak
+
+
+def _side(messages: list[PeerMessage] | tuple[PeerMessage, ...], form: CallForm) -> int:
+    return sum(_message_bytes(m, form) for m in messages)
+
+
+def _call(exchange: ExchangeStep, form: CallForm) -> int:
+    """Bytes that a collective call takes beside its messages, which an all-to-all has in place."""
+    if exchange.collective in ("p2p", "all_to_all"):
+        return 0
+    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
+    for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
+        for message in side:
+            num_bytes[message.peer] += _message_bytes(message, form)
+    if exchange.collective == "all_gather":  # as wide for every rank as for the widest
+        return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
+    return sum(sends.values()) + sum(receives.values())
+
+
+def _gathered(step: Launch | GradLaunch, form: CallForm) -> int:
+    def rows(operand: Operand, width: int) -> int:
+        if operand.buffer >= 0:
+            return 0
+        return operand.packed.num_rows * operand.num_heads * width * form.dtype.itemsize
+
+    num_bytes = rows(step.q, form.dim) + rows(step.k, sum(form.kv_widths))
+    if isinstance(step, GradLaunch):
+        num_bytes += (
+            rows(step.dout, 2 * form.value_width)
+            + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+        )
+    return num_bytes

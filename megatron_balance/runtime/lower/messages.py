@@ -4,11 +4,11 @@ its part in routed exchanges: its own pieces, and those that it relays for other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,12 +25,12 @@ from megatron_balance.compile.order import (
     stream_name,
 )
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
-from megatron_balance.compile.transpose import forward_id
+from megatron_balance.compile.transpose import OpZones, forward_id
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
-from megatron_balance.runtime.lower.regions import Instance, RegionIndex, RowRange, grouped_runs, pack_runs
+from megatron_balance.runtime.lower.regions import Indexes, Instance, RegionIndex, RowRange, grouped_runs, pack_runs
 from megatron_balance.runtime.lower.steps import (
     GRADS,
     INPUTS,
@@ -63,25 +63,6 @@ _DIRECT = {
 _NOT_ROUTED = _Routed({}, {})
 
 
-class Indexes(NamedTuple):
-    """Regions of a rank by kind of input: queries, or keys.
-
-    Where a remap sends owned regions to other ranks, `values` and `space` are without them:
-    attention may bring such keys again, and gradients of those belong to the buffer they came in.
-    """
-
-    values: Mapping[Kind, RegionIndex]
-    space: Mapping[Kind, RegionIndex]
-    owned: Mapping[Kind, RegionIndex]
-
-    def of(self, kind: Kind, *, owned: bool) -> RegionIndex:
-        """Where to look up the rows of a message. `owned`: they are those of the linear layout."""
-        side = Kind.KV if kind in (Kind.KV, Kind.KV_GRAD) else Kind.Q
-        if owned:
-            return self.owned[side]
-        return self.values[side] if kind in INPUTS else self.space[side]
-
-
 @dataclass(frozen=True, slots=True)
 class Messages:
     """One side (sent or received) of all exchanges of a phase."""
@@ -100,49 +81,40 @@ class Messages:
         return (first[:, Transfer.HEAD_STOP] - first[:, Transfer.HEAD_START]).tolist()
 
 
-class MessageLookup:
-    """Looks up the messages of one rank's program.
+class PhaseMessages:
+    """The messages of one phase of a rank's program; received inputs become buffers.
 
-    `sizes`: (rows, heads) of its buffers, by kind of input and number; received inputs become
-    buffers there.
+    `sizes`: (rows, heads) of these buffers, by kind of input and number, from `num_buffers` on, which
+    grows. `instances`: where the regions received lie in them, by kind, [n, `Instance.WIDTH`].
     """
 
-    def __init__(self, program: RankProgram, ranks_per_node: int, nano_batch: int) -> None:
-        self.program, self.ranks_per_node, self.nano_batch = program, ranks_per_node, nano_batch
+    def __init__(self, program: RankProgram, ops: Sequence[Op], *, forward: bool, num_buffers: int = 1) -> None:
+        self.program, self.ops, self.forward, self.num_buffers = program, ops, forward, num_buffers
         self.sizes: dict[Kind, dict[int, tuple[int, int]]] = {kind: {} for kind in INPUTS}
-        self.num_buffers = 1
+        tables = {i: op.transfers for i, op in enumerate(ops) if isinstance(op, Exchange)}
+        rows = concat(list(tables.values()), Transfer.WIDTH)
+        op_of = np.repeat(np.array(list(tables), dtype=np.int64), [len(table) for table in tables.values()])
+        owned = [self._owned(op) for op in ops] if program.remap_in else [(False, False)] * len(ops)
+        mine = rows[:, Transfer.SRC] == program.rank
+        self.sent = _messages(rows[mine], op_of[mine], Transfer.DST, [sends for sends, _ in owned])
+        mine = rows[:, Transfer.DST] == program.rank
+        self.received = _messages(rows[mine], op_of[mine], Transfer.SRC, [receives for _, receives in owned])
+        self.instances = self._make_buffers(self.received)
 
-    def sides(self, ops: Sequence[Op], *, forward: bool) -> tuple[Messages, Messages, dict[Kind, Ints]]:
-        """Messages sent and received, and the received inputs as instances of new buffers."""
-        owned = [(False, False)] * len(ops)
-        if self.program.remap_in:
-            owned = [
-                self.owned_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops
-            ]
-        tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
-        rows = concat([t for t in tables if t is not None], Transfer.WIDTH)
-        op_index = np.repeat(
-            [i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]
-        ).astype(np.int64)
-        mine = rows[:, Transfer.SRC] == self.program.rank
-        sent = _messages(rows[mine], op_index[mine], Transfer.DST, [sends for sends, _ in owned])
-        mine = rows[:, Transfer.DST] == self.program.rank
-        received = _messages(rows[mine], op_index[mine], Transfer.SRC, [receives for _, receives in owned])
-        return sent, received, self.instances(received)
+    def _owned(self, op: Op) -> tuple[bool, bool]:
+        """Whether an op of a remapped call sends, and receives, rows of the linear layout."""
+        if not isinstance(op, Exchange):
+            return False, False
+        first, last = self.program.remap_in, self.program.num_exchanges - 1
+        if self.forward:
+            return op.id < first, op.id == last
+        of = forward_id(op.id, self.program)
+        # Every second exchange of the backward behind the remap's reverses one of the forward; the
+        # others bring inputs again.
+        reverses = op.id >= first and (op.id - first) % 2 == 1
+        return (of == last, of < first) if reverses else (of < first, False)
 
-    def owned_sides(self, exchange_id: int, *, forward: bool) -> tuple[bool, bool]:
-        """Whether an exchange of a remapped call sends, and receives, rows of the linear layout."""
-        if forward:
-            return exchange_id < self.program.remap_in, exchange_id == self.program.num_exchanges - 1
-        of = forward_id(exchange_id, self.program)
-        reverses = exchange_id >= self.program.remap_in and (exchange_id - self.program.remap_in) % 2 == 1
-        return (
-            (of == self.program.num_exchanges - 1, of < self.program.remap_in)
-            if reverses
-            else (of < self.program.remap_in, False)
-        )
-
-    def instances(self, received: Messages) -> dict[Kind, Ints]:
+    def _make_buffers(self, received: Messages) -> dict[Kind, Ints]:
         rows, begin = received.rows, received.begin
         sizes = rows[:, Transfer.STOP] - rows[:, Transfer.START]
         # [n + 1]: rows before each region; a message's buffer begins with its first.
@@ -161,59 +133,65 @@ class MessageLookup:
         table[:, Instance.ROW] = before[:-1] - before[begin[message]]
         return {kind: table[rows[:, Transfer.KIND] == kind] for kind in INPUTS}
 
-    def exchanges(
-        self,
-        ops: Sequence[Op],
-        sides: tuple[Messages, Messages],
-        zones: Sequence[str],
-        routed: Mapping[int, _Routed],
-        indexes: Indexes,
-        *,
-        forward: bool,
-    ) -> dict[int, ExchangeStep]:
-        """The exchanges of a phase by op index. `zones`: of each op; `routed`: its own pieces."""
-        sends, receives = (self.by_op(side, indexes) for side in sides)
-        node = self.program.rank // self.ranks_per_node
+    def steps(
+        self, indexes: Indexes, places: OpZones, ranks_per_node: int, nano_batch: int
+    ) -> tuple[dict[int, ExchangeStep], tuple[tuple[RelayTask, ...], ...]]:
+        """The exchanges of the phase by op index, and what the rank relays for others beside them."""
+        rank, node = self.program.rank, self.program.rank // ranks_per_node
+
+        def tag(op: Exchange) -> int:
+            return _tag_base(op.id, forward=self.forward, nano_batch=nano_batch)
+
+        routed, relay_tasks = _routes(self.ops, places.queues, rank, ranks_per_node, tag)
+        sends, receives = (_by_op(side, indexes, rank, ranks_per_node) for side in (self.sent, self.received))
         exchanges: dict[int, ExchangeStep] = {}
-        for i, op in enumerate(ops):
+        for i, op in enumerate(self.ops):
             if isinstance(op, Exchange):
-                out, back = sends.get(i, ()), receives.get(i, ())
-                own = routed.get(i, _NOT_ROUTED)
-                far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
-                stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
-                tag = _tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
+                out, back, own = sends.get(i, ()), receives.get(i, ()), routed.get(i, _NOT_ROUTED)
                 exchanges[i] = ExchangeStep(
-                    *(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far),
-                    stream,
-                    arrivals(back),
+                    op=i,
+                    id=op.id,
+                    zone=places.zones[i],
+                    collective=op.collective,
+                    group=op.group,
+                    sends=out,
+                    receives=back,
+                    tag=tag(op),
+                    routed_sends=own.sends,
+                    routed_receives=own.receives,
+                    far=frozenset([m.peer for m in (*out, *back) if m.peer // ranks_per_node != node]),
+                    stream=collective_stream(op.group, ranks_per_node) if op.collective != "p2p" else "",
+                    arrivals=arrivals(back),
                 )
-        return exchanges
+        return exchanges, relay_tasks
 
-    def by_op(self, side: Messages, indexes: Indexes) -> dict[int, tuple[PeerMessage, ...]]:
-        moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
-        node, size = self.program.rank // self.ranks_per_node, self.ranks_per_node
-        messages = [
-            PeerMessage(peer, kind, packed, buffer, (), _DIRECT[peer // size != node, (op, peer) in moved])
-            for op, peer, kind, buffer, packed in zip(
-                side.op, side.peer, side.kind, side.buffer, self.packed(side, indexes), strict=True
-            )
-        ]
-        bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
-        return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
 
-    def packed(self, side: Messages, indexes: Indexes) -> list[Packed]:
-        """Rows of every message; received inputs have none, they become buffers."""
-        looked_up_in = [
-            indexes.of(kind, owned=owned) if buffer < 0 else None
-            for kind, owned, buffer in zip(side.kind, side.owned, side.buffer, strict=True)
-        ]
-        sizes = side.rows[:, Transfer.STOP] - side.rows[:, Transfer.START]
-        num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if looked_up_in else []
-        message = np.repeat(np.arange(len(looked_up_in)), np.diff(side.begin))
-        row_ranges = _resolve(side.rows[:, Transfer.REGION].T, message, looked_up_in)
-        runs = grouped_runs(sizes, row_ranges, message, len(looked_up_in))
-        columns = zip(runs, num_rows, side.num_heads, looked_up_in, strict=True)
-        return [pack_runs(of, rows, heads) if index else Packed((), rows, heads) for of, rows, heads, index in columns]
+def _by_op(side: Messages, indexes: Indexes, rank: int, ranks_per_node: int) -> dict[int, tuple[PeerMessage, ...]]:
+    moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
+    node = rank // ranks_per_node
+    messages = [
+        PeerMessage(peer, kind, packed, buffer, (), _DIRECT[peer // ranks_per_node != node, (op, peer) in moved])
+        for op, peer, kind, buffer, packed in zip(
+            side.op, side.peer, side.kind, side.buffer, _packed(side, indexes), strict=True
+        )
+    ]
+    bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
+    return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
+
+
+def _packed(side: Messages, indexes: Indexes) -> list[Packed]:
+    """Rows of every message; received inputs have none, they become buffers."""
+    looked_up_in = [
+        indexes.of(kind, owned=owned) if buffer < 0 else None
+        for kind, owned, buffer in zip(side.kind, side.owned, side.buffer, strict=True)
+    ]
+    sizes = side.rows[:, Transfer.STOP] - side.rows[:, Transfer.START]
+    num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if looked_up_in else []
+    message = np.repeat(np.arange(len(looked_up_in)), np.diff(side.begin))
+    row_ranges = _resolve(side.rows[:, Transfer.REGION].T, message, looked_up_in)
+    runs = grouped_runs(sizes, row_ranges, message, len(looked_up_in))
+    columns = zip(runs, num_rows, side.num_heads, looked_up_in, strict=True)
+    return [pack_runs(of, rows, heads) if index else Packed((), rows, heads) for of, rows, heads, index in columns]
 
 
 def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
@@ -314,7 +292,7 @@ _KINDS = tuple(Kind)
 _TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 
 
-def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int = 0) -> int:
+def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int) -> int:
     """First tag of the messages of an exchange, which its direct ones have."""
     return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
@@ -410,26 +388,25 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
     return hops_at[0], hops_at[1]
 
 
-def lower_routes(
-    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, nano_batch: int = 0
+def _routes(
+    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, tag: Callable[[Exchange], int]
 ) -> tuple[dict[int, _Routed], tuple[tuple[RelayTask, ...], ...]]:
     """This rank's own pieces by index of the op, and all relay tasks of the phase, in groups that
     wait for nothing in one another: of one role, traffic class and queue (`queues`: of each op).
     """
-    own: dict[int, _Routed] = {}
-    groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
     routed = {i: op for i, op in enumerate(ops) if isinstance(op, Exchange) and op.routes}
     if not routed:
-        return own, ()
+        return {}, ()
+    own: dict[int, _Routed] = {}
+    groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
     carried, moved = _of_others(routed, rank)
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
         own[i], proxy_routes = routes_of(op.routes, rank, ranks_per_node, pairs)
-        tag = _tag_base(op.id, forward=forward, nano_batch=nano_batch)
         for route in proxy_routes:
             messages = carried.get((i, route.src, route.dst))
             if messages is not None:
-                relay_task = RelayTask(i, op.id, tag, messages, route)
+                relay_task = RelayTask(i, op.id, tag(op), messages, route)
                 groups.setdefault((route.role, (route.src, route.dst) in pairs, queues[i]), []).append(relay_task)
     return own, tuple(tuple(group) for group in groups.values())
 

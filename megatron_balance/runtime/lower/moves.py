@@ -1,34 +1,34 @@
 """Rows that a phase's steps move, known before it runs: movers make the tables of these at bind.
 
 A step hands a mover several packed tensors at once, and a table is of all of them that one launch
-may move. `executor` and `phase_run` decide whether rows are copied or sent from where they lie, and
-which gradients are kept, adopted or added; the same is decided here, and where it depends on the
-caller's tensors, both ways are listed. A move that is missing here is no error: its table is made,
-and copied by itself, when the first layer runs.
+may move. Which received messages are adopted (used, or added to, where they came) is decided here;
+the rest is worked out as `phase_run` and `executor` do it, from the same facts of `lower.memory`, and
+where it depends on the caller's tensors, both ways are listed. A move that is missing here is no
+error: its table is made, and copied by itself, when the first layer runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_balance.analysis.wire import padded
+from megatron_balance.analysis.wire import ALIGN, padded
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.lower.memory import (
     BytesPlace,
     CallForm,
     ExchangeForm,
-    Rooms,
+    PhaseMemory,
     Shape,
     Sizes,
     Together,
-    is_whole,
     places_of,
     whole_of,
 )
 from megatron_balance.runtime.lower.steps import (
+    GRADS,
     ExchangeStep,
     FinishStep,
     GradLaunch,
@@ -40,6 +40,7 @@ from megatron_balance.runtime.lower.steps import (
     Phase,
     Sums,
     Value,
+    is_whole,
 )
 
 Call: TypeAlias = Literal["fill", "place", "add", "partial", "send"]
@@ -48,7 +49,11 @@ added, and "send", of which each message gives output and LSE."""
 
 
 class Site(NamedTuple):
-    """Where a tensor [T, heads, ...] begins in memory that it may share with others."""
+    """Where a tensor [T, heads, ...] begins in memory that it may share with others.
+
+    `memory`: equal for tensors of one memory; `begin`: bytes; `row`: elements from a row to the next,
+    0: not asked for; `first_row`: rows that it lies behind a tensor that begins there.
+    """
 
     memory: Hashable
     begin: int = 0
@@ -87,46 +92,21 @@ class _Filled(NamedTuple):
     maybe: bool = False
 
 
-Forms: TypeAlias = Mapping[int, ExchangeForm]
-"""Facts of exchanges that are the same in every layer, by their id."""
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
 
 def moves_of(
-    phase: Phase,
-    sizes: tuple[Sizes, Sizes],
-    form: CallForm,
-    forms: Forms,
-    sites: Sites | None = None,
-    rooms: Rooms | None = None,
-) -> Iterator[MoverCall]:
-    """The calls that one run of a phase makes.
+    phase: Phase, sizes: tuple[Sizes, Sizes], form: CallForm, memory: PhaseMemory, sites: Sites
+) -> list[MoverCall]:
+    """The calls that one run of a phase makes; sums and gathered operands are added to `memory`.
 
-    `sizes`: of query and of key buffers; `forms`: of its exchanges; `sites`: of what an earlier
-    phase left; `rooms`: filled with the memory that its tensors share.
+    `sizes`: of query and of key buffers; `sites`: of what an earlier phase left.
     """
-    rooms = rooms or Rooms()
-    walk = _Walk(*sizes, form, {} if sites is None else sites, phase, rooms.operands)
-    for index, step in enumerate(phase.steps):
-        walk.step = index
-        match step:
-            case Launch():
-                yield MoverCall("fill", walk.operands(step))
-                yield MoverCall("partial", (Moved(step.out),))
-            case GradLaunch():
-                yield MoverCall("fill", walk.operands(step))
-                yield from walk.summing(walk.launched(step))
-            case IssueStep(exchange):
-                yield MoverCall("send", walk.merged(exchange, forms[exchange.id]))
-                filled = list(walk.sent(exchange, forms[exchange.id]))
-                yield MoverCall("fill", tuple(one.moved for one in filled if not one.maybe))
-                yield MoverCall("fill", tuple(one.moved for one in filled))
-            case FinishStep(exchange):
-                yield from walk.received(exchange, forms[exchange.id])
-    if any(isinstance(step, GradLaunch) for step in phase.steps) or walk.totals or walk.held:
-        yield from walk.ended()
-    rooms.totals |= walk.made()
+    walk = _Walk(*sizes, form, sites, phase, memory)
+    calls = list(walk.calls())
+    memory.totals |= walk.made()
+    return calls
 
 
 _LSE = "lse"
@@ -140,10 +120,10 @@ class _Walk:
     """The state of a phase's run that decides what is moved."""
 
     def __init__(
-        self, queries: Sizes, keys: Sizes, form: CallForm, sites: Sites, phase: Phase, gathered: dict[int, Together]
+        self, queries: Sizes, keys: Sizes, form: CallForm, sites: Sites, phase: Phase, memory: PhaseMemory
     ) -> None:
-        self.gathered = gathered
-        self.queries, self.keys, self.form, self.sites, self.phase = queries, keys, form, sites, id(phase)
+        self.queries, self.keys, self.form, self.sites = queries, keys, form, sites
+        self.steps, self.memory, self.phase = phase.steps, memory, id(phase)
         self.let_go = {value: index for index, values in enumerate(phase.last_uses) for value in values}
         self.step = self.launches = 0
         self.fresh: set[Value] = set()
@@ -157,6 +137,27 @@ class _Walk:
         self.totals: dict[Value, torch.dtype] = {}
         self.begun: list[Moved] = []
         self.named: list[tuple[Kind, Packed]] = []  # of the addition that comes
+
+    def calls(self) -> Iterator[MoverCall]:
+        for index, step in enumerate(self.steps):
+            self.step = index
+            match step:
+                case Launch():
+                    yield MoverCall("fill", self.operands(step))
+                    yield MoverCall("partial", (Moved(step.out),))
+                case GradLaunch():
+                    yield MoverCall("fill", self.operands(step))
+                    yield from self.summing(self.launched(step))
+                case IssueStep(exchange):
+                    form = self.memory.exchanges[exchange.id]
+                    yield MoverCall("send", self.merged(exchange, form))
+                    filled = list(self.sent(exchange, form))
+                    yield MoverCall("fill", tuple(one.moved for one in filled if not one.maybe))
+                    yield MoverCall("fill", tuple(one.moved for one in filled))
+                case FinishStep(exchange):
+                    yield from self.received(exchange, self.memory.exchanges[exchange.id])
+        if any(isinstance(step, GradLaunch) for step in self.steps) or self.totals or self.held:
+            yield from self.ended()
 
     # Where tensors lie
 
@@ -197,7 +198,7 @@ class _Walk:
         if not moved:
             return ()
         places = places_of(shapes)
-        self.gathered[self.step] = Together((), (places,), padded(places[-1].begin + places[-1].num_bytes))
+        self.memory.operands[self.step] = Together((), (places,), padded(places[-1].begin + places[-1].num_bytes))
         own = [Site(("operands", self.phase, self.step), place.begin, place.strides[0]) for place in places]
         return tuple(one._replace(own=site) for one, site in zip(moved, own, strict=True))
 
@@ -224,76 +225,58 @@ class _Walk:
         return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
 
     def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[_Filled]:
+        """The tensors of messages that are filled; the others are sent from where they lie."""
         for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):
-            yield from self.filled(message, at, together=number >= 0)
+            apart = number < 0  # packed with others it is always filled
+            if message.kind == Kind.OUT or (apart and self.stacked(message)):
+                continue
+            for tensor in self.sources(message.kind, message.packed, at):
+                lies = self.lies(message, tensor) if apart else "no"
+                if lies != "yes":
+                    yield from [_Filled(one, maybe=lies == "maybe") for one in tensor]
 
-    def filled(self, message: PeerMessage, at: Sequence[Site | None], *, together: bool) -> Iterator[_Filled]:
-        """The tensors of a message that are filled; the others are sent from where they lie.
-        `together`: packed, never from there.
+    def sources(self, kind: Kind, packed: Packed, at: Sequence[Site | None]) -> list[tuple[Moved, ...]]:
+        """As `phase_run.PhaseRun.sources`: what each tensor of a message holds rows of. `at`: where it
+        lies, each of a pair for itself.
         """
-        packed = message.packed
-        own = packed.direct and packed.runs[0].buffer == 0
-        rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
-        if not self.form.joined and message.kind in KEY_SIDE:
-            yield from self.apart(message.kind, packed, at, rows=rows, own=own)
-            return
-        match message.kind:
-            case Kind.Q:
-                if not rows or own:
-                    yield _Filled(Moved(packed, self.rows, self.of(packed, Kind.Q), at[0]), maybe=rows)
+        match kind:
             case Kind.OUT_GRAD:
                 gradient, out, lse = self.final(packed, own=at)
-                yield from (_Filled(gradient), _Filled(out))
-                if not rows or own:
-                    yield _Filled(lse, maybe=rows)
-            case Kind.KV:  # the caller's are two tensors
-                if not (rows and not own and self.has_all_rows(packed, self.keys)):
-                    yield from (
-                        _Filled(Moved(packed, row, self.of(packed, Kind.KV, part), at[part]))
-                        for part, row in enumerate(self.keyed)
-                    )
-            case Kind.Q_GRAD:
-                dtype = self.summed(Kind.Q_GRAD, packed)
-                held = (Kind.Q_GRAD, packed.runs[0].buffer) in self.held
-                as_it_lies = rows and dtype == self.form.gradient
-                if not as_it_lies or held:
-                    yield _Filled(self.sum_of(packed, dtype, Kind.Q_GRAD, 0, at), maybe=as_it_lies)
-            case Kind.KV_GRAD:
-                stacked = self.totals.get((Kind.KV_GRAD, packed.runs[0].buffer)) == self.form.gradient
-                if not (rows and stacked and self.has_all_rows(packed, self.keys)):
-                    dtype = self.summed(Kind.KV_GRAD, packed)
-                    yield from (_Filled(self.sum_of(packed, dtype, Kind.KV_GRAD, part, at)) for part in (0, 1))
+                return [(gradient, out), (lse,)]
+            case Kind.Q | Kind.KV:
+                rows = (self.rows,) if kind == Kind.Q else self.keyed
+            case _:
+                dtype = self.summed(kind, packed)
+                rows = tuple([(dtype, self.form.gradient, width) for width in self.widths(kind)])
+        each = tuple([Moved(packed, row, self.of(packed, kind, part), at[part]) for part, row in enumerate(rows)])
+        return [each] if kind in KEY_SIDE and self.form.joined else [(one,) for one in each]
 
-    def apart(
-        self, kind: Kind, packed: Packed, at: Sequence[Site | None], *, rows: bool, own: bool
-    ) -> Iterator[_Filled]:
-        """Keys and values, or their gradients, as a tensor each, sent as it lies if it can be."""
-        if kind == Kind.KV:
-            filled, maybe = not rows or own, rows
-            moved = [Moved(packed, row, self.of(packed, kind, part), at[part]) for part, row in enumerate(self.keyed)]
-        else:
-            dtype = self.summed(kind, packed)
-            maybe = rows and dtype == self.form.gradient
-            filled = not maybe or (kind, packed.runs[0].buffer) in self.held
-            moved = [self.sum_of(packed, dtype, kind, part, at) for part in range(len(self.keyed))]
-        if filled:
-            yield from (_Filled(each, maybe=maybe) for each in moved)
+    def stacked(self, message: PeerMessage) -> bool:
+        """Whether keys and values, or their gradients, lie as the one tensor that carries them: all
+        rows of a buffer that came, or is summed, so.
+        """
+        packed, kind = message.packed, message.kind
+        if not (kind in KEY_SIDE and self.form.joined and packed.direct):
+            return False
+        run = packed.runs[0]
+        if (run.count, run.num_heads) != self.keys[run.buffer]:
+            return False
+        return run.buffer > 0 if kind == Kind.KV else self.totals.get((kind, run.buffer)) == self.form.gradient
+
+    def lies(self, message: PeerMessage, tensor: tuple[Moved, ...]) -> Literal["yes", "no", "maybe"]:
+        """Whether a tensor of a message lies in its buffer without gaps. "maybe": it is the caller's,
+        or a kernel's.
+        """
+        packed, kind, run = message.packed, message.kind, message.packed.runs[0]
+        of = self.keys if kind in KEY_SIDE else self.queries
+        source, target, _ = tensor[0].kind or self.rows
+        if len(tensor) > 1 or not packed.direct or run.num_heads != of[run.buffer][1] or source != target:
+            return "no"
+        unknown = (kind, run.buffer) in self.held or (kind not in GRADS and not run.buffer)
+        return "maybe" if unknown else "yes"
 
     def widths(self, kind: Kind) -> tuple[int, ...]:
         return (self.form.dim,) if kind == Kind.Q_GRAD else self.form.kv_widths
-
-    def heads(self, message: PeerMessage) -> int:
-        of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
-        return of[message.packed.runs[0].buffer][1]
-
-    @staticmethod
-    def has_all_rows(packed: Packed, of: Sizes) -> bool:
-        run = packed.runs[0]
-        return run.stop - run.start == of[run.buffer][0]
-
-    def sum_of(self, packed: Packed, dtype: torch.dtype, kind: Kind, part: int, at: Sequence[Site | None]) -> Moved:
-        kinds = (dtype, self.form.gradient, self.widths(kind)[part])
-        return Moved(packed, kinds, self.of(packed, kind, part), at[part])
 
     # Gradients, as `executor.BackwardRun` sums them
 
@@ -401,43 +384,50 @@ class _Walk:
     def received(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[MoverCall]:
         sites = self.placed(form.back.places, ("in", self.phase, exchange.id))
         for together in form.together:
-            yield from self.arrived([(form.brought[at], sites[at], form.become[at]) for at in together])
+            arrived = [(form.brought[at], sites[at]) for at in together]
+            match arrived[0][0].kind:
+                case Kind.Q | Kind.KV:  # they become buffers
+                    for message, own in arrived:
+                        self.lie(message.kind, message.buffer, own)
+                case Kind.OUT:
+                    for message, _ in arrived:
+                        yield MoverCall("partial", (Moved(message.packed),))
+                case Kind.OUT_GRAD:
+                    adopted = [self.adopts_final(*each) for each in arrived]
+                    self.note(exchange, together, adopted)
+                    rest = [each for each, one in zip(arrived, adopted, strict=True) if not one]
+                    yield MoverCall("place", tuple(moved for m, own in rest for moved in self.final(m.packed, own=own)))
+                case Kind.Q_GRAD | Kind.KV_GRAD:
+                    adopted = list[bool]()
+                    moved = list[Moved]()
+                    for message, own in arrived:
+                        adopted.append(self.adopts(message))
+                        moved += self.received_grads(message, own, adopts=adopted[-1])
+                    self.note(exchange, together, adopted)
+                    yield from self.summing(tuple(moved))
 
-    def arrived(self, coming: Sequence[tuple[PeerMessage, Sequence[Site], bool]]) -> Iterator[MoverCall]:
-        """The calls for messages of one kind that arrive together: where each lies, and whether it
-        becomes buffers.
-        """
-        arrived = [(message, at) for message, at, _ in coming]
-        match arrived[0][0].kind:
-            case Kind.OUT:
-                for message, _ in arrived:
-                    yield MoverCall("partial", (Moved(message.packed),))
-            case Kind.OUT_GRAD:
-                rest = [(m, at) for m, at, becomes in coming if not self.adopted(m, at, becomes=becomes)]
-                yield MoverCall("place", tuple(moved for m, at in rest for moved in self.final(m.packed, own=at)))
-            case Kind.Q_GRAD | Kind.KV_GRAD:
-                yield from self.summing(tuple(moved for m, at in arrived for moved in self.received_grads(m, at)))
-            case Kind.Q | Kind.KV:  # they become buffers
-                for message, at in arrived:
-                    self.lie(message.kind, message.buffer, at)
+    def note(self, exchange: ExchangeStep, together: Sequence[int], adopted: Sequence[bool]) -> None:
+        self.memory.adopted |= {(exchange.id, at) for at, one in zip(together, adopted, strict=True) if one}
 
-    def adopted(self, message: PeerMessage, at: Sequence[Site], *, becomes: bool) -> bool:
-        named = {run.buffer for run in message.packed.runs}
-        becomes = becomes and not named & self.finals
-        self.finals |= named
-        if becomes:
-            heads, form = message.packed.num_heads, self.form
-            sizes = (*[heads * form.value_width * form.dtype.itemsize] * 2, heads * form.wide.itemsize)
-            for run in message.packed.runs:
-                own = [site._replace(begin=site.begin + run.row * n) for site, n in zip(at, sizes, strict=True)]
-                self.lie(Kind.OUT_GRAD, run.buffer, own[:2])
-                self.lie(_LSE, run.buffer, own[2:])
-        return becomes
+    def adopts_final(self, message: PeerMessage, at: Sequence[Site]) -> bool:
+        """Whether gradients, outputs and LSE of whole buffers are used where they came."""
+        packed, form = message.packed, self.form
+        named = {run.buffer for run in packed.runs}
+        first, self.finals = not named & self.finals, self.finals | named
+        head_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
+        if not first or not _become_buffers(packed, self.queries, head_bytes):
+            return False
+        row_bytes = [packed.num_heads * head_bytes[number] for number in (0, 0, 1)]
+        for run in packed.runs:
+            own = [site._replace(begin=site.begin + run.row * n) for site, n in zip(at, row_bytes, strict=True)]
+            self.lie(Kind.OUT_GRAD, run.buffer, own[:2])
+            self.lie(_LSE, run.buffer, own[2:])
+        return True
 
-    def received_grads(self, message: PeerMessage, at: Sequence[Site]) -> tuple[Moved, ...]:
+    def received_grads(self, message: PeerMessage, at: Sequence[Site], *, adopts: bool) -> tuple[Moved, ...]:
         packed, kind = message.packed, message.kind
         value = (kind, packed.runs[0].buffer)
-        if self.adopts(packed, value):
+        if adopts:
             held = self.held.pop(value, None)
             own = [self.of(packed, kind, part)[0] for part in range(len(self.widths(kind)))]
             self.totals[value] = self.form.gradient
@@ -448,11 +438,18 @@ class _Walk:
             self.total((kind, 0))
         return moved
 
-    def adopts(self, packed: Packed, value: Value) -> bool:
-        form, size = self.form, (self.queries if value[0] == Kind.Q_GRAD else self.keys)[value[1]]
-        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
+    def adopts(self, message: PeerMessage) -> bool:
+        """Whether received gradients can be what others are added to.
+
+        In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
+        the pool's memory what is handed to the caller.
+        """
+        packed, form = message.packed, self.form
+        buffer = packed.runs[0].buffer
+        size = (self.queries if message.kind == Kind.Q_GRAD else self.keys)[buffer]
+        if (message.kind, buffer) in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
             return False
-        return value[1] > 0 or form.gradient == form.wide != form.dtype
+        return buffer > 0 or form.gradient == form.wide != form.dtype
 
 
 def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:
@@ -460,3 +457,16 @@ def _halves(place: BytesPlace, memory: Hashable) -> list[Site]:
     row = place.strides[0] if len(place.shape) < 4 else place.strides[1]
     halves = place.shape[0] if len(place.shape) == 4 else 1
     return [Site(memory, place.begin + half * place.strides[0] * place.dtype.itemsize, row) for half in range(halves)]
+
+
+def _become_buffers(packed: Packed, sizes: Sizes, head_bytes: Sequence[int]) -> bool:
+    """Whether packed rows that came in a message are all of one or of several buffers, none of them
+    the caller's, and may be used where they lie: each begins aligned. `head_bytes`: of a head of a
+    row, of each tensor.
+    """
+    return len({run.buffer for run in packed.runs}) == len(packed.runs) and all(
+        run.buffer > 0
+        and is_whole(run, packed, sizes[run.buffer])
+        and not any(run.row * packed.num_heads * num_bytes % ALIGN for num_bytes in head_bytes)
+        for run in packed.runs
+    )

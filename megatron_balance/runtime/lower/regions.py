@@ -10,13 +10,17 @@ Tables here are transposed, a column of the table a row of the array: [columns, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
 from megatron_balance.ir.intervals import key, key_bounds, ranges
-from megatron_balance.runtime.lower.steps import Packed, RowRun
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.steps import INPUTS, Packed, RowRun
 
 
 class Instance:
@@ -120,6 +124,25 @@ class RegionIndex:
         return table[np.lexsort((table[:, RowRange.HEAD], table[:, RowRange.ROW], table[:, RowRange.REGION]))].T
 
 
+class Indexes(NamedTuple):
+    """Regions of a rank by kind of input: queries, or keys.
+
+    Where a remap sends owned regions to other ranks, `values` and `space` are without them:
+    attention may bring such keys again, and gradients of those belong to the buffer they came in.
+    """
+
+    values: Mapping[Kind, RegionIndex]
+    space: Mapping[Kind, RegionIndex]
+    owned: Mapping[Kind, RegionIndex]
+
+    def of(self, kind: Kind, *, owned: bool) -> RegionIndex:
+        """Where to look up the rows of a message. `owned`: they are those of the linear layout."""
+        side = Kind.KV if kind in (Kind.KV, Kind.KV_GRAD) else Kind.Q
+        if owned:
+            return self.owned[side]
+        return self.values[side] if kind in INPUTS else self.space[side]
+
+
 def without(instances: Ints, fragments: Ints) -> Ints:
     """Instances [n, 7] without overlap, less the tokens of `fragments` [m, 3]."""
     if not len(fragments):
@@ -161,7 +184,9 @@ def grouped_runs(
     group_of = group[region]
     # Of each group the packed row, counted over all groups, at which it begins.
     base = offsets[np.minimum(group.searchsorted(np.arange(num_groups)), len(sizes) - 1)]
+    # [m]: the packed row, within its group, of each range.
     row = offsets[region] + row_ranges[RowRange.ROW] - base[group_of]
+    # [m - 1]: whether a range continues the one before it, in its buffer, and as packed rows.
     behind = begin[1:] == begin[:-1] + count[:-1]
     same = (group_of[1:] == group_of[:-1]) & (row[1:] == row[:-1] + count[:-1])
     for column in (RowRange.BUFFER, RowRange.HEAD, RowRange.NUM_HEADS, RowRange.BUFFER_HEAD):

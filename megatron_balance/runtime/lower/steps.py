@@ -264,6 +264,13 @@ class Phase:
     relay_tasks: tuple[tuple[RelayTask, ...], ...] = ()
 
 
+def is_whole(run: RowRun, packed: Packed, size: tuple[int, int]) -> bool:
+    """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
+    rows, heads = size
+    whole_rows = run.index is None and (run.start, run.count) == (0, rows)
+    return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
+
+
 def describe(step: Step) -> str:
     """One line for a log: what the step does and with whom."""
     match step:

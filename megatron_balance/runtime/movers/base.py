@@ -4,7 +4,7 @@
 `movers.triton` does each call in one launch where it can. No mover uses atomics: every destination
 row is written by one thread block, in an order that depends on the plan alone.
 
-Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
+Shape legend: T rows of a buffer, N packed rows, H heads, D elements of a head, V those of an output's.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Fill(NamedTuple):
 
 
 class Sent(NamedTuple):
+    """A message of outputs that is sent: packed rows of query buffers, `out` [N, H, V] in the inputs'
+    type and `lse` [N, H] in the wide one.
+    """
+
     packed: Packed
     out: Tensor | Later
     lse: Tensor | Later
@@ -64,7 +68,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Memory for the partials of one forward."""
+    """Memory for the partials of one forward.
+
+    `sizes`: (rows, heads) of each query buffer; `blank`: those whose output must start empty. `dim`:
+    V. `dtype`: of inputs and of the final output; `wide`: of accumulators and LSE. `held`: as
+    `HELD_PARTS`.
+    """
 
     sizes: Mapping[int, tuple[int, int]]
     blank: tuple[int, ...]
@@ -79,7 +88,7 @@ class Partials(Protocol):
     """The outputs of one forward so far, by query buffer."""
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        """Add packed partials out [N, H, D] and LSE [N, H], which are not changed later.
+        """Add packed partials out [N, H, V] and LSE [N, H], which are not changed later.
 
         `merges`: as in `lower.steps.Launch`.
         """
@@ -96,7 +105,7 @@ class Partials(Protocol):
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """Out [T, H, D] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller
+        """Out [T, H, V] in its final type, without gaps, and LSE [T, H] of buffer 0, for the caller
         to keep.
         """
         ...

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.memory import Block, as_bytes, pack
-from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, PeerMessage, Piece
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
 
 Parcel = tuple[int, Tensor]
 """(pool rank of the peer, contiguous tensor)."""
@@ -102,40 +102,6 @@ def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, T
         begin, end = bounds[piece.index]
         if begin < end:
             yield piece, piece.hop, raw[begin:end]
-
-
-def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
-    return exchange.collective != "p2p" and groups.of(exchange.group) is not None
-
-
-def is_block(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether all messages that an exchange sends lie in one block, and all that it brings in
-    another: one after the other in the order of peers, each tensor aligned.
-    """
-    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not _is_summed(exchange, groups)
-
-
-def _is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
-
-    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
-    rank, which adds them up.
-    """
-    return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
-
-
-def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
-    """The messages that an exchange brings: those of one peer where it sums on the way."""
-    if not _is_summed(exchange, groups):
-        return exchange.receives
-    return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
-
-
-def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[PeerMessage]:
-    """The messages that are packed to be sent: those to one peer where all get the same."""
-    if exchange.collective != "all_gather" or not is_collective(exchange, groups):
-        return exchange.sends
-    return [m for m in exchange.sends if m.peer == exchange.sends[0].peer]
 
 
 def pack_collective(

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_balance.analysis.wire import piece_bounds
 from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.groups import SEVERAL, Groups, HostTimes, ThreadCall
-from megatron_balance.runtime.lower.memory import Block, CallForm, parcel_bytes
+from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Phase, RelayTask
 from megatron_balance.runtime.recorder import Trace, Traced
 from megatron_balance.runtime.transport.comm import (
@@ -34,7 +34,6 @@ from megatron_balance.runtime.transport.comm import (
     break_off,
     direct_and_routed,
     far_bytes,
-    is_collective,
     pack_collective,
     pieces,
     receive,

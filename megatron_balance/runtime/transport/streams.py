@@ -27,7 +27,7 @@ from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.cuda import StreamMessage, Streams
 from megatron_balance.runtime.groups import Behind, Groups, StreamPair
-from megatron_balance.runtime.lower.memory import Block, CallForm, parcel_bytes
+from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, IssueStep, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.recorder import Trace, Traced
@@ -36,7 +36,6 @@ from megatron_balance.runtime.transport.comm import (
     Parcel,
     direct_and_routed,
     far_bytes,
-    is_collective,
     pack_collective,
     pieces,
 )
@@ -287,7 +286,7 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     """
     if groups.streams is None:
         return 0
-    new = {link for phase in phases for link in links(phase, groups)} - groups.connected
+    new = {link for phase in phases for link in _links(phase, groups)} - groups.connected
     by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
     for link in sorted(new):
         by_stream[link.stream].append(link)
@@ -303,7 +302,7 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
     return len(new)
 
 
-def links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
+def _links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
     """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:

@@ -20,7 +20,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.peak_bytes import PeakBytes
+from megatron_balance.runtime.lower.memory import PeakBytes
 from megatron_balance.runtime.pool import BufferPool
 from tests.support.strategies import EVERY_PATTERN
 

@@ -88,7 +88,7 @@ def test_a_round_of_a_ring_moves_each_gradient_once() -> None:
 def test_a_gradient_is_kept_where_it_is_the_first_of_its_buffer_and_all_of_it() -> None:
     plan = by_hand.pool("ring", (TOKENS * 4,), 4, heads=(HEADS, KV_HEADS))
     groups = Groups(0, 4, (0, 1, 2, 3), None, streams=Written())  # pyright: ignore[reportArgumentType]
-    steps = bind(plan, 0, AttentionShape(HEADS, KV_HEADS, DIM), groups=groups, kernel="plain").backward.steps
+    steps = bind(plan, 0, AttentionShape(HEADS, KV_HEADS, DIM), groups=groups, kernel="plain").phases["backward"].steps
     launches = [step for step in steps if isinstance(step, GradLaunch)]
     assert [len(step.dk_sums.kept) for step in launches] == [1, 1, 1, 1]
     assert [len(step.dk_sums.added.runs) for step in launches] == [0, 0, 0, 0]

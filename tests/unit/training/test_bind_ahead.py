@@ -55,7 +55,8 @@ def test_a_plan_prepared_in_the_thread_is_the_one_bound_on_the_spot(ahead, monke
     bound, fresh = one.bind(PLAN, ("keep",))[0], binder(None).bind(PLAN, ("keep",))[0]
     assert [thread is main_thread() for thread in threads] == [False, True]
     assert bound.owned.tolist() == fresh.owned.tolist()
-    assert [type(step) for step in bound.forward.steps] == [type(step) for step in fresh.forward.steps]
+    kinds, again = ([type(step) for step in each.phases["forward"].steps] for each in (bound, fresh))
+    assert kinds == again
     one.bind(PLAN, ("keep",))[0]  # taken once: the next is bound on the spot
     assert threads[-1] is main_thread()
 
@@ -121,17 +122,19 @@ def test_a_plan_of_both_policies_is_looked_up_once_where_they_agree(monkeypatch)
         monkeypatch.setattr(owner, name, call)
 
     counted(Projector, "attention")
-    counted(Lowering, "lower_forward")
+    counted(Lowering, "look_up_forward")
     counted(Lowering, "backward")
     counted(binding, "ship")
     bounds = bind_layers(binder(None), PLAN, cast("Any", SimpleNamespace(keeping=1, layers=2)))
-    assert counts == {"attention": 1, "lower_forward": 1, "backward": 2, "ship": 1}
+    assert counts == {"attention": 1, "look_up_forward": 1, "backward": 2, "ship": 1}
     kept, replayed = bounds.of_layer(1, CAUSAL), bounds.of_layer(2, CAUSAL)
-    assert kept.forward.steps is replayed.forward.steps
-    assert not any(kept.forward.last_uses)
     alone = binder(None).bind(PLAN, ("replay",))[0]
-    assert alone.forward.last_uses == replayed.forward.last_uses != kept.forward.last_uses
-    assert [describe(step) for step in alone.backward.steps] == [describe(step) for step in replayed.backward.steps]
+    one, other, third = (each.phases["forward"] for each in (kept, replayed, alone))
+    assert one.steps is other.steps
+    assert not any(one.last_uses)
+    assert third.last_uses == other.last_uses != one.last_uses
+    lines, others = ([describe(step) for step in each.phases["backward"].steps] for each in (alone, replayed))
+    assert lines == others
     assert (alone.query_rows, alone.key_rows) == (replayed.query_rows, replayed.key_rows)
 
 

@@ -87,6 +87,7 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     COLS: tl.constexpr,
 ):
     """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`."""
+    # `CopyBlock.WIDTH`, and below its columns: Triton's functions read no numbers of the module.
     block = blocks + tl.program_id(0).to(tl.int64) * 11
     pair = tl.load(block)
     source_row, source_at = tl.load(block + 1), tl.load(block + 2)
@@ -136,6 +137,7 @@ def add_rows(  # noqa: PLR0913, PLR0917
     A target row is read and written once, by one program, which takes its source rows in the order
     of the table. Of a fresh one it is only written.
     """
+    # `AddBlock.WIDTH`, and below its columns.
     block = blocks + tl.program_id(0).to(tl.int64) * 12
     pair = tl.load(block)
     target_at, first_at, number_at = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)

@@ -547,7 +547,7 @@ class _LaunchTypes(NamedTuple):
     dim: int
 
 
-def copies(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
+def _copies(dtype: torch.dtype, head_dim: int) -> list[_LaunchTypes]:
     """Kinds that are copied: inputs and outputs, LSE, gradients, and these converted."""
     wide = wide_dtype(dtype)
     kinds = [(a, b, head_dim) for a in (dtype, wide) for b in (dtype, wide)]
@@ -569,7 +569,7 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     mover = TritonMover(device)
     launches = 0
     for kernel, width, kinds in (
-        (copy_rows, CopyBlock.WIDTH, copies(dtype, head_dim)),
+        (copy_rows, CopyBlock.WIDTH, _copies(dtype, head_dim)),
         (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
     ):
         blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows

@@ -42,7 +42,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Blocks of one launch."""
+    """Blocks of one launch.
+
+    `pairs`: the tensors that it is given. `blocks`: int32 [blocks, `CopyBlock.WIDTH` or
+    `AddBlock.WIDTH`]; `index`: int32, the lists that blocks name by where they begin. `heads`: of the
+    widest block. `shares`: tensors that it is not given, since they lie in another's memory.
+    """
 
     pairs: tuple[Pair, ...]
     blocks: Tensor
@@ -123,6 +128,7 @@ def copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> 
             launch = launches[-1]
             begins, rows = launch.behind(pair, sides, (place, run_at))
             starts = np.arange(0, run.count, BLOCK_ROWS)
+            # (first row, place of its list in the index) of each block, of both sides; -1: no list.
             at = -1 if run.index is None else launch.listed(run.index + rows[0])
             inside = (starts + run.start + rows[0], np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
             packed_side = (starts + run.row + rows[1], np.full(len(starts), -1))
@@ -226,6 +232,7 @@ def add_tables(moved: Sequence[Moved], device: torch.device) -> list[BlockTable]
                 sums.setdefault(key, _Sum(*heads)).append(_AddedRows(sides, (place, run_at), *_rows(run)))
     waves: list[list[_Sum]] = [[]]
     for one in sums.values():
+        # Behind the last launch that writes a row and head in common.
         at = next((at + 1 for at in range(len(waves) - 1, -1, -1) if any(map(one.meets, waves[at]))), 0)
         if at == len(waves):
             waves.append([])
@@ -266,6 +273,7 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
     begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
     # Sources of one target row stand together, in the order of the plan: sums do not depend on time.
     order = np.argsort(of_buffer, kind="stable")
+    # `first`, `counts`: where the sources of each target row begin in `order`, and how many there are.
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     sources = launch.listed(packed[order])
     launch.listed(begin[order])
@@ -358,7 +366,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendTable:
-    """One merge of partials into all messages of an exchange."""
+    """One merge of partials into all messages of an exchange: n rows, message by message.
+
+    `parts`: (buffer, number of the partial held of it); `row_maps`: of each part, by row of the
+    result. `out_begins`, `lse_begins`: int32 [n], where each row begins behind the first message's
+    output, in units of 16 bytes, and behind its LSE, in elements. `shares`: (bytes of the output,
+    bytes of the LSE) of each message behind the first's.
+    """
 
     parts: tuple[tuple[int, int], ...]
     row_maps: tuple[RowMap, ...]
