@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-
 import pytest
 
-from megatron_balance.cli import main
+from tests.support.cli import CommandLine
 
 SAMPLE = "--dataset wlb-skew --tokens 16384 --batches 60 --ranks 2 --model llama-7b --tokens-per-rank 16384 --queues 1"
 
 
-def test_tune_prints_what_it_weighed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(f"tune wlb_llm {SAMPLE} --json")) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_tune_prints_what_it_weighed(run: CommandLine) -> None:
+    found = run.json(f"tune wlb_llm {SAMPLE} --json")
     assert found["steps"] >= 10
     chosen = next(trial for trial in found["trials"] if trial["chosen"])
     assert chosen["thresholds"] == found["thresholds"]
     assert chosen["delay"] <= 0.5
     assert chosen["imbalance"] <= found["trials"][0]["imbalance"]
-    assert main(shlex.split(f"tune wlb_llm {SAMPLE}")) == 0
-    shown = capsys.readouterr().out
-    assert f"planner: {{thresholds: [{', '.join(map(str, found['thresholds']))}]}}" in shown
+    said = f"planner: {{thresholds: [{', '.join(map(str, found['thresholds']))}]}}"
+    assert said in run.printed(f"tune wlb_llm {SAMPLE}")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +29,5 @@ def test_tune_prints_what_it_weighed(capsys: pytest.CaptureFixture[str]) -> None
         (f"tune wlb_llm {SAMPLE} --most-delay -1", "--most-delay -1: expected at least 1, 1 and 0"),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], command: str, message: str) -> None:
-    assert main(shlex.split(command)) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_are_one_line(run: CommandLine, command: str, message: str) -> None:
+    assert message in run.error(command)

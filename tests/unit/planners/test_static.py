@@ -30,11 +30,6 @@ def test_a_plan_says_where_tokens_lie() -> None:
 
 
 @pytest.mark.parametrize("planner", PATTERN_OF)
-def test_an_empty_batch_has_no_zones(planner: str) -> None:
-    assert make_planner(planner, Cluster(4, 2), MODEL)([]).zones == ()
-
-
-@pytest.mark.parametrize("planner", PATTERN_OF)
 def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)
     assert plan([20, 20]).num_tokens == 40
