@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
-from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.base import MachineCost, remap_s
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS, backward_factor
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
@@ -225,3 +225,24 @@ def test_a_better_machine_is_never_slower(key: str, factor: float, num_bytes: fl
         lambda cost: cost.merge_s(tokens) + cost.pack_s(num_bytes) + cost.optimizer_s(num_bytes) + cost.head_s(tokens),
     ):
         assert seconds(better) <= seconds(COST) * (1 + 1e-12)
+
+
+# The seconds of a remap
+
+
+EVEN_HEADS = Model(32, 32, 128)
+SHARED_NICS = Cluster(
+    16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
+)
+REMAP_COST = AnalyticCost(SHARED_NICS, EVEN_HEADS)
+KV_BYTES = 2 * 32 * 128 * 2  # of a token
+
+
+def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a_node() -> None:
+    token_bytes = 2 * KV_BYTES  # query, key, value and output, all of one size here
+    assert remap_s([1000.0] * 16, SHARED_NICS, REMAP_COST) == 0
+    inside = [1600.0, 700, 700, *[1000.0] * 13]
+    assert remap_s(inside, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 600 * token_bytes / 400e9)
+    across = [*[1100.0] * 8, *[900.0] * 8]
+    over_nics = 2 * 9e-6 + 800 * token_bytes / 4 / 50e9
+    assert remap_s(across, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 100 * token_bytes / 400e9 + over_nics)
