@@ -198,35 +198,6 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
     assert COST.head_s(length + 1, backward=backward) > COST.head_s(length, backward=backward)
 
 
-@given(
-    key=st.sampled_from(
-        (
-            "intra_bytes_per_s",
-            "nic_bytes_per_s",
-            "flops_per_s",
-            "attention_efficiency",
-            "linear_efficiency",
-            "memory_bytes_per_s",
-        )
-    ),
-    factor=st.floats(1.0, 8.0),
-    num_bytes=st.floats(0, 1e9),
-    tokens=st.integers(1, 9000),
-)
-def test_a_better_machine_is_never_slower(key: str, factor: float, num_bytes: float, tokens: int) -> None:
-    better = AnalyticCost(replace(CLUSTER, **{key: factor * getattr(CLUSTER, key)}), MODEL)
-    for seconds in (
-        lambda cost: cost.intra_node_s(num_bytes),
-        lambda cost: cost.inter_node_s(num_bytes),
-        lambda cost: cost.routed_s(num_bytes, 1, 4),
-        lambda cost: cost.layer_s(tokens),
-        lambda cost: cost.attention_s(tokens**2, tokens),
-        lambda cost: attend(cost, causal(tokens)),
-        lambda cost: cost.merge_s(tokens) + cost.pack_s(num_bytes) + cost.optimizer_s(num_bytes) + cost.head_s(tokens),
-    ):
-        assert seconds(better) <= seconds(COST) * (1 + 1e-12)
-
-
 # The seconds of a remap
 
 
