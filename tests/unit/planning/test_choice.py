@@ -160,7 +160,7 @@ for name in PLANNERS:
 
 
 def printed_by(code: str, hash_seed: str = "0") -> str:
-    process = subprocess.printed_by(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
