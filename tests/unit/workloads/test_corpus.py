@@ -199,8 +199,9 @@ def test_a_disk_that_fills_up_is_said_of_the_corpus_and_leaves_nothing(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        said = run.error("corpus build", tmp_path / "out/c", folder)
+        code, _, said = run("corpus build", tmp_path / "out/c", folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert f"{tmp_path}/out/c.bin: cannot be written (File too large)" in said
+    assert code == 2
+    assert f"error: {tmp_path}/out/c.bin: cannot be written (File too large)" in said
     assert not list((tmp_path / "out").iterdir())
