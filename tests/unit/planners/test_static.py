@@ -29,6 +29,10 @@ def test_a_plan_says_where_tokens_lie() -> None:
             layout(plan, rank)
 
 
+def test_an_empty_batch_has_no_zones() -> None:
+    assert [make_planner(name, Cluster(4, 2), MODEL)([]).zones for name in PATTERN_OF] == [()] * 3
+
+
 @pytest.mark.parametrize("planner", PATTERN_OF)
 def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)
