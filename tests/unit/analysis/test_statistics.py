@@ -126,6 +126,12 @@ def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
     assert_figures_are_those_of_the_ops(plan, ranks_per_nic)
 
 
+def test_figures_of_a_rank_with_heads_of_two_groups_are_those_of_the_ops() -> None:
+    zone = by_hand.zone("pool", "head_ring", range(4), (0, 1), 4)
+    plan = by_hand.plan((40, 7), 4, zone, ranks_per_node=2, heads=(6, 3))
+    assert_figures_are_those_of_the_ops(plan, ranks_per_nic=1)
+
+
 def test_imbalance_is_the_largest_load_over_the_mean() -> None:
     plan = by_hand.plan((4, 2), 2, *by_hand.each_local(2), heads=(1, 1))
     assert plan_statistics(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}

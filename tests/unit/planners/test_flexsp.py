@@ -83,6 +83,13 @@ def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> No
     assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
 
 
+@pytest.mark.parametrize("lengths", [[23, 19, 14, 8], [64], [1] * 64, [8] * 8, [63, 1]])
+def test_a_capacity_equal_to_the_average_is_legal(lengths: list[int]) -> None:
+    plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8)
+    verify(plan, "replay")
+    assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 8
+
+
 def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     pytest.importorskip("scipy")
     cluster = Cluster(32, 8)
