@@ -10,15 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from megatron_balance.config import (
-    CONFIGS,
-    RemapChoice,
-    RunConfig,
-    load_cluster,
-    load_model,
-    load_scheme_table,
-    names,
-)
+from megatron_balance.config import CONFIGS, RemapChoice, RunConfig, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -247,14 +239,8 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ),
         ("planner: {name: zepelin}", "planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("planner: {rule: cost}", "planner.name: missing; one of te_ring"),
-        (
-            "planner: {name: zeppelin, rule: papr}",
-            "planner.rule: expected 'waves', 'groups' or 'paper', got 'papr'",
-        ),
-        (
-            "planner: {name: zeppelin, tokens_per_rank: 0}",
-            "planner: tokens_per_rank: expected at least 1 token, got 0",
-        ),
+        ("planner: {name: zeppelin, rule: papr}", "planner.rule: expected 'waves', 'groups' or 'paper', got 'papr'"),
+        ("planner: {name: zeppelin, tokens_per_rank: 0}", "planner: tokens_per_rank: expected at least 1 token, got 0"),
         (
             "planner: {name: zeppelin, tokens_per_rank: '4096'}",
             "planner.tokens_per_rank: expected a whole number, got '4096'",
@@ -271,10 +257,7 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("planner: [zeppelin]", "planner: expected 'name:' and options"),
         ("plannr: zeppelin", "plannr: unknown key, did you mean 'planner'?"),
         ("source: me", "source: unknown key"),
-        (
-            "model: {base: llama-7b, num_head: 4}",
-            "model.num_head: unknown key, did you mean 'num_heads'?",
-        ),
+        ("model: {base: llama-7b, num_head: 4}", "model.num_head: unknown key, did you mean 'num_heads'?"),
         ("model: {num_heads: 4}", "model: num_kv_heads: missing"),
         ("model: {base: llama-7b, num_kv_heads: 5}", "model llama-7b: num_kv_heads 5 does not divide num_heads 32"),
         ("model: llama-8b", "model: no model named 'llama-8b', did you mean 'llama3-8b'?"),
@@ -286,20 +269,11 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("routings: always", "routings: unknown key, did you mean 'routing'?"),
         ("planner: te_ring\nrouting: {pieces: 0}", "routing.pieces: expected at least 1, got 0"),
         ("planner: te_ring\nrouting: {piece: 2}", "routing.piece: unknown key, did you mean 'pieces'?"),
-        (
-            "remap: yes",
-            "remap: expected true, false or keys such as when, solver, got 'yes'",
-        ),
+        ("remap: yes", "remap: expected true, false or keys such as when, solver, got 'yes'"),
         ("remap: {solvr: exact}", "remap.solvr: unknown key, did you mean 'solver'?"),
-        (
-            "remap: {solver: gurob}",
-            "remap.solver: expected 'exact', 'gurobi' or 'highs', got 'gurob'",
-        ),
+        ("remap: {solver: gurob}", "remap.solver: expected 'exact', 'gurobi' or 'highs', got 'gurob'"),
         ("remap: {sides: both}", "remap.sides: both sides of a rank's link count; leave it out"),
-        (
-            "remap: {objective: total}",
-            "remap.objective: the moves make both objectives least at once; leave it out",
-        ),
+        ("remap: {objective: total}", "remap.objective: the moves make both objectives least at once; leave it out"),
         (
             "remap: {solver: ortools}",
             "remap.solver: OR-Tools is no solver any more; write 'highs', or leave it out for 'exact'",
