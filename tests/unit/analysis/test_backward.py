@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -142,18 +143,11 @@ def test_a_step_that_fits_in_no_way_is_an_error_that_says_what_would_fit():
     with pytest.raises(InfeasibleError) as failed:
         check_fits(decision, [batch], MODEL, [stage])
     told = str(failed.value)
+    (fewer,) = re.findall(r"at most ([\d,]+) tokens", told)  # a change that is said to fit does
+    batch_of_fewer = microbatch(tokens=int(fewer.replace(",", "")))
+    assert decide([step_bytes([batch_of_fewer], MODEL, stage)], "auto", 0.9 * needs).fits
     assert "full activation recomputation" in told
     assert "tokens on a rank, in place of 100,000" in told
     assert "set 'backward: replay'" in told
     check_fits(decide([step_bytes([batch], MODEL, stage)], "replay", 0.9 * needs), [batch], MODEL, [stage])
     check_fits(decide([step_bytes([batch], MODEL, stage)], "auto", 1.2 * needs), [batch], MODEL, [stage])
-
-
-def test_a_change_that_is_said_to_fit_does():
-    batch, stage = microbatch(tokens=100_000), Stage(4, Sharding(optimizer=2))
-    needs = float(step_bytes([batch], MODEL, stage).peak(0).max())
-    decision = decide([step_bytes([batch], MODEL, stage)], "auto", 0.9 * needs)
-    with pytest.raises(InfeasibleError, match=r"at most [\d,]+ tokens") as failed:
-        check_fits(decision, [batch], MODEL, [stage])
-    fewer = int(str(failed.value).split("at most ")[1].split(" tokens")[0].replace(",", ""))
-    assert decide([step_bytes([microbatch(tokens=fewer)], MODEL, stage)], "auto", 0.9 * needs).fits

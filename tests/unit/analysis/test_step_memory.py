@@ -13,21 +13,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.backward import MicrobatchBytes, ReceivedBytes, Recomputed, Stage, decide, step_bytes
+from megatron_balance.analysis.backward import (
+    USABLE,
+    MicrobatchBytes,
+    ReceivedBytes,
+    Recomputed,
+    Stage,
+    decide,
+    microbatch_bytes,
+    step_bytes,
+)
 from megatron_balance.analysis.estimate import estimate
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.memory import Sharding
-from megatron_balance.analysis.step_memory import StepMemory, stages_of
+from megatron_balance.analysis.memory import (
+    LOGIT_BYTES,
+    OPTIMIZER_BYTES,
+    PARTIAL_BYTES,
+    Sharding,
+    layer_activation_bytes,
+)
+from megatron_balance.analysis.step_memory import MARGIN, StepMemory, max_len, most_tokens, stages_of
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.modules import head_module, num_parameters
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.zeppelin import InWaves, Search
-from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
+from megatron_balance.planning.choice import PlannerChoice, capacity, choose_planner, planning_cost
 from megatron_balance.simulator.setup import Setup, StageSetup, step_memory
 from megatron_balance.simulator.step import simulate_step
 from tests.support.deepseek import DEEPSEEK_V3
@@ -203,3 +221,74 @@ def test_an_estimate_is_of_the_experts_that_a_rank_has_and_of_the_way_to_the_oth
 def test_it_is_told_to_the_planning_process_as_it_is() -> None:
     memory = of_deepseek(32, 16, "full")
     assert StepMemory.from_json(json.loads(json.dumps(memory, default=dataclasses.asdict))) == memory
+
+
+# The capacity of a rank is the inverse of the memory model
+
+
+FOUR_LAYERS = Model(
+    num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, hidden_size=512, ffn_size=1024, vocab_size=1000
+)
+SMALL_GPUS = Cluster(32, 8, memory_bytes=4e9)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 32])
+def test_a_ring_as_full_as_the_capacity_says_fills_what_is_usable(num_ranks: int) -> None:
+    cluster = replace(SMALL_GPUS, num_ranks=num_ranks, ranks_per_node=min(8, num_ranks))
+    tokens = capacity(cluster, FOUR_LAYERS)
+    plan = choose_planner("te_ring", {}).plan(
+        Batch((tokens * num_ranks,)), cluster, FOUR_LAYERS, AnalyticCost(cluster, FOUR_LAYERS)
+    )
+    (stage,) = stages_of(FOUR_LAYERS, num_ranks)
+    found = step_bytes([microbatch_bytes([plan], FOUR_LAYERS)], FOUR_LAYERS, stage)
+    assert decide([found], "auto", cluster.memory_bytes).fits
+    assert float(found.peak(0).max()) == pytest.approx(USABLE * cluster.memory_bytes, rel=2e-3)
+
+
+def test_recomputation_makes_room_and_microbatches_in_flight_take_it() -> None:
+    def room(num_microbatches: int = 1, **more: object) -> int:
+        return most_tokens(FOUR_LAYERS, 32, 4e9, stages_of(FOUR_LAYERS, 32, **more), num_microbatches)  # pyright: ignore[reportArgumentType]
+
+    assert room(recompute="full") > 2 * room()
+    assert room(4, pipeline=2) < room(1, pipeline=2)
+    assert room(4) == room()
+
+
+def test_what_a_preset_holds_by_default_is_what_its_memory_model_says() -> None:
+    """An H100 was said to hold 12,720 tokens of llama-7b, and 8,192 need more than it has."""
+    assert capacity(load_cluster("h100").build(num_ranks=64), load_model("llama-7b")) < 8192
+
+
+# MaxLen of a scheme: what the first and the last stage hold
+
+
+LLAMA_32B = replace(load_model("llama2-32b"), num_heads=64, num_kv_heads=64, head_dim=104)
+GPU_BYTES, ALL_RANKS = 80e9, 64
+
+
+def test_the_first_stage_holds_what_c1_counts() -> None:
+    """PP microbatches of its layers, its weights and gradients, its share of all optimizer state."""
+    table = head_module(LLAMA_32B).weights / 2
+    stage = (num_parameters(LLAMA_32B) - 2 * table) / 4 / 8 + table / 8
+    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(LLAMA_32B) / ALL_RANKS
+    one_layer = PARTIAL_BYTES * LLAMA_32B.num_heads * (LLAMA_32B.head_dim + 1)
+    per_token = (LLAMA_32B.num_layers * layer_activation_bytes(LLAMA_32B) + one_layer) / 8
+    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
+    assert max_len(Scheme(8, 4), LLAMA_32B, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
+
+
+def test_the_last_stage_has_the_logits() -> None:
+    wordy = replace(LLAMA_32B, vocab_size=4_000_000)
+    table = head_module(wordy).weights / 2
+    stage = (num_parameters(wordy) - 2 * table) / 4 / 8 + table / 8
+    states = (2 + 4) * stage + OPTIMIZER_BYTES * num_parameters(wordy) / ALL_RANKS
+    per_token = (LLAMA_32B.num_layers / 4 * layer_activation_bytes(wordy) + LOGIT_BYTES * wordy.vocab_size) / 8
+    expected = ((1 - MARGIN) * GPU_BYTES - states) / per_token
+    assert max_len(Scheme(8, 4), wordy, GPU_BYTES, ALL_RANKS) == pytest.approx(expected, abs=1)
+
+
+def test_more_of_anything_never_holds_less_and_a_model_too_large_holds_none() -> None:
+    for more, fewer in ((Scheme(8, 4), Scheme(4, 4)), (Scheme(8, 4), Scheme(8, 2)), (Scheme(4, 4, 2), Scheme(4, 4))):
+        assert max_len(more, LLAMA_32B, GPU_BYTES, ALL_RANKS) > max_len(fewer, LLAMA_32B, GPU_BYTES, ALL_RANKS)
+    assert max_len(Scheme(8), LLAMA_32B, GPU_BYTES, 1024) > max_len(Scheme(8), LLAMA_32B, GPU_BYTES, ALL_RANKS)
+    assert max_len(Scheme(), LLAMA_32B, GPU_BYTES, ALL_RANKS) == 0

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, pack, parcel_bytes, shapes, unpack  # noqa: E402
 from megatron_balance.runtime.lower.regions import without  # noqa: E402
@@ -22,16 +21,6 @@ FORMS = [
     CallForm.of(AttentionShape(1, 1, 3, latent=(4, 1)), torch.float64, "fp32"),
 ]
 messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4)
-
-
-@given(num_bytes=st.integers(0, 3000), count=st.integers(1, 9))
-def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count: int) -> None:
-    pieces = piece_bounds(num_bytes, count)
-    assert len(pieces) == count
-    assert [0, *(stop for _, stop in pieces)] == [*(start for start, _ in pieces), num_bytes]
-    assert all(start % ALIGN == 0 for start, stop in pieces if start < stop)
-    sizes = [stop - start for start, stop in pieces]
-    assert max(sizes) - min(sizes) < 2 * ALIGN
 
 
 @given(carried=messages, form=st.sampled_from(FORMS), seed=st.integers(0, 99))

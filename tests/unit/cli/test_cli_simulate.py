@@ -5,8 +5,6 @@ for every mistake.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +26,9 @@ from megatron_balance.planners.base import StepContext
 INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_simulate_has_the_documented_keys_for_every_planner(run, planner):
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca", "hydraulis", "wlb_llm"])
+def test_simulate_has_the_documented_keys(run, planner):
+    """A planner of each kind; `compare` simulates all of them."""
     found = run.json(f"simulate --planner {planner} {INPUTS} --json")
     assert set(found["step_s"]) == {"median", "p5", "p95"}
     assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
@@ -133,23 +132,22 @@ def test_compare_takes_named_planners_and_another_baseline(run):
 
 
 PIPED = (
-    "--dataset github --tokens 12000 --batches 2 --microbatches 2 --pipeline 2 --ranks 4 --ranks-per-node 4 "
-    "--tokens-per-rank 6000 --json"
+    "--dataset github --tokens 4000 --batches 2 --microbatches 2 --pipeline 2 --ranks 4 --ranks-per-node 4 "
+    "--tokens-per-rank 6000 --model gpt-tiny --json"
 )
 
 
 def test_plans_are_run_as_training_would_run_them(run):
-    found = {
-        more: run.json(f"simulate --planner distca {INPUTS} --json {more}")
-        for more in ("", "--ping-pong true", "--ping-pong false")
-    }
-    assert [each["ping_pong"] for each in found.values()] == [True, True, False]
-    assert {each["pipeline"] for each in found.values()} == {None}
-    usual, asked, whole = (each["step_s"]["median"] for each in found.values())
+    tiny = f"{INPUTS} --model gpt-tiny"
+    ways = ("", "--ping-pong true", "--ping-pong false")
+    found = [run.json(f"simulate --planner distca {tiny} --json {way}") for way in ways]
+    assert [each["ping_pong"] for each in found] == [True, True, False]
+    assert {each["pipeline"] for each in found} == {None}
+    usual, asked, whole = (each["step_s"]["median"] for each in found)
     assert usual == asked != whole
-    assert "two nano-batches interleaved" in run(f"simulate --planner distca {INPUTS}")[1]
-    assert "nano-batches interleaved" in run(f"compare --planner distca {INPUTS} --baseline distca")[1]
-    assert not run.json(f"simulate --planner te_ring {INPUTS} --json")["ping_pong"]
+    assert "two nano-batches interleaved" in run.printed(f"simulate --planner distca {tiny}")
+    assert "nano-batches interleaved" in run.printed(f"compare --planner distca {tiny} --baseline distca")
+    assert not run.json(f"simulate --planner te_ring {tiny} --json")["ping_pong"]
 
 
 def test_stages_attend_together_where_training_would_have_them(run):
@@ -194,44 +192,38 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
         ),
         (
             f"simulate --planner distca {INPUTS} --trace x.json",
-            "--trace x.json is of microbatches that run whole, and distca runs two nano-batches interleaved; add "
-            "--ping-pong false",
+            "--trace x.json is of microbatches that run whole, and distca runs two nano-batches interleaved; "
+            "add --ping-pong false",
         ),
         (
             f"compare --planner ulysses {INPUTS} --baseline te_ring",
             "--baseline te_ring is not among the planners of this run: ulysses",
         ),
-        (
-            f"simulate --planner te_ring {INPUTS} --slow 9=2",
-            "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5",
-        ),
-        (f"simulate --planner te_ring {INPUTS} --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
-        (f"simulate --planner te_ring {INPUTS} --slow 1=0", "--slow 1=0: the factor must be more than 0"),
-        (f"simulate --planner te_ring {INPUTS} --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
-        (f"simulate --planner te_ring {INPUTS} --draws 3", "--draws 3 goes with --spread S, such as 0.1"),
-        (f"simulate --planner te_ring {INPUTS} --pipeline 0", "pipeline 0: must be at least 1"),
-        (
-            f"simulate --planner te_ring {INPUTS} --microbatches 2",
-            "--microbatches 2: 1 batches do not make whole steps of so many; give a divisor",
-        ),
+        ("& --slow 9=2", "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5"),
+        ("& --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
+        ("& --slow 1=0", "--slow 1=0: the factor must be more than 0"),
+        ("& --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
+        ("& --draws 3", "--draws 3 goes with --spread S, such as 0.1"),
+        ("& --pipeline 0", "pipeline 0: must be at least 1"),
+        ("& --microbatches 2", "--microbatches 2: 1 batches do not make whole steps of so many; give a divisor"),
         (
             f"simulate --planner te_ring --planner ulysses {INPUTS} --trace x.json",
             "--trace x.json is of one planner, and 2 are asked for; run simulate once for each",
         ),
         (
-            f"simulate --planner te_ring {INPUTS} --trace x.json --transport sockets",
+            "& --trace x.json --transport sockets",
             "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams",
         ),
         (
-            "simulate --planner te_ring --lengths 900 --ranks 256 --ranks-per-node 8 --tokens-per-rank 4000 --trace "
-            "x.json",
+            "& --ranks 256 --ranks-per-node 8 --trace x.json",
             "a trace of 256 ranks is too large to open; trace at most 128, with --ranks",
         ),
-        (f"simulate --planner te_ring {INPUTS} --costs nowhere.json", None),
+        ("& --costs nowhere.json", None),
     ],
 )
 def test_mistakes_are_one_sentence(run, command, message):
-    found = run.error(command)
+    """`&` stands for the usual command."""
+    found = run.error(command.replace("&", f"simulate --planner te_ring {INPUTS}"))
     assert message is None or found == message
 
 
@@ -262,15 +254,6 @@ def test_a_plan_that_loses_tokens_is_refused(run, monkeypatch, verb, lose):
     assert complaint in said
     with pytest.raises(InvalidProgramError, match=complaint):
         make_planner("te_ring", Cluster(4, 4), load_model("gpt-tiny"))((900, 20, 64))
-
-
-def test_plan_does_not_import_the_simulator():
-    code = (
-        "import sys; from megatron_balance.cli import main; "
-        "main(['plan', '--planner', 'te_ring', '--lengths', '900,80', '--ranks', '4', '--json']); "
-        "assert not [name for name in sys.modules if name.startswith(('megatron_balance.simulator', 'torch', 'rich'))]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.ir.strategy import Strategy
+from tests.support.cli import CommandLine
 
 COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 4 --batches 1 --schemes a800-7b"
 
@@ -21,8 +22,7 @@ def test_json_and_the_file_name_the_same_strategies(run, tmp_path):
 
 
 def test_people_see_a_table(run):
-    code, out, _ = run(COMMAND)
-    assert code == 0
+    out = run.printed(COMMAND)
     assert "longest sequence" in out
     assert "4 GPUs, a800-7b; commoncrawl, 1 step of 20,000 tokens" in " ".join(out.split())
 
@@ -35,18 +35,40 @@ def test_people_see_a_table(run):
         ("--plan-costs x.json", "--schemes and --plan-costs are both given"),
         ("--out nowhere/x.txt", "--out nowhere/x.txt: no folder nowhere"),
         ("--out .", "--out .: is a folder"),
+        ("--out /proc/strategies.txt", "--out /proc/strategies.txt: cannot be written: No such file"),
         ("--ranks 70000", "--ranks 70000: more than 65536"),
         ("--ranks 1", "fits no pipeline of 1 GPUs: none"),
     ],
 )
 def test_a_mistake_is_one_line(run, more, message):
-    code, out, err = run(f"{COMMAND} {more}")
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in run.error(f"{COMMAND} {more}")
 
 
-def test_a_file_that_cannot_be_written_is_one_line(run):
-    code, out, err = run(f"{COMMAND} --out /proc/strategies.txt")
-    assert (code, out) == (2, "")
-    assert "--out /proc/strategies.txt: cannot be written: No such file" in err
+# The verb `tune`: the trade-off as a table and as JSON, and mistakes in one line
+
+
+SAMPLE = "--dataset wlb-skew --tokens 16384 --batches 60 --ranks 2 --model llama-7b --tokens-per-rank 16384 --queues 1"
+
+
+def test_tune_prints_what_it_weighed(run: CommandLine) -> None:
+    found = run.json(f"tune wlb_llm {SAMPLE} --json")
+    assert found["steps"] >= 10
+    chosen = next(trial for trial in found["trials"] if trial["chosen"])
+    assert chosen["thresholds"] == found["thresholds"]
+    assert chosen["delay"] <= 0.5
+    assert chosen["imbalance"] <= found["trials"][0]["imbalance"]
+    said = f"planner: {{thresholds: [{', '.join(map(str, found['thresholds']))}]}}"
+    assert said in run.printed(f"tune wlb_llm {SAMPLE}")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("tune te_ring --lengths 4,5", "tune: planner 'te_ring' has nothing to tune; these have: wlb_llm"),
+        ("tune wlb_llm --lengths 4,5 --planner te_ring", "name the one planner to tune right behind 'tune'"),
+        ("tune wlb_llm --lengths 4,5", "expected a sample of steps of at least 2 microbatches"),
+        (f"tune wlb_llm {SAMPLE} --most-delay -1", "--most-delay -1: expected at least 1, 1 and 0"),
+    ],
+)
+def test_mistakes_are_one_line(run: CommandLine, command: str, message: str) -> None:
+    assert message in run.error(command)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
-from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.base import MachineCost, remap_s
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS, backward_factor
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
@@ -198,30 +198,22 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
     assert COST.head_s(length + 1, backward=backward) > COST.head_s(length, backward=backward)
 
 
-@given(
-    key=st.sampled_from(
-        (
-            "intra_bytes_per_s",
-            "nic_bytes_per_s",
-            "flops_per_s",
-            "attention_efficiency",
-            "linear_efficiency",
-            "memory_bytes_per_s",
-        )
-    ),
-    factor=st.floats(1.0, 8.0),
-    num_bytes=st.floats(0, 1e9),
-    tokens=st.integers(1, 9000),
+# The seconds of a remap
+
+
+EVEN_HEADS = Model(32, 32, 128)
+SHARED_NICS = Cluster(
+    16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
 )
-def test_a_better_machine_is_never_slower(key: str, factor: float, num_bytes: float, tokens: int) -> None:
-    better = AnalyticCost(replace(CLUSTER, **{key: factor * getattr(CLUSTER, key)}), MODEL)
-    for seconds in (
-        lambda cost: cost.intra_node_s(num_bytes),
-        lambda cost: cost.inter_node_s(num_bytes),
-        lambda cost: cost.routed_s(num_bytes, 1, 4),
-        lambda cost: cost.layer_s(tokens),
-        lambda cost: cost.attention_s(tokens**2, tokens),
-        lambda cost: attend(cost, causal(tokens)),
-        lambda cost: cost.merge_s(tokens) + cost.pack_s(num_bytes) + cost.optimizer_s(num_bytes) + cost.head_s(tokens),
-    ):
-        assert seconds(better) <= seconds(COST) * (1 + 1e-12)
+REMAP_COST = AnalyticCost(SHARED_NICS, EVEN_HEADS)
+KV_BYTES = 2 * 32 * 128 * 2  # of a token
+
+
+def test_a_remap_takes_the_fullest_or_emptiest_ranks_link_and_the_nics_of_such_a_node() -> None:
+    token_bytes = 2 * KV_BYTES  # query, key, value and output, all of one size here
+    assert remap_s([1000.0] * 16, SHARED_NICS, REMAP_COST) == 0
+    inside = [1600.0, 700, 700, *[1000.0] * 13]
+    assert remap_s(inside, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 600 * token_bytes / 400e9)
+    across = [*[1100.0] * 8, *[900.0] * 8]
+    over_nics = 2 * 9e-6 + 800 * token_bytes / 4 / 50e9
+    assert remap_s(across, SHARED_NICS, REMAP_COST) == pytest.approx(2 * 2e-6 + 100 * token_bytes / 400e9 + over_nics)

@@ -59,11 +59,6 @@ def test_tiles_that_a_window_hides_whole_are_left_out(size: int) -> None:
     assert (found[:, 2] <= [row[2] + 1 for row in wanted]).all()
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, 1), (128, 1), (129, 3), (256, 3), (1024, 36)])
-def test_a_causal_square_computes_the_lower_triangle_of_tiles_and_its_diagonal(length: int, expected: int) -> None:
-    assert tiles(np.array([[0, 0, length, 0, 1, 0, length, 0, 1]]))[0].tolist() == [expected]
-
-
 def test_head_dims_are_padded_to_the_next_kernel() -> None:
     assert [padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron_balance.lab.papers import distca
-from megatron_balance.lab.papers.base import Effort
 from megatron_balance.lab.papers.distca_systems import (
     DistcaCase,
     GroupQueries,
@@ -103,44 +102,8 @@ def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ()
     assert ours < distca_s(pipelines, batch) < inf
 
 
-def test_the_bound_on_shards_is_what_its_own_formula_says() -> None:
-    rows = {row.name: row for row in distca.PAPER.tables["appendixa"].rows(Effort(1))}
-    formula, both = rows["shards, by the printed formula"], rows["shards, keys and values both counted"]
-    assert (formula.published, formula.ours) == (31, pytest.approx(59.3, abs=0.1))
-    assert both.ours == pytest.approx(30, abs=0.5)
-
-
 def test_the_grids_are_those_of_tables_4_and_5() -> None:
     fig9 = distca.grid(distca.TABLE_4, distca.NODES)
     fig10 = distca.grid(distca.TABLE_5, distca.NODES_5, distca.STAGES)
     assert (len(fig9), len(fig10)) == (18, 18)
     assert {case.num_tokens for case in fig9 if case.num_nodes == 8} == {1024 * K, 512 * K}
-
-
-def test_the_bandwidth_that_hides_is_over_the_modules_outside_attention() -> None:
-    """Table 7: the text names the time outside attention; beside attention, too, is our schedule."""
-    rows = distca.PAPER.tables["table7"].rows(Effort(1))
-    over, beside = rows[::2], rows[1::2]
-    assert all(0.4 < (row.ratio or 0) < 1.1 for row in over)
-    assert [row.published for row in beside] == [None] * 6
-    assert all(other.ours < 0.6 * row.ours for row, other in zip(over, beside, strict=True))
-
-
-def test_splitting_whole_tensors_is_their_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distca, "TABLE_6", (("8B", 8),))
-    rows = {row.name.removeprefix("8B, 8 nodes: "): row for row in distca.PAPER.tables["table6"].rows(Effort(1))}
-    case = DistcaCase("8B", 8, 1024 * K, 128 * K)
-    [batch] = case.batches("pretrain", 1)
-    size = case.model.num_heads * case.model.head_dim * 2
-    # 32 layers, forward and backward, 128K tokens a node, read and written by eight GPUs.
-    outputs_s = 32 * 2 * 128 * K * size * 2 / (8 * 4.8e12)
-    assert rows["O"].ours == pytest.approx(100 * outputs_s / sum(case.passes_s(batch)))
-    kv = 2 * case.model.num_kv_heads / case.model.num_heads
-    assert rows["QKV"].ours == pytest.approx((1 + kv) * rows["O"].ours)
-    assert rows["QKV, what travels"].published is None
-
-
-def test_shards_below_a_tile_run_at_a_share_of_the_rate() -> None:
-    rates = {row.name: row.ours for row in distca.PAPER.tables["fig5"].rows(Effort(1))}
-    assert rates["shards of 64"] == pytest.approx(0.5, abs=0.02)
-    assert rates["shards of 128"] > 0.95

@@ -1,4 +1,4 @@
-"""`reproduce hydraulis`: Table 1's propagation, Figure 15b's balance, Appendix A."""
+"""`reproduce hydraulis`: the systems that its figures compare; rows are held by tests/golden."""
 
 from __future__ import annotations
 
@@ -35,43 +35,6 @@ def few_batches():
         patch.setattr(hydraulis_systems, "SAMPLE_BATCHES", 10)
         yield
     hydraulis_systems.candidates.cache_clear()
-
-
-def test_the_paper_has_what_it_prints() -> None:
-    names = ["fig13", "fig14", "fig15a", "fig15b", "fig16", "fig20", "table1", "a1", "a2", "table2"]
-    assert list(PAPER.tables) == names
-
-
-def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
-    """P within 20 %: docs/reproduce-hydraulis.md has ours, which lack the overheads that c holds."""
-    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
-    rows = {row.name.removesuffix(f", {AUTHORS}"): row for row in PAPER.tables["table1"].rows(Effort(3))}
-    homo, hetero = (row for row in rows.values() if row.published in (6.78, 4.29))
-    assert homo.ratio == pytest.approx(1, abs=0.2)
-    assert hetero.ratio == pytest.approx(1, abs=0.22)
-    assert hetero.ours < homo.ours / 1.3
-    one, without, overlapped = (rows[f"O-P, {column}"] for column in hydraulis.COLUMNS)
-    beyond = [row.published - row.ours for row in (one, without) if row.published is not None]
-    assert all(0.5 < each < 0.8 for each in beyond), "beyond its bytes, alike in both columns"
-    assert overlapped.ours < without.ours / 2
-    # Ours over ours: the printed 0.69 and 0.94 are of seconds that bytes do not explain.
-    for column in (without, overlapped):
-        over = rows[column.name.removesuffix(f", {AUTHORS}").replace("O-P, ", "O-P, homogeneous over ")]
-        assert over.ours == pytest.approx(one.ours / column.ours)
-        assert over.published in (0.69, 0.94)
-    steps = [rows[f"E2E, {column}"].ours for column in hydraulis.COLUMNS]
-    assert steps == sorted(steps, reverse=True)
-    assert rows["E2E, with overlap, chosen by both"].ours <= min(steps)
-    assert rows["E2E, homogeneous over heterogeneous with overlap"].ours == pytest.approx(steps[0] / steps[2])
-    tokens = [(row.published, row.ours) for name, row in rows.items() if name.startswith("B.2")]
-    assert tokens == [(1560, 1560), (None, 12480)]
-
-
-def test_figure_15b_by_the_authors_coefficients(monkeypatch) -> None:
-    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
-    for row in PAPER.tables["fig15b"].rows(Effort(5)):
-        if row.published is not None and row.name.startswith("Megatron"):
-            assert row.ours >= row.published if row.sign == ">=" else row.ours <= row.published
 
 
 def test_the_candidates_hold_the_context_and_the_choice_is_the_fastest() -> None:
@@ -139,8 +102,3 @@ def test_algorithm_1_is_never_ahead_of_the_ideal(monkeypatch) -> None:
     least, most, ours = PAPER.tables["fig20"].rows(Effort(1))
     assert 1 <= least.ours <= most.ours < 1.1
     assert 1 <= ours.ours <= most.ours
-
-
-def test_steps_of_four_microbatches_differ_by_attention(monkeypatch) -> None:
-    monkeypatch.setattr(hydraulis, "SOURCES", (AUTHORS,))
-    assert all(0.02 < row.ours < 0.4 for row in PAPER.tables["a2"].rows(Effort(5)))

@@ -1,4 +1,4 @@
-"""`reproduce knapformer`: Table 1's imbalance and times, Figure 3's tokens."""
+"""`reproduce knapformer`: what its rows are made of; the rows are held by tests/golden."""
 
 from __future__ import annotations
 
@@ -7,39 +7,8 @@ import pytest
 
 from megatron_balance.cost.fits import GAMMA_H100_FLUX, gamma_of
 from megatron_balance.lab.papers import knapformer
-from megatron_balance.lab.papers.base import ITSELF, Effort
-from megatron_balance.lab.papers.knapformer import MODEL, PAPER, WITHOUT, batches, flops, machine, plan
+from megatron_balance.lab.papers.knapformer import MODEL, WITHOUT, batches, flops, machine, plan
 from megatron_balance.workloads.distributions import MIXED_RESOLUTION
-
-
-def test_the_paper_has_what_it_prints() -> None:
-    assert list(PAPER.tables) == ["fig3", "table1"]
-
-
-def test_figure_3_is_exact_but_for_the_misprint() -> None:
-    rows = {row.name: row for row in PAPER.tables["fig3"].rows(Effort(1))}
-    clip = rows.pop("g4b1i512f85s1: tokens a GPU")
-    assert all(row.ratio == pytest.approx(1) for row in rows.values())
-    assert (clip.published, clip.ours) == (103184, 25796)
-
-
-def test_table_1_is_close_to_the_paper() -> None:
-    """Imbalance within 8 %; times within 20 %, but for g8n4 on low-resolution images, which
-    docs/reproduce-knapformer.md explains.
-    """
-    rows = [row for row in PAPER.tables["table1"].rows(Effort(3)) if row.published is not None]
-    assert len(rows) == 3 * 5 * 4
-    fitted = [row.name.removeprefix("low-resolution images, g1n32: ") for row in rows if ITSELF in row.inputs]
-    assert fitted == ["FBL", "TPS", "HFU"]
-    assert all(any("sets the rate" in each for each in row.inputs) for row in rows if row.kind == "simulated")
-    for row in rows:
-        if ITSELF in row.inputs:
-            continue
-        assert row.ratio is not None
-        if row.unit == "x":
-            assert abs(row.ratio - 1) < 0.08, row
-        elif not row.name.startswith("low-resolution images, g8n4"):
-            assert abs(row.ratio - 1) < 0.2, row
 
 
 def test_without_a_balancer_every_gpu_keeps_what_it_loads() -> None:

@@ -4,12 +4,8 @@ the paper describes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
-
 import pytest
 
-from megatron_balance.cost.base import Link
 from megatron_balance.lab.papers import zeppelin
 from megatron_balance.lab.papers.base import Effort, Row
 from megatron_balance.lab.papers.zeppelin import PAPER
@@ -27,7 +23,7 @@ from megatron_balance.lab.papers.zeppelin_systems import (
     tokens_per_s,
 )
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.workloads.distributions import Bins, K
+from megatron_balance.workloads.distributions import K
 
 ONE = Effort(1)
 
@@ -44,102 +40,7 @@ def named(rows: list[Row], start: str) -> Row:
     return found[0]
 
 
-def test_the_paper_has_every_table_that_prints_something():
-    assert list(PAPER.tables) == ["fig3", "fig5", "table2", "fig8", "fig9", "fig10", "fig11", "fig12", "table3"]
-
-
-# Table 2
-
-
-def test_shares_are_divided_by_the_sum_of_their_row_and_githubs_is_0_945():
-    rows = PAPER.tables["table2"].rows(ONE)
-    sums = {row.name: row.published for row in rows if row.name.endswith("sum of the row")}
-    assert sums == {"ArXiv: sum of the row": 1.0, "GitHub: sum of the row": 0.945, "ProLong64k: sum of the row": 1.0}
-    for name in DATASETS.values():
-        assert sum(row.ours for row in rows if row.name.startswith(f"{name}: ") and row.unit) == pytest.approx(1.0)
-    assert named(rows, "GitHub: 1k - 2k").ours == pytest.approx(0.34 / 0.945)
-    assert named(rows, "ArXiv: 32k - 64k").ours == 0.077
-
-
-# Figure 5
-
-
-def test_a_boundary_is_where_flops_over_the_rate_are_bytes_over_the_rate():
-    case = ZeppelinCase("llama-7b", "a800", 16)
-    model, cluster = case.model, case.cluster
-    pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_share)
-    plain = 2 * model.kv_bytes_per_token / cluster.nic_bytes_per_s / pair_s
-    found = zeppelin.boundary(case, Link(0.0, cluster.nic_bytes_per_s))
-    # Tiles and thread blocks cost some percent more than the FLOPs, so attention overtakes the link
-    # a little earlier.
-    assert 0.93 * plain < found <= plain + 128
-    assert zeppelin.boundary(case, Link(0.0, 2 * cluster.nic_bytes_per_s)) == pytest.approx(found / 2, rel=0.05)
-    assert zeppelin.boundary(case, Link(0.0, inf)) == 128
-
-
-def test_tokens_of_a_zone_are_those_of_its_lengths():
-    # Lengths 1 to 100, all as likely: a quarter of the tokens lies in sequences up to half of the
-    # longest.
-    assert zeppelin.token_shares(Bins((0, 100), (1.0,)), [50]) == pytest.approx([0.25, 0.75])
-    assert zeppelin.token_shares(Bins((0, 10, 30), (0.5, 0.5)), [10, 20]) == pytest.approx(
-        [5 / 25, 7.5 / 25, 12.5 / 25]
-    )
-    shares = [row.ours for row in PAPER.tables["fig5"].rows(ONE) if row.unit == "of tokens"]
-    assert [sum(shares[at : at + 3]) for at in (0, 3, 6)] == pytest.approx([1.0] * 3)
-
-
-# Figure 3
-
-
-def test_a_pack_of_one_sequence_computes_nothing_in_vain(small):
-    (alone,) = zeppelin.packing_shares(small, (64 * K,))
-    assert alone.redundant == 0
-    assert alone.needed > 0
-    assert alone.waiting > 0
-
-
-def test_of_two_equal_sequences_half_of_the_pairs_are_in_vain(small):
-    first, second = zeppelin.packing_shares(small, (32 * K, 32 * K))
-    assert first.redundant == 0
-    assert second.redundant == pytest.approx(2 * second.needed, rel=1e-3)  # l * l against l (l + 1) / 2
-    assert first.waiting == second.waiting
-    whole = zeppelin.packing_shares(small, (64 * K,))[0]
-    assert sum(s.needed + s.redundant + s.waiting for s in (first, second)) == pytest.approx(
-        whole.needed + whole.waiting
-    )
-
-
-def test_even_splitting_waits_by_tokens_and_computes_by_pairs(small):
-    long, short = zeppelin.even_shares(small, (60 * K, 4 * K))
-    assert long.waiting / short.waiting == pytest.approx(15)
-    assert long.needed / short.needed > 15
-
-
-def test_shares_of_all_ranges_add_up_to_everything():
-    rows = PAPER.tables["fig3"].rows(ONE)
-    packed = [row for row in rows if row.name.startswith("a) packing, CommonCrawl")]
-    assert 0.8 < sum(row.ours for row in packed) < 1  # the rest is what is needed
-    assert named(rows, "a) packing, < 1k").ours == pytest.approx(
-        sum(row.ours for row in packed if "< 1k" in row.name), rel=1e-9
-    )
-
-
-# Section 5.4.1
-
-
-@pytest.fixture(scope="module")
-def timeline() -> list[Row]:
-    return PAPER.tables["fig12"].rows(ONE)
-
-
-def test_a_round_between_nodes_takes_its_bytes_over_the_nic(small, timeline):
-    num_bytes = small.cost.kv_bytes(4 * K)
-    link = small.cost.link(inter_node=True)
-    assert named(timeline, "a) TE CP: inter-node transfer of a round, forward").ours == pytest.approx(
-        1e3 * (small.cost.call_s + link.time_s(num_bytes)), rel=1e-6
-    )
-    back = named(timeline, "a) TE CP: inter-node transfer of a round, backward")
-    assert back.ours == pytest.approx(1e3 * (small.cost.call_s + link.time_s(2 * num_bytes)), rel=1e-6)
+# Section 5.4.1; Table 2, Figures 3, 5 and 12 and Table 3 are held by tests/golden
 
 
 def test_all_systems_move_in_backward_what_transformer_engine_moves(small):
@@ -153,12 +54,6 @@ def test_all_systems_move_in_backward_what_transformer_engine_moves(small):
     assert backward == pytest.approx(2 * forward, rel=1e-3)
 
 
-def test_411_us_cannot_be_reached_and_both_are_printed(timeline):
-    bound = named(timeline, "b) the same, at least, by Eq. 1")
-    assert (bound.published, bound.ours, bound.kind) == (0.411, 2.18 / 4, "exact")
-    assert named(timeline, "b) routed: inter-node leg").ours == pytest.approx(bound.ours, rel=0.02)
-
-
 def test_a_round_in_series_is_equation_1_and_three_thread_blocks(small):
     cost = small.cost
     num_bytes = cost.kv_bytes(4 * K)
@@ -166,16 +61,6 @@ def test_a_round_in_series_is_equation_1_and_three_thread_blocks(small):
     assert zeppelin.serial_round_s(small, 4 * K, 0) == pytest.approx(legs + 3 * cost.block_s(0.7))
     assert zeppelin.serial_round_s(small, 4 * K, 128) == pytest.approx(legs + 3 * cost.block_s(1.7))
     assert zeppelin.serial_round_s(small, 4 * K, 0, backward=True) > zeppelin.serial_round_s(small, 4 * K, 0)
-
-
-def test_several_short_sequences_take_a_fifth_of_one_long_one(timeline):
-    ratio = named(timeline, "a) over c)")
-    assert ratio.published == pytest.approx(105.44 / 21.504)
-    assert ratio.ours == pytest.approx(
-        named(timeline, "a) TE CP: attention, forward and backward").ours
-        / named(timeline, "c) several sequences: the same").ours
-    )
-    assert 0.8 < (ratio.ratio or 0) < 1.2
 
 
 # Speedups
@@ -216,15 +101,10 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
     case = zeppelin.B13.case(64 * K)
     assert (case.cluster.num_ranks, case.cluster.node_size, case.num_tokens) == (8, 4, 64 * K)
     assert case.cluster.ranks_per_nic == 1
-    plan = TE.plans(case, (64 * K,))[0]
-    assert plan.num_ranks == 8
-    # Twice the GPUs a rank: a layer's products take half as long, and the groups' own transfers
-    # come on top.
+    assert TE.plans(case, (64 * K,))[0].num_ranks == 8
     single = ZeppelinCase("llama-13b", "a800", 16)
-    assert case.cost.layer_s(8192) > single.cost.layer_s(8192) / 2
-    assert case.cost.layer_s(8192) == pytest.approx(
-        single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192), rel=1e-6
-    )
+    layer_s = single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192)
+    assert case.cost.layer_s(8192) == pytest.approx(layer_s, rel=1e-6)
 
 
 def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
@@ -299,35 +179,3 @@ def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
     rows = PAPER.tables["fig10"].rows(ONE)
     assert named(rows, "ArXiv: speedup on A over that on B").ours == pytest.approx(4.0 / 2.0)
     assert named(rows, "ArXiv: throughput on B over that on A").ours == pytest.approx(6.0 / 4.0)
-
-
-# Table 3
-
-
-def test_a_remap_takes_the_longer_of_link_and_nic():
-    case = ZeppelinCase("llama-7b", "h200", 16)
-    plan = replace(ZEPPELIN.plans(case, (4 * K,) * 16)[0], moves=zeppelin.Rows.of(3, [(0, 1, 1000), (2, 9, 1000)]))
-    seconds = zeppelin.remap_s(case, plan)
-    each = case.cost.kv_bytes(1000) + 2 * case.cost.query_bytes(1000)
-    assert seconds[0] == seconds[1] == pytest.approx(2 * (case.cost.call_s + 3.4e-6) + each / 450e9)
-    assert seconds[2] == seconds[9] == pytest.approx(2 * (case.cost.call_s + 9.6e-6) + each / 50e9)
-    assert seconds[3:9].max() == 0
-
-
-def test_table_3_gives_both_ends_of_every_range():
-    rows = PAPER.tables["table3"].rows(ONE)
-    ranges = [row for row in rows if row.kind != "exact"]
-    assert len(ranges) == 24
-    for low, high in zip(ranges[::2], ranges[1::2], strict=True):
-        assert low.name.removesuffix(", smallest") == high.name.removesuffix(", largest")
-        assert low.ours <= high.ours
-        assert (low.published or 0) <= (high.published or 0)
-    assert {row.kind for row in ranges if "partition" in row.name} == {"measured"}
-    skewed, balanced = (named(rows, f"{name}: forward, attention, smallest") for name in ("skewed", "balanced"))
-    assert skewed.ours > balanced.ours
-    latencies = named(rows, "balanced: forward, remapping, as an all-to-all")
-    assert latencies.ours == pytest.approx(1e3 * 2 * 32 * (8.4e-6 + 24 * 9.6e-6))
-
-
-def test_both_distributions_of_table_3_fill_the_context():
-    assert sum(zeppelin.BALANCED) == sum(zeppelin.SKEWED) == 128 * K

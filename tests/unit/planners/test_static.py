@@ -29,9 +29,8 @@ def test_a_plan_says_where_tokens_lie() -> None:
             layout(plan, rank)
 
 
-@pytest.mark.parametrize("planner", PATTERN_OF)
-def test_an_empty_batch_has_no_zones(planner: str) -> None:
-    assert make_planner(planner, Cluster(4, 2), MODEL)([]).zones == ()
+def test_an_empty_batch_has_no_zones() -> None:
+    assert [make_planner(name, Cluster(4, 2), MODEL)([]).zones for name in PATTERN_OF] == [()] * 3
 
 
 @pytest.mark.parametrize("planner", PATTERN_OF)

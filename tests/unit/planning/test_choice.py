@@ -4,6 +4,8 @@ are fields of its entry."""
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,9 +135,46 @@ def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> Non
     for path in sorted(package.rglob("*.py")):
         if path.relative_to(package).parts[0] == "planners" or path.is_relative_to(package / "lab" / "papers"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if any(f'"{name}"' in text for name in planners) else ():
             compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             compared += [key for key in node.keys if key is not None] if isinstance(node, ast.Dict) else []
             names = [each.value for each in compared if isinstance(each, ast.Constant) and each.value in planners]
             found += [f"{path.relative_to(package)}:{node.lineno}: {name}" for name in names]  # pyright: ignore[reportAttributeAccessIssue]
     assert not found
+
+
+# Plans that agree between processes
+
+
+FINGERPRINTS = """
+from megatron_balance import Cluster, Model, make_planner
+from megatron_balance.planners import PLANNERS
+lengths = [[900, 31, 31, 7, 420, 2, 64, 64], [1] * 40]
+for name in PLANNERS:
+    for cluster in (Cluster(8, 4), Cluster(6, 2)):
+        for options in ({}, {"tokens_per_rank": 320}) + (({"rule": "paper"},) if name == "zeppelin" else ()):
+            plan = make_planner(name, cluster, Model(8, 2, 16), **options)
+            print(name, *(plan(batch).fingerprint() for batch in lengths))
+"""
+
+
+def printed_by(code: str, hash_seed: str = "0") -> str:
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+    )
+    return process.stdout
+
+
+def test_processes_with_different_hash_seeds_make_the_same_plans() -> None:
+    first, second = printed_by(FINGERPRINTS, "0"), printed_by(FINGERPRINTS, "12345")
+    assert len(first.splitlines()) == 4 * len(PLANNERS) + 2
+    assert first == second
+
+
+def test_every_planner_has_options_with_a_capacity_that_defaults_to_none() -> None:
+    assert all(planner.options().tokens_per_rank is None for planner in PLANNERS.values())

@@ -1,4 +1,4 @@
-"""The layers of the architecture hold, and the contract that says so can fail."""
+"""The contracts of the layers, which scripts/test.sh holds, can fail; heavy libraries come late."""
 
 from __future__ import annotations
 
@@ -10,24 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("importlinter", reason="import-linter comes with the extra 'dev'")
-
 TOP = Path(__file__).resolve().parents[3]
-
-
-def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        "from importlinter.cli import lint_imports_command; lint_imports_command()",
-        "--no-cache",
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_imports_point_down():
-    result = lint(TOP)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 FORBIDDEN = {
@@ -43,6 +26,7 @@ FORBIDDEN = {
 
 def test_forbidden_imports_are_caught(tmp_path):
     """All in one copy of the package; each is found by its own contract."""
+    pytest.importorskip("importlinter", reason="import-linter comes with the extra 'dev'")
     shutil.copytree(
         TOP / "megatron_balance", tmp_path / "megatron_balance", ignore=shutil.ignore_patterns("__pycache__", "configs")
     )
@@ -50,7 +34,8 @@ def test_forbidden_imports_are_caught(tmp_path):
     for module, name in FORBIDDEN.values():
         with (tmp_path / "megatron_balance" / module).open("a") as file:
             file.write(f"\nimport {name}\n")
-    result = lint(tmp_path)
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     broken = result.stdout.partition("Broken contracts")[2]
     _, *headed = re.split(r"^(?=.+\n-{9,}$)", broken, flags=re.MULTILINE)
@@ -58,3 +43,28 @@ def test_forbidden_imports_are_caught(tmp_path):
         (section,) = [text for text in headed if text.startswith(contract)]
         edge = f"megatron_balance.{module.removesuffix('.py').replace('/', '.')} -> {name.removesuffix('.core')} (l."
         assert edge in " ".join(section.split()), (contract, result.stdout)
+
+
+LATE = """
+import sys
+
+def loaded(*names):
+    return [name for name in sys.modules if name.startswith(names)]
+
+import megatron_balance
+assert not loaded("torch", "numpy", "pydantic", "yaml"), "the package"
+from megatron_balance.cli import main
+plan = "plan --planner zeppelin --lengths 4096,80 --ranks 4".split()
+assert main([*plan, "--json"]) == 0
+assert not loaded("torch", "rich", "megatron.", "megatron_balance.simulator"), "a plan"
+assert main([*plan, "--verify"]) == 0
+import megatron_balance.analysis.wire, megatron_balance.workloads.corpus, megatron_balance.workloads.lengths
+assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
+"""
+
+
+def test_planning_imports_late_what_it_may_not_need():
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], cwd=TOP, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -26,10 +26,12 @@ def docstrings(source: str) -> list[tuple[int, str]]:
     """(line, text) of every docstring: of the module, of classes and functions, and under an
     assignment."""
     texts = []
-    for node in ast.walk(ast.parse(source)):
+    below: list[ast.AST] = [ast.parse(source)]
+    for node in below:  # grows: blocks of statements, whose expressions hold no docstring
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
+        below += (each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr))
         opens = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         for before, statement in zip([None, *body], body, strict=False):
             if (before is None and opens) or isinstance(before, (ast.Assign, ast.AnnAssign)):

@@ -23,7 +23,7 @@ import pytest
 
 import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
-from megatron_balance.config import CONFIGS, load_cluster, load_model, names
+from megatron_balance.config import CONFIGS, load_cluster, load_model
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner, load_config
 from scripts.sbom import packages
@@ -367,6 +367,11 @@ def after(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
+def mounts(command: list[str]) -> list[str]:
+    (word,) = (word for word in command if word.startswith("--container-mounts="))
+    return word.partition("=")[2].split(",")
+
+
 def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
     command = cluster.printed("single_node.sbatch")
     assert command[:3] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "OMP_NUM_THREADS=1", "srun"]
@@ -376,7 +381,7 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
     assert not (cluster.folder / "out").exists()
 
 
-def test_what_is_printed_is_what_is_run(cluster):
+def test_what_is_printed_is_what_is_run_on_every_node(cluster):
     command = cluster.printed("multi_node.sbatch", "--train-iters", "7", **JOB)
     cluster.calls.unlink()
     done = cluster.run("multi_node.sbatch", "--train-iters", "7", **JOB)
@@ -385,10 +390,7 @@ def test_what_is_printed_is_what_is_run(cluster):
     assert called[:4] == ["scontrol", "show", "hostnames", "node[7-10]"]
     assert called[4:] == command[2:]
     assert command[-2:] == ["--train-iters", "7"]  # the last one counts in Megatron's parser
-
-
-def test_a_job_of_four_nodes_has_one_launcher_a_node(cluster):
-    command = cluster.printed("multi_node.sbatch", **JOB)
+    # one launcher a node
     assert {
         "--nodes=4",
         "--ntasks=4",
@@ -543,7 +545,7 @@ def test_one_variable_names_the_machine_and_without_it_the_machine_says(cluster)
     own.write_text("base: h200\nranks_per_nic: 2\n")
     command = cluster.printed("single_node.sbatch", CLUSTER=str(own), IMAGE="/images/balance.sqsh")
     assert after(command, "--balance-cluster") == str(own)
-    assert any(f"{own.parent}:{own.parent}" in word for word in command if word.startswith("--container-mounts="))
+    assert f"{own.parent}:{own.parent}" in mounts(command)
     config = load_config(after(command, "--balance-config"), cluster=str(own))
     assert config.cluster is not None
     assert config.cluster.build().ranks_per_nic == 2
@@ -556,24 +558,18 @@ def test_a_configuration_of_ones_own_is_there_in_the_container(cluster):
     own.write_text("planner: zeppelin\n")
     command = cluster.printed("single_node.sbatch", IMAGE="/images/balance.sqsh", BALANCE_CONFIG=str(own))
     assert after(command, "--balance-config") == str(own)
-    mounts = next(word for word in command if word.startswith("--container-mounts=")).partition("=")[2].split(",")
-    assert f"{own.parent}:{own.parent}" in mounts
+    assert f"{own.parent}:{own.parent}" in mounts(command)
 
 
 def test_with_an_image_the_job_runs_in_a_container(cluster):
     own = cluster.folder / "mine" / "pretrain_gpt.py"
     own.parent.mkdir()
     own.touch()
-    command = cluster.printed(
-        "single_node.sbatch",
-        IMAGE="/images/balance.sqsh",
-        SCRIPT=str(own),
-        MOUNTS="/cache:/cache",
-        CHECKPOINTS="/scratch/run",
-    )
-    mounts = next(word for word in command if word.startswith("--container-mounts=")).partition("=")[2].split(",")
+    given = {"SCRIPT": str(own), "MOUNTS": "/cache:/cache", "CHECKPOINTS": "/scratch/run"}
+    command = cluster.printed("single_node.sbatch", IMAGE="/images/balance.sqsh", **given)
     assert "--container-image=/images/balance.sqsh" in command
-    assert {"/cache:/cache", "/scratch/run:/scratch/run", f"{own.parent}:{own.parent}", f"{ROOT}:{ROOT}"} <= set(mounts)
+    wanted = {"/cache:/cache", "/scratch/run:/scratch/run", f"{own.parent}:{own.parent}", f"{ROOT}:{ROOT}"}
+    assert wanted <= {*mounts(command)}
     at = command.index("-m")
     assert command[at : at + 3] == ["-m", "megatron_balance.launch", str(own)]
     assert (after(command, "--save"), after(command, "--load")) == ("/scratch/run", "/scratch/run")
@@ -607,7 +603,3 @@ def test_what_slurm_would_refuse_is_said(cluster):
     done = cluster.run("multi_node.sbatch", "--dry-run")
     assert done.returncode == 2
     assert "Requested node configuration is not available" in done.stderr
-
-
-def test_names_of_presets_are_those_of_the_files():
-    assert set(names("model")) >= set(MODELS)

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.clocks import fair_ends
 from megatron_balance.analysis.machine import Machine, fair_rates
-from megatron_balance.analysis.statistics import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, RunLaunches, Start, Step
-from megatron_balance.compile.pipeline import compile_policies, expand, in_order
+from megatron_balance.compile.pipeline import compile_policies, in_order
 from megatron_balance.compile.route import Nics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -223,40 +222,14 @@ def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
     assert ends == pytest.approx([15.0, 20.0])
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
-)
-def test_every_link_and_nic_carries_the_bytes_of_the_program(case: Case, name: str):
-    """Forward; `tests/unit/simulator/test_sockets.py` has both phases. (NCCL's reduce-scatters go
-    around a ring, `traffic` has gloo's.)
-    """
-    planned = plan(name, case)
-    shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
-    machine = machine_of(case, shared)
-    moved = attention_call(planned, machine, "keep", name="events").forward.bytes_moved
-    program = replace(expand(planned, "keep"), backward=())
-    expected = traffic(program, machine.payload, ranks_per_node=machine.cluster.node_size, ranks_per_nic=shared)
-    ranks, nics = machine.num_ranks, machine.num_nics
-    assert np.array_equal(moved[:ranks], expected.intra_node_sent)
-    assert np.array_equal(moved[ranks : 2 * ranks], expected.intra_node_received)
-    assert np.array_equal(moved[2 * ranks : 2 * ranks + nics], expected.nic_sent.ravel())
-    assert np.array_equal(moved[2 * ranks + nics :], expected.nic_received.ravel())
-
-
-def machine_of(case: Case, ranks_per_nic: int) -> Machine:
-    """The machine of a drawn case, with as many ranks on a NIC as its plan is routed for."""
-    cluster = replace(case.cluster, ranks_per_nic=ranks_per_nic)
-    return Machine(cluster, case.model, AnalyticCost(cluster, case.model))
-
-
 @settings(max_examples=6, deadline=None)
 @given(
     case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
 )
 def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str):
     planned = plan(name, case)
-    machine = machine_of(case, 1)
+    cluster = replace(case.cluster, ranks_per_nic=1)
+    machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
     policy = POLICIES[case.seed % 2]
     call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
     for rank in range(planned.num_ranks):

@@ -20,6 +20,7 @@ from megatron_balance.compile.route import Nics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.ir.columns import Route, Rows, Transfer
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
@@ -156,18 +157,33 @@ def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
     assert gloo.Gloo.ahead == sockets.AHEAD
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
-)
-def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Case, name: str) -> None:
-    planned = plan(name, case)
+SMALL = cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1)
+
+
+def machine_of(case: Case, planned: MicrobatchPlan) -> Machine:
+    """The machine of a drawn case, with as many ranks on a NIC as its plan is routed for."""
     shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
     cluster = replace(case.cluster, ranks_per_nic=shared)
-    machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
-    call = attention_call(planned, machine, "keep", name="events", transport="sockets")
-    moved = call.forward.bytes_moved + call.backward.bytes_moved
-    expected = traffic(expand(planned, "keep"), machine.payload, ranks_per_node=cluster.node_size, ranks_per_nic=shared)
+    return Machine(cluster, case.model, AnalyticCost(cluster, case.model))
+
+
+@pytest.mark.parametrize("transport", ["sockets", "streams"])
+@settings(max_examples=12, deadline=None)
+@given(case=SMALL, name=st.sampled_from(ALL_PLANNERS))
+def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(
+    transport: attention.Transport, case: Case, name: str
+) -> None:
+    """On streams forward alone: NCCL's reduce-scatters go around a ring, `traffic` has gloo's."""
+    planned = plan(name, case)
+    machine = machine_of(case, planned)
+    call, program = (
+        attention_call(planned, machine, "keep", name="events", transport=transport),
+        expand(planned, "keep"),
+    )
+    moved = call.forward.bytes_moved + (call.backward.bytes_moved if transport == "sockets" else 0)
+    program = program if transport == "sockets" else replace(program, backward=())
+    shape = {"ranks_per_node": machine.cluster.node_size, "ranks_per_nic": machine.cluster.ranks_per_nic}
+    expected = traffic(program, machine.payload, **shape)
     ranks, nics = machine.num_ranks, machine.num_nics
     assert np.array_equal(moved[:ranks], expected.intra_node_sent)
     assert np.array_equal(moved[ranks : 2 * ranks], expected.intra_node_received)
@@ -176,22 +192,12 @@ def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Cas
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
-)
+@given(case=SMALL, name=st.sampled_from(ALL_PLANNERS))
 def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
     """Precedence on a connection may change with the rates; nothing else may."""
     planned = plan(name, case)
-    cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
-    ends = [
-        attention_call(
-            planned,
-            Machine(fast, case.model, AnalyticCost(fast, case.model)),
-            "replay",
-            name="events",
-            transport="sockets",
-        )
-        for fast in (cluster, replace(cluster, nic_bytes_per_s=4 * cluster.nic_bytes_per_s))
-    ]
+    fast = replace(case, cluster=replace(case.cluster, nic_bytes_per_s=4 * case.cluster.nic_bytes_per_s))
+    machines = (machine_of(each, planned) for each in (case, fast))
+    ends = [attention_call(planned, on, "replay", name="events", transport="sockets") for on in machines]
     slower, faster = (call.forward.end_s.max() + call.backward.end_s.max() for call in ends)
     assert faster <= 1.05 * slower

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tools.megatron_flags import command_line
 from tools.reach import pretrains, words_of
 
 ITERATIONS: dict[str, Any] = {"MODEL_ARGS": {"--train-iters": 100}}
@@ -44,3 +45,21 @@ def test_a_value_with_blanks_is_one_word_where_the_flag_takes_one() -> None:
         *("--swiglu", "--spec", "module", "name", "--offload-modules", "core_attn", "moe_act"),
         *("--step-batch-size-schedule", "0:384 200B:768", "--seed", "1"),
     ]
+
+
+# Flags of Megatron as words of a command line
+
+
+def test_a_flag_stands_alone_with_its_value_or_with_several() -> None:
+    flags = {
+        "swiglu": True,
+        "lr": 1e-3,
+        "save-interval": None,
+        "balance-device": False,
+        "data-path": ["1", "documents"],
+    }
+    assert command_line(flags) == ["--swiglu", "--lr", "0.001", "--data-path", "1", "documents"]
+
+
+def test_later_tables_win_and_may_take_a_flag_out() -> None:
+    assert command_line({"seed": 1, "swiglu": True}, {"seed": 2, "swiglu": False}) == ["--seed", "2"]

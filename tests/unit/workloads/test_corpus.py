@@ -1,8 +1,6 @@
 """Files to a corpus, and the verb `corpus`."""
 
-import argparse
 import gzip
-import json
 import os
 import resource
 from pathlib import Path
@@ -11,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_balance.cli import corpus as verb
-from megatron_balance.cli import main
-from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.errors import DataError
 from megatron_balance.workloads.corpus import INSTALLED, build, find_files, standard_library
 from megatron_balance.workloads.idx import bin_path, idx_path
+from tests.support.cli import CommandLine
 
 
 @pytest.fixture
@@ -37,21 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verb.add_options(parser)
-    return verb.run(parser.parse_args(words))
-
-
 def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
     report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10)
-    assert (report.num_documents, report.num_tokens, report.empty, report.too_large, report.beyond_limit) == (
-        3,
-        9,
-        1,
-        1,
-        0,
-    )
+    assert (report.num_documents, report.num_tokens) == (3, 9)
+    assert (report.empty, report.too_large, report.beyond_limit) == (1, 1, 0)
     tokens = np.fromfile(bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
     assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
 
@@ -103,15 +89,10 @@ def test_the_standard_library_is_found_without_installed_packages() -> None:
     assert not any("site-packages" in path.parts for path in files)
 
 
-def test_build_prints_one_json_document(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py", "--max-bytes", "10", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["num_documents"], report["num_tokens"], report["token_type"], report["end_of_document"]) == (
-        3,
-        9,
-        "uint16",
-        256,
-    )
+def test_build_prints_one_json_document(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    report = run.json("corpus build --suffix .py --max-bytes 10 --json", tmp_path / "c", folder)
+    assert (report["num_documents"], report["num_tokens"]) == (3, 9)
+    assert (report["token_type"], report["end_of_document"]) == ("uint16", 256)
     assert report["skipped"] == {"empty": 1, "too_large": 1, "beyond_limit": 0}
     assert report["lengths"] == {"min": 2, "p10": 2, "median": 3, "p90": 3, "p99": 3, "max": 4, "mean": 3}
     assert report["histogram"] == [
@@ -120,21 +101,14 @@ def test_build_prints_one_json_document(folder: Path, tmp_path: Path, capsys: py
     ]
 
 
-def test_describe_says_of_a_corpus_what_build_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("build", f"{tmp_path}/c", str(folder), "--json")
-    built = json.loads(capsys.readouterr().out)
-    assert run("describe", f"{tmp_path}/c.idx", "--json") == 0
-    described = json.loads(capsys.readouterr().out)
+def test_describe_says_of_a_corpus_what_build_said(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    built = run.json("corpus build --json", tmp_path / "c", folder)
+    described = run.json("corpus describe --json", tmp_path / "c.idx")
     assert described == {key: value for key, value in built.items() if key not in ("skipped", "end_of_document")}
 
 
-def test_the_histogram_is_readable_without_json(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py")
-    lines = capsys.readouterr().out.splitlines()
+def test_the_histogram_is_readable_without_json(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    lines = run.printed("corpus build --suffix .py", tmp_path / "c", folder).splitlines()
     assert lines[0] == f"{tmp_path}/c.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
     assert lines[1] == "skipped: 1 empty files, 0 too large, 0 beyond --limit"
     assert lines[4].split() == ["2-3", "2", "4.5%", "#" * 40]
@@ -142,53 +116,40 @@ def test_the_histogram_is_readable_without_json(
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "sentence"),
+    ("words", "sentence"),
     [
-        (("--max-bytes", "0"), ConfigError, "--max-bytes 0: must be at least 1"),
-        (("--limit", "-1"), ConfigError, "--limit -1: must be at least 1"),
-        (("--suffix", ".rs"), ConfigError, r"no files ending in '\.rs' in "),
+        ("--max-bytes 0", "--max-bytes 0: must be at least 1"),
+        ("--limit -1", "--limit -1: must be at least 1"),
+        ("--suffix .rs", "no files ending in '.rs' in "),
+        ("--max-byte 3", "unknown option '--max-byte'"),
     ],
 )
 def test_what_cannot_be_built_is_refused(
-    folder: Path, tmp_path: Path, words: tuple[str, ...], error: type[BalanceError], sentence: str
+    folder: Path, tmp_path: Path, run: CommandLine, words: str, sentence: str
 ) -> None:
-    with pytest.raises(error, match=sentence):
-        run("build", f"{tmp_path}/c", str(folder), *words)
+    assert sentence in run.error(f"corpus build {words}", tmp_path / "c", folder)
 
 
-def test_building_from_nothing_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name files or folders after PREFIX, or give --stdlib"):
-        run("build", f"{tmp_path}/c")
+def test_building_from_nothing_says_what_to_name(tmp_path: Path, run: CommandLine) -> None:
+    assert "name files or folders after PREFIX, or give --stdlib" in run.error("corpus build", tmp_path / "c")
 
 
-def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path) -> None:
-    run("build", f"{tmp_path}/c", str(folder))
+def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path, run: CommandLine) -> None:
+    build(str(tmp_path / "c"), find_files([folder]))
     with idx_path(f"{tmp_path}/c").open("ab") as stream:
         stream.write(b"junk")
-    with pytest.raises(DataError, match="too long"):
-        run("describe", f"{tmp_path}/c")
+    assert "too long" in run.error("corpus describe", tmp_path / "c")
+    said = run.error("corpus describe --json", tmp_path / "none")
+    assert said.startswith(f"{tmp_path}/none.bin: No such file or directory; a corpus is the two files")
 
 
 def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
-    run("build", f"{tmp_path}/c", str(folder))
+    build(str(tmp_path / "c"), find_files([folder]))
     usual = os.stat(folder / "a.py").st_mode & 0o777
     assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [
         usual,
         usual,
     ]
-
-
-def test_a_mistake_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["corpus", "describe", f"{tmp_path}/none", "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"error: {tmp_path}/none.bin: No such file or directory; a corpus is the two files")
-    assert err.count("\n") == 1
-
-
-def test_an_abbreviated_option_is_a_mistake(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["corpus", "build", f"{tmp_path}/c", str(folder), "--max-byte", "3"]) == 2
-    assert "unknown option '--max-byte'" in capsys.readouterr().err
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -200,57 +161,47 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_is_written_in_the_tokens_of_a_tokenizer(tmp_path: Path, run: CommandLine) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"text": "a b a"}\n\n{"text": ""}\n{"text": "b c"}\n{"text": "a"}\n')
-    prefix, line = str(tmp_path / "corpus"), [str(tmp_path / "lines.jsonl"), "--tokenizer", str(tmp_path)]
-    assert main(["corpus", "build", prefix, *line, "--limit", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    prefix, line = tmp_path / "corpus", [tmp_path / "lines.jsonl", "--tokenizer", tmp_path]
+    told = run.json("corpus build", prefix, *line, "--limit", "2", "--json")
     assert (told["end_of_document"], told["skipped"]) == (2, {"empty": 1, "beyond_limit": 1})
     assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2]
-    assert main(["corpus", "build", prefix, *line]) == 2, "a corpus is there"
-    assert "corpus.idx: another corpus is there already" in capsys.readouterr().err
-    assert main(["corpus", "build", prefix, *line, "--force"]) == 0
+    assert "corpus.idx: another corpus is there already" in run.error("corpus build", prefix, *line)
+    run.printed("corpus build --force", prefix, *line)
     assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 5, 2, 3, 2]
-    assert main(["corpus", "build", prefix, *line, "--force", "--key", "body"]) == 2
-    assert "line 1: no text under 'body'" in capsys.readouterr().err
-    assert main(["corpus", "build", f"{prefix}2", *line[:2], line[0]]) == 2
-    assert "not a tokenizer.json" in capsys.readouterr().err
+    assert "line 1: no text under 'body'" in run.error("corpus build --force --key body", prefix, *line)
+    assert "not a tokenizer.json" in run.error("corpus build", f"{prefix}2", *line[:2], line[0])
 
 
-def test_compressed_jsonl_is_read_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compressed_jsonl_is_read_as_it_is(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gzip` stands in for the modules of Zstandard, which have the same `open`."""
     save_tokenizer(tmp_path)
     whole = gzip.compress(b'{"text": "a b a"}\n{"text": "b"}\n')
     monkeypatch.setattr("megatron_balance.files.ZSTD", ("gzip",))
     for name in ("lines.jsonl.gz", "lines.jsonl.zst"):
         (tmp_path / name).write_bytes(whole)
-        prefix, line = str(tmp_path / name), ["--tokenizer", str(tmp_path), "--json"]
-        assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 0
-        assert np.fromfile(f"{prefix}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 2]
+        given = ("corpus build --json --tokenizer", tmp_path, tmp_path / name, tmp_path / name)
+        run.json(*given)
+        assert np.fromfile(tmp_path / f"{name}.bin", "uint16").tolist() == [3, 4, 3, 2, 4, 2]
         (tmp_path / name).write_bytes(whole[:-9])
-        capsys.readouterr()
-        assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 2
-        assert f"{name}: not what its name says it is compressed as" in capsys.readouterr().err
+        assert f"{name}: not what its name says it is compressed as" in run.error(*given)
     monkeypatch.setattr("megatron_balance.files.ZSTD", ())
-    assert main(["corpus", "build", prefix, str(tmp_path / name), *line]) == 2
-    assert (
-        "needs Python 3.14 or the package zstandard (pip install zstandard); or decompress" in capsys.readouterr().err
-    )
+    needs = "needs Python 3.14 or the package zstandard (pip install zstandard); or decompress"
+    assert needs in run.error(*given)
 
 
 def test_a_disk_that_fills_up_is_said_of_the_corpus_and_leaves_nothing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, run: CommandLine
 ) -> None:
     (folder / "large.txt").write_bytes(b"x" * 200_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        code = main(["corpus", "build", f"{tmp_path}/out/c", str(folder)])
+        code, _, said = run("corpus build", tmp_path / "out/c", folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 2
-    assert f"error: {tmp_path}/out/c.bin: cannot be written (File too large)" in capsys.readouterr().err
+    assert f"error: {tmp_path}/out/c.bin: cannot be written (File too large)" in said
     assert not list((tmp_path / "out").iterdir())

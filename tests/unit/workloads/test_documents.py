@@ -1,8 +1,11 @@
 """Cutting, packing and numbering documents: small cases written out by hand."""
 
+import logging
 import pickle
-import subprocess
-import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,12 +16,15 @@ from megatron_balance.config import RunConfig
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.documents import (
     WINDOW,
+    Blend,
     Corpus,
     CutPolicy,
     DocumentStream,
+    OrderCache,
     cut,
     pack,
     pack_best_fit,
+    shares,
     shuffled,
     split_documents,
 )
@@ -192,9 +198,107 @@ def test_documents_are_split_in_proportion(weights: tuple[float, ...], parts: li
     assert list(split_documents(100, weights)) == parts
 
 
-def test_planning_from_lengths_needs_no_torch() -> None:
-    program = (
-        "import sys, megatron_balance.workloads.lengths, megatron_balance.workloads.corpus; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
+# Blends: shares of samples by weight, spread evenly, by number alone
+
+
+@pytest.mark.parametrize(
+    ("weights", "period", "counts"),
+    [
+        ((3.0, 1.0), 8, (6, 2)),
+        ((0.5, 0.3, 0.2), 10, (5, 3, 2)),
+        ((1.0, 1.0, 1.0), 10, (4, 3, 3)),
+        ((1.0, 1e-9), 10, (9, 1)),
+        ((1.0, 1e-9, 1e-9), 10, (8, 1, 1)),
+        ((7.0,), 5, (5,)),
+    ],
+)
+def test_shares_are_in_proportion_and_none_is_left_out(
+    weights: tuple[float, ...], period: int, counts: tuple[int, ...]
+) -> None:
+    assert shares(weights, period) == counts
+
+
+@pytest.mark.parametrize("weights", [(), (0.0, 1.0), (-1.0, 2.0), (float("nan"),), (float("inf"), 1.0)])
+def test_weights_that_are_none_are_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"weights of a blend .*: expected numbers above 0"):
+        shares(weights)
+
+
+def test_samples_are_spread_evenly_and_each_corpus_goes_on_over_periods() -> None:
+    blend = Blend((6, 3, 1))
+    dealt = [blend.locate(index) for index in range(40)]
+    assert Counter(corpus for corpus, _ in dealt) == {0: 24, 1: 12, 2: 4}
+    for corpus in range(3):
+        assert [at for of, at in dealt if of == corpus] == list(range(Counter(of for of, _ in dealt)[corpus]))
+    assert all(2 <= sum(corpus == 0 for corpus, _ in dealt[at : at + 4]) <= 3 for at in range(37))
+    with pytest.raises(IndexError):
+        blend.locate(-1)
+
+
+# Arrays that one process computes and all map
+
+
+def slow(folder: Path) -> np.ndarray:
+    """Tell that it was computed, in a file."""
+    with (folder / "computed").open("a") as stream:
+        stream.write("x")
+    time.sleep(0.05)
+    return np.arange(5)
+
+
+def ask(folder: Path) -> None:
+    assert OrderCache(folder / "kept", "key").get("order", lambda: slow(folder)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_of_several_that_ask_at_once_one_computes(tmp_path: Path) -> None:
+    """Threads stand for processes: each opens the lock for itself."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, [tmp_path] * 4))
+    assert (tmp_path / "computed").read_text() == "x"
+
+
+def test_other_settings_have_other_files(tmp_path: Path) -> None:
+    cache = OrderCache(tmp_path, "key")
+    made = [cache.under("seed", seed).get("order", lambda seed=seed: np.array([seed])) for seed in (1, 2)]
+    assert [array.tolist() for array in made] == [[1], [2]]
+    assert isinstance(made[0], np.memmap)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-8],
+    "empty": lambda _: b"",
+    "quote of the header": lambda data: flipped(data, data.index(b"'descr")),
+    "shape": lambda data: data.replace(b"(5,)", b"(4,)"),
+    "a document": lambda data: flipped(data, -12),
+    "checksum": lambda data: flipped(data, -1),
+    "grown": lambda data: data + b"0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_computed_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = OrderCache(tmp_path, "key")
+    cache.get("order", lambda: np.arange(5))
+    (file,) = tmp_path.glob("*.npy")
+    whole = file.read_bytes()
+    assert damage(whole) != whole
+    file.write_bytes(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        assert cache.get("order", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert "it is computed again" in caplog.text
+    assert OrderCache(tmp_path, "key").get("order", lambda: np.zeros(1)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_array_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert OrderCache(tmp_path / "file", "key").get("order", lambda: np.arange(2)).tolist() == [0, 1]
+    assert "cannot be written (File exists), so every rank sorts" in caplog.text

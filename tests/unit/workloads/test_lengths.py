@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.datasets import document_lengths
-from megatron_balance.workloads.distributions import DISTRIBUTIONS, TABLE_2_EDGES, Bins, LogNormal
+from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, LogNormal
 from megatron_balance.workloads.lengths import DATASETS, draw, histogram, quantiles, read_lengths
 
 
@@ -52,12 +52,6 @@ def test_shares_of_the_bins_are_those_of_the_table(name: str) -> None:
     expected = np.array(bins.shares) / sum(bins.shares)
     assert np.abs(found - expected).max() < 0.02
     assert found.sum() == pytest.approx(1)
-
-
-def test_githubs_row_is_divided_by_its_sum() -> None:
-    rows = {name: DISTRIBUTIONS[name] for name in ("arxiv", "github", "prolong64k")}
-    sums = {name: sum(row.shares) for name, row in rows.items() if isinstance(row, Bins) and row.edges == TABLE_2_EDGES}
-    assert sums == pytest.approx({"arxiv": 1.0, "github": 0.945, "prolong64k": 1.0})
 
 
 def test_the_lognormal_has_its_median() -> None:
