@@ -1,12 +1,10 @@
-"""Packing items into bins: least loaded first (LPT), best fit, first fit, least squares of sizes,
-by an integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two
-halves.
+"""Packing items into bins: least loaded first, best fit, first fit, least squares of sizes, by an
+integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two halves.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -14,20 +12,6 @@ from math import fsum
 import numpy as np
 
 from megatron_balance.solvers import milp
-
-
-def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item, the least loaded (ties: the lower), up to the first not to fit."""
-    heap = [(load, index) for index, load in enumerate(loads)]
-    heapq.heapify(heap)
-    chosen: list[int] = []
-    for size in sizes:
-        load, index = heap[0]
-        if load + size > capacity:
-            break
-        heapq.heapreplace(heap, (load + size, index))
-        chosen.append(index)
-    return chosen
 
 
 def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> list[int | None]:

@@ -58,8 +58,6 @@ class GroupCosts:
     cluster: Cluster
     model: Model
     size: int
-    call_s: float = 0.0
-    """Fixed cost of a communication call."""
     replays: bool = False
     """Whether backwards receive keys again, for want of memory."""
     backward: float = field(init=False)
@@ -143,7 +141,11 @@ class GroupCosts:
     def lead_tokens(self, held: float) -> float:
         """The lead whose work takes as long as exchanging the rest of `held` tokens."""
         none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
-        pair_s, token_s, fixed_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held, none_s + self.call_s
+        pair_s, token_s, fixed_s = (
+            self.causal_s(_TYPICAL) / _TYPICAL**2,
+            (all_s - none_s) / held,
+            none_s + self.cost.call_s,
+        )
         return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
 
     def keys_s(self, num_tokens: float, num_messages: float, *, across: bool | None = None) -> float:
@@ -245,13 +247,17 @@ def with_lead(
     """The price of a placement with the lead, and waves, that make it cheapest."""
     if costs.model.mask != CAUSAL:
         return price
-    placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
+    placed = Shares.begin(costs.works_s(lengths), lengths, costs.num_groups, of)
     enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
     leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
     if not leads:
         return price
-    trimmed = Trimmed.of(placed, [placed.kept()] * len(leads), [0.0] * len(leads))
-    seconds = layer_s(trimmed, costs, waves, _lead(_first_rows(lengths, of, costs.num_groups), leads, costs))
+    seconds = layer_s(
+        Trimmed.without([placed] * len(leads)),
+        costs,
+        waves,
+        _lead(_first_rows(lengths, of, costs.num_groups), leads, costs),
+    )
     at, wave = divmod(int(seconds.argmin()), len(waves))
     if seconds[at, wave] >= price.seconds:
         return price
@@ -325,7 +331,7 @@ def layer_s(
     # [placements, groups, 1]; waves broadcast along the last axis, [placements, groups, waves].
     own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
     waits = flow.far_s > 0
-    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.call_s
+    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.cost.call_s
     # A thread block walks its keys one by one: the longest row bounds a short launch.
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
@@ -437,7 +443,7 @@ class _Trades(NamedTuple):
         late = held - first
         both = [_trade_s(each, costs) for each in ((held,) if lead is None else (first, late))]
         (into_s, _), (late_s, _) = both[0], both[-1]
-        calls = costs.call_s * (costs.size > 1)
+        calls = costs.cost.call_s * (costs.size > 1)
         out_s = _trade_s(held, costs)[1]
         inside, outside = (each * costs.trade_bytes(queries=q) for each, q in ((held, False), (held, True)))
         packed_s, placed_s = costs.pack_s(inside), costs.pack_s(outside)

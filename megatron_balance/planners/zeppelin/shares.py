@@ -3,19 +3,18 @@
 A sequence cut over groups is placed zigzag with chunks as wide as each share, so work and tokens
 are linear in the shares, and both can be even at once. Longest first, a sequence goes to the group
 with the least work, or is cut over as many as it needs; `_level_work` hands parts from the fullest
-to the emptiest group; `level_tokens` trades work for as much of another density. Every step costs
+to the emptiest group; `_level_tokens` trades work for as much of another density. Every step costs
 keys that travel, so whoever asks prices each on the way. Two more ways to begin: only the longest
 sequence cut over all groups (`_spread`); each shared evenly by few neighbours (`aligned`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,9 +48,9 @@ _MOST_ABOVE = 0.3
 
 @dataclass(slots=True)
 class Shares:
-    """A placement under way. `of[seq]`: the share of each group, summing to 1; `load`, `held`,
-    `on`: work, tokens and sequences of each group; `cut`: sequences on several. Copies share what a
-    sequence is on.
+    """A placement. `of[seq]`: the share of each group, summing to 1; `load`, `held`, `on`: work,
+    tokens and sequences of each group; `cut`: sequences on several. Copies share what a sequence is
+    on.
     """
 
     work: Sequence[float]
@@ -65,16 +64,13 @@ class Shares:
     mean_tokens: float
 
     @classmethod
-    def empty(cls, work: Sequence[float], tokens: Sequence[int], num_groups: int) -> Shares:
+    def begin(
+        cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[Mapping[int, float]] = ()
+    ) -> Shares:
+        """Nothing placed but `of`, from the first sequence on."""
         load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
         means = sum(work) / num_groups, sum(tokens) / num_groups
-        return cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
-
-    @classmethod
-    def of_placement(
-        cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[dict[int, float]]
-    ) -> Shares:
-        placed = cls.empty(work, tokens, num_groups)
+        placed = cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
         for seq, own in enumerate(of):
             for group, share in own.items():
                 placed.give(seq, group, share)
@@ -90,13 +86,11 @@ class Shares:
     def uneven_tokens(self) -> float:
         return max(self.held) - self.mean_tokens
 
-    def copy(self) -> Shares:
-        on, means = [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
+    def copy(self, *, kept: bool = False) -> Shares:
+        """Another placement; `kept`: one that stays as it is, which needs no `on`."""
+        on, means = [] if kept else [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
         of, load, held = list(self.of), list(self.load), list(self.held)
         return Shares(self.work, self.tokens, of, load, held, on, set(self.cut), *means)
-
-    def kept(self) -> KeptShares:
-        return KeptShares(list(self.of), sorted(self.cut), list(self.load), list(self.held))
 
     def put(self, seq: int, group: int) -> None:
         self.load[group] += self.work[seq]
@@ -139,15 +133,6 @@ class Shares:
             self.cut.discard(seq)
 
 
-class KeptShares(NamedTuple):
-    """A placement on the way, as in `Shares`; `cut` ascending."""
-
-    of: list[dict[int, float]]
-    cut: list[int]
-    load: list[float]
-    held: list[float]
-
-
 @dataclass(frozen=True, slots=True)
 class Trimmed:
     """Placements without their smallest shares: rows of all shares of cut sequences, by placement,
@@ -155,6 +140,7 @@ class Trimmed:
     many these are; `before`: sum of the shares before it; `load`, `held` [placements, groups].
     """
 
+    placements: Sequence[Shares]
     work: Floats
     tokens: Floats
     placement: Ints
@@ -168,11 +154,13 @@ class Trimmed:
     held: Floats
 
     @classmethod
-    def of(cls, placed: Shares, kept: Sequence[KeptShares], least: Sequence[float]) -> Trimmed:
-        """Leave out shares below `least` [placements] or half the largest of their sequence."""
-        work, tokens = np.array(placed.work, dtype=np.float64), np.array(placed.tokens, dtype=np.float64)
-        size = placed.num_groups
-        pieces = [each.of[seq] for each in kept for seq in each.cut]
+    def without(cls, placements: Sequence[Shares], least: float = 0.0) -> Trimmed:
+        """Leave out shares below `least` or half the largest of their sequence."""
+        whole = placements[0]
+        work, tokens = np.array(whole.work, dtype=np.float64), np.array(whole.tokens, dtype=np.float64)
+        size, cuts = whole.num_groups, [sorted(placed.cut) for placed in placements]
+        # A piece is one cut sequence of one placement; rows are its shares.
+        pieces = [placed.of[seq] for placed, cut in zip(placements, cuts, strict=True) for seq in cut]
         counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
         piece = np.repeat(np.arange(len(pieces)), counts)
         group = np.fromiter(chain.from_iterable(pieces), np.int64, len(piece))
@@ -180,16 +168,16 @@ class Trimmed:
         # Rows by piece, then by group: zigzag order is the groups' order.
         order = np.argsort(piece * size + group)
         group, share = group[order], share[order]
-        of_piece = np.repeat(np.arange(len(kept)), [len(each.cut) for each in kept])
-        seq = np.fromiter(chain.from_iterable(each.cut for each in kept), np.int64, len(pieces))
-        load, held = (np.array([getattr(each, name) for each in kept]) for name in ("load", "held"))
+        of_piece = np.repeat(np.arange(len(placements)), [len(cut) for cut in cuts])
+        seq = np.fromiter(chain.from_iterable(cuts), np.int64, len(pieces))
+        load, held = (np.array([getattr(placed, name) for placed in placements]) for name in ("load", "held"))
         index, of_row = of_piece[piece] * size + group, seq[piece]
         load -= _by(index, share * work[of_row], load.shape)
         held -= _by(index, share * tokens[of_row], held.shape)
         if pieces:
             # Segments of `share` are the pieces; their starts are the exclusive sums of counts.
             largest = np.maximum.reduceat(share, np.cumsum(counts) - counts)
-            enough = share >= np.minimum(np.array(least)[of_piece], largest / 2)[piece]
+            enough = share >= np.minimum(least, largest / 2)[piece]
             piece, group, share = piece[enough], group[enough], share[enough]
             counts = np.bincount(piece, minlength=len(pieces))
             # What is left of a piece sums to 1 again.
@@ -201,18 +189,20 @@ class Trimmed:
         # Exclusive running sum, restarted at every piece.
         so_far = np.cumsum(share) - share
         place, count = np.arange(len(piece)) - first, counts[piece]
-        return cls(work, tokens, placement, seq, group, share, place, count, so_far - so_far[first], load, held)
+        before = so_far - so_far[first]
+        return cls(placements, work, tokens, placement, seq, group, share, place, count, before, load, held)
 
-    def shares(self, kept: KeptShares, number: int) -> list[dict[int, float]]:
-        found = [dict.fromkeys(own, 1.0) for own in kept.of]
-        for seq in kept.cut:
-            found[seq] = {}
+    def of(self, number: int) -> list[dict[int, float]]:
+        """By sequence, the share of each group that a placement leaves it."""
+        of = [dict.fromkeys(own, 1.0) for own in self.placements[number].of]
+        for seq in self.placements[number].cut:
+            of[seq] = {}
         rows = self.placement == number
         for seq, group, share in zip(
-            self.seq[rows].tolist(), self.group[rows].tolist(), self.share[rows].tolist(), strict=True
+            *(each[rows].tolist() for each in (self.seq, self.group, self.share)), strict=True
         ):
-            found[seq][group] = share
-        return found
+            of[seq][group] = share
+        return of
 
 
 def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
@@ -222,8 +212,7 @@ def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
 def placements(
     work: Sequence[float], tokens: Sequence[int], num_groups: int, above: float | None = 0.0
 ) -> Iterator[Shares]:
-    """Placements of all sequences, from few cuts to the most even: objects that change from turn to
-    turn.
+    """Placements of all sequences, from few cuts to the most even.
 
     Args:
         work: seconds of attention of each whole sequence on one group.
@@ -233,28 +222,19 @@ def placements(
             None: the longest sequence is spread over all groups at first.
     """
     order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
-    placed = Shares.empty(work, tokens, num_groups)
+    placed = Shares.begin(work, tokens, num_groups)
     if above is None:
         if not _spread(placed, order):
             return
     else:
         _fill(placed, order, num_parts(work, num_groups, above))
-    yield placed
     if above:
         even = placed.copy()
-        yield from _offered(even, level_tokens(even), even.uneven_tokens())
-    yield from _more_even(placed)
-
-
-def placements_from(
-    work: Sequence[float], tokens: Sequence[int], num_groups: int, begun: Sequence[Sequence[int]]
-) -> Iterator[Shares]:
-    placed = Shares.empty(work, tokens, num_groups)
-    for seq, groups in enumerate(begun):
-        for group in groups:
-            placed.give(seq, group, 1 / len(groups))
-    yield placed
-    yield from _more_even(placed)
+        yield placed.copy(kept=True)
+        yield from _offered(even, _level_tokens(even), even.uneven_tokens())
+        yield from _more_even(placed)
+    else:
+        yield from evened(placed)
 
 
 def aligned(
@@ -301,9 +281,15 @@ def _runs(num_groups: int) -> list[list[range]]:
     ]
 
 
+def evened(placed: Shares) -> Iterator[Shares]:
+    """The placement, and what it becomes as work, then tokens are levelled."""
+    yield placed.copy(kept=True)
+    yield from _more_even(placed)
+
+
 def _more_even(placed: Shares) -> Iterator[Shares]:
     yield from _offered(placed, _level_work(placed), placed.uneven_work())
-    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
+    yield from _offered(placed, _level_tokens(placed), placed.uneven_tokens())
 
 
 def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Shares]:
@@ -313,9 +299,9 @@ def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Sh
         behind = now > last * _LESS
         if not behind:
             last = now
-            yield placed
+            yield placed.copy(kept=True)
     if behind:
-        yield placed
+        yield placed.copy(kept=True)
 
 
 def _spread(placed: Shares, order: Sequence[int]) -> bool:
@@ -403,7 +389,7 @@ def _level_work(placed: Shares) -> Iterator[float]:
         yield load[most] - mean
 
 
-def level_tokens(placed: Shares) -> Iterator[float]:
+def _level_tokens(placed: Shares) -> Iterator[float]:
     """Trade equal work of other density between the groups with most and fewest tokens."""
     mean, held = placed.mean_tokens, placed.held
     density = [tokens / work for tokens, work in zip(placed.tokens, placed.work, strict=True)]
