@@ -60,7 +60,7 @@ from megatron_balance.planners.zeppelin.shares import (
     Shares,
     Trimmed,
     aligned,
-    evened,
+    more_even,
     num_parts,
     one_run_each,
     placements,
@@ -225,7 +225,9 @@ class Search:
     lengths: tuple[int, ...]
     context: StepContext
     capacity: int
-    known: dict[tuple[int, bool], list[Placement]] = field(default_factory=dict[tuple[int, bool], list[Placement]])
+    known: dict[tuple[int, bool], Sequence[Placement]] = field(
+        default_factory=dict[tuple[int, bool], Sequence[Placement]]
+    )
 
     def plan(self, zones: tuple[AnyPlanZone, ...]) -> MicrobatchPlan:
         return plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
@@ -246,15 +248,15 @@ class Search:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
         costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
-        plans = [plan for groups in self._groups(costs) if self._fits(plan := self._rings(groups, costs.size))]
+        plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
         everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
-        return _best_of(plans or [self._rings(everywhere, costs.size)], self.machine)
+        return _best_of([*filter(self._fits, plans)] or [self._rings(everywhere, costs.size)], self.machine)
 
     def _ring_size(self) -> int:
         cluster, heads = self.context.cluster, self.context.model.num_heads
         return max(size for size in _ring_sizes(cluster) if heads % size == 0)
 
-    def _groups(self, costs: GroupCosts) -> list[Placement]:
+    def _aligned(self, costs: GroupCosts) -> Sequence[Placement]:
         """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
         key = costs.size, costs.replays
         if key in self.known:
@@ -263,16 +265,16 @@ class Search:
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
         found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
-        found = [groups for at, groups in enumerate(found) if groups not in found[:at]]
-        priced = sorted((rings_s(groups, self.lengths, costs), at) for at, groups in enumerate(found))
+        found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
+        priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
         self.known[key] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
         return best
 
-    def _rings(self, groups: Placement, size: int) -> MicrobatchPlan:
+    def _rings(self, placement: Placement, size: int) -> MicrobatchPlan:
         names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
         rings: list[Zone] = []
         # Zones over groups as wide ranks; each stands for `size` ranks in a row.
-        for wide in zones(groups, wide_ranks(self.context.cluster, size)):
+        for wide in zones(placement, wide_ranks(self.context.cluster, size)):
             ranks = tuple(rank for group in wide.ranks for rank in range(group * size, (group + 1) * size))
             rings.append(Zone(names.get(wide.name, wide.name), "head_ring", ranks, wide.seqs, size))
         return self.plan(tuple(rings))
@@ -287,10 +289,10 @@ class Search:
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
         if costs.num_groups > _MANY or _SURELY * found.price.seconds < _SHOWS * even_s:
             return plan
-        best = self._groups(costs)
+        best = self._aligned(costs)
         if _SURELY * found.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        rings = filter(self._fits, (self._rings(groups, costs.size) for groups in best))
+        rings = filter(self._fits, (self._rings(placement, costs.size) for placement in best))
         return _best_of([plan, *rings], self.machine)
 
     # Waves
@@ -370,8 +372,9 @@ class Search:
             of_each = (placements(work, lengths, num_groups, above) for above in ways)
             yield Trimmed.without(list(chain.from_iterable(of_each)), least)
         if num_groups <= _MANY and not costs.replays:
-            rings = [dict.fromkeys(groups, 1 / len(groups)) for groups in self._groups(costs)[0]]
-            yield Trimmed.without(list(evened(Shares.begin(work, lengths, num_groups, rings))), _LEAST_OF_FEW)
+            rings = [dict.fromkeys(groups, 1 / len(groups)) for groups in self._aligned(costs)[0]]
+            placed = Shares.begin(work, lengths, num_groups, rings)
+            yield Trimmed.without([placed.copy(kept=True), *more_even(placed)], _LEAST_OF_FEW)
 
     # Memory of the step. The search is told before there is a placement whether layers replay, since
     # the cheapest number of waves depends on it. Fewer waves bring more at once, so a placement may
@@ -564,29 +567,29 @@ def _intra_node(
     """Algorithm 2: devices of each sequence of a node. `base`: tokens of others on each."""
     threshold = capacity
     while True:
-        split, loads = _fragments(
+        devices_of, loads = _fragments(
             [seq for seq in order if lengths[seq] >= threshold], lengths, num_devices, capacity, base
         )
         local = [seq for seq in order if lengths[seq] < threshold]
         if sum(loads) + sum(lengths[seq] for seq in local) <= num_devices * capacity:
             chosen = _least_loaded([lengths[seq] for seq in local], loads, capacity)
             if len(chosen) == len(local):
-                return split | {seq: [device] for seq, device in zip(local, chosen, strict=True)}
+                return devices_of | {seq: [device] for seq, device in zip(local, chosen, strict=True)}
         if not local:
-            return split
+            return devices_of
         threshold = lengths[local[0]]
 
 
 def _fragments(
-    seqs: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
+    order: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
 ) -> tuple[dict[int, list[int]], list[int]]:
     """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin."""
-    squares = sum(lengths[seq] ** 2 for seq in seqs)
+    squares = sum(lengths[seq] ** 2 for seq in order)
     everywhere = list(range(num_devices))
-    split: dict[int, list[int]] = {}
+    devices_of: dict[int, list[int]] = {}
     loads = [base] * num_devices
     turn = 0
-    for seq in seqs:
+    for seq in order:
         # ceil(|s|^2 / c_avg) with c_avg the mean square of a device.
         wanted = -(-(lengths[seq] ** 2) * num_devices // squares)
         devices = [(turn + i) % num_devices for i in range(wanted)]
@@ -594,25 +597,25 @@ def _fragments(
             devices = everywhere
         part = -(-lengths[seq] // len(devices))
         if any(loads[device] + part > capacity for device in devices):
-            return dict.fromkeys(seqs, everywhere), [
-                min(capacity, base + -(-sum(lengths[seq] for seq in seqs) // num_devices))
+            return dict.fromkeys(order, everywhere), [
+                min(capacity, base + -(-sum(lengths[seq] for seq in order) // num_devices))
             ] * num_devices
-        split[seq] = sorted(devices)
+        devices_of[seq] = sorted(devices)
         for device in devices:
             loads[device] += part
         turn += len(devices)
-    return split, loads
+    return devices_of, loads
 
 
-def _least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item, the least loaded (ties: the lower), up to the first not to fit."""
+def _least_loaded(lengths: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
+    """The least loaded node or device of each sequence (ties: the lower), up to one without."""
     heap = [(load, index) for index, load in enumerate(loads)]
     heapify(heap)
     chosen: list[int] = []
-    for size in sizes:
+    for length in lengths:
         load, index = heap[0]
-        if load + size > capacity:
+        if load + length > capacity:
             break
-        heapreplace(heap, (load + size, index))
+        heapreplace(heap, (load + length, index))
         chosen.append(index)
     return chosen

@@ -27,6 +27,7 @@ from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
+from megatron_balance.solvers.groups import Placement
 
 # Numbers of waves that are priced.
 WAVES = (1, 2, 3, 4, 6, 8)
@@ -186,10 +187,10 @@ class PlacementPrice:
     lead: int = 0
 
 
-def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs: GroupCosts) -> float:
-    """Seconds of a layer in rings of groups. `groups_of`: of each sequence, in a row."""
+def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> float:
+    """Seconds of a layer in rings of groups. `placement`: the groups of each sequence, in a row."""
     rings: dict[tuple[int, ...], list[float]] = {}
-    for groups, work, length in zip(groups_of, costs.works_s(lengths), lengths, strict=True):
+    for groups, work, length in zip(placement, costs.works_s(lengths), lengths, strict=True):
         ring = rings.setdefault(groups, [0.0, 0.0])
         ring[0] += work / len(groups)
         ring[1] += length / len(groups)
@@ -271,13 +272,13 @@ def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_grou
         last = max(own)
         for group, share in own.items():
             rows[group].append(length * share / (1 if group == last else 2))
-    return [sorted(each, reverse=True) for each in rows]
+    return [sorted(own, reverse=True) for own in rows]
 
 
-def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
+def _lead(rows_of: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
     """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
-    held, work = np.zeros((2, len(leads), len(firsts)))
-    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(firsts)):
+    held, work = np.zeros((2, len(leads), len(rows_of)))
+    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(rows_of)):
         left = float(tokens)
         for row in rows:
             taken = min(row, left)
@@ -400,7 +401,7 @@ class _Met:
 
 def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
     shape, share, count = placed.load.shape, placed.share, placed.count
-    length, index = placed.tokens[placed.seq], placed.placement * shape[1] + placed.group
+    length, index = placed.lengths[placed.seq], placed.placement * shape[1] + placed.group
 
     def by_group(values: Floats) -> Floats:
         return np.bincount(index, weights=values, minlength=shape[0] * shape[1]).astype(np.float64).reshape(*shape, 1)
