@@ -249,8 +249,9 @@ class Search:
         wanted = self.context.options.group_size
         costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
         plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
-        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
-        return _best_of([*filter(self._fits, plans)] or [self._rings(everywhere, costs.size)], self.machine)
+        if not (plans := [*filter(self._fits, plans)]):
+            plans = [self._rings([tuple(range(costs.num_groups))] * len(self.lengths), costs.size)]
+        return _best_of(plans, self.machine)
 
     def _ring_size(self) -> int:
         cluster, heads = self.context.cluster, self.context.model.num_heads
@@ -267,16 +268,16 @@ class Search:
         found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
         priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
-        self.known[key] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
-        return best
+        self.known[key] = found = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
+        return found
 
     def _rings(self, placement: Placement, size: int) -> MicrobatchPlan:
         names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
         rings: list[Zone] = []
         # Zones over groups as wide ranks; each stands for `size` ranks in a row.
-        for wide in zones(placement, wide_ranks(self.context.cluster, size)):
-            ranks = tuple(rank for group in wide.ranks for rank in range(group * size, (group + 1) * size))
-            rings.append(Zone(names.get(wide.name, wide.name), "head_ring", ranks, wide.seqs, size))
+        for zone in zones(placement, wide_ranks(self.context.cluster, size)):
+            ranks = tuple(rank for group in zone.ranks for rank in range(group * size, (group + 1) * size))
+            rings.append(Zone(names.get(zone.name, zone.name), "head_ring", ranks, zone.seqs, size))
         return self.plan(tuple(rings))
 
     def _or_rings(self, plan: MicrobatchPlan, found: _Chosen) -> MicrobatchPlan:
@@ -538,10 +539,9 @@ class _InterNodeZone:
         # ceil(|s| / s_avg) with s_avg = total / N, in whole numbers.
         wanted = -(-self.lengths[seq] * num_nodes // self.total)
         if not self.everywhere:
-            by_load = (
-                [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)
-            )  # ties: the lower node
-            if self._fits(seq, by_load[:wanted]):
+            # Ties: the lower node.
+            nodes = [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)
+            if self._fits(seq, nodes[:wanted]):
                 return wanted == 1
             if self._fits(seq, range(num_nodes)):
                 return False
