@@ -15,6 +15,7 @@ from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
@@ -63,7 +64,6 @@ class JointStages:
     """Pipeline stages that attend together: the ranks of all stages, and the model chunks of each."""
 
     cluster: Cluster
-    cost: MachineCost
     num_chunks: int = 1
 
 
@@ -242,6 +242,19 @@ class _PlanWith(Protocol):
 
 def slack(options: Any) -> float:
     return float(options.slack)
+
+
+def check_within(planner: str, options: Any) -> None:
+    """Reject (ConfigError) options `within` and `within_options` that name no planner of microbatches,
+    or its capacity.
+    """
+    if options.within == planner:
+        default = type(options)().within
+        raise ConfigError(f"within: expected the planner of one microbatch, such as {default}, got {planner}")
+    if "tokens_per_rank" in options.within_options:
+        raise ConfigError(
+            f"within_options: tokens_per_rank is an option of {planner} itself; give it beside within_options"
+        )
 
 
 def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) -> PlanStep:

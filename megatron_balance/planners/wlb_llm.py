@@ -33,7 +33,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.planners.base import StepContext, Trial, Tuning, planner_within, renumbered
+from megatron_balance.planners.base import StepContext, Trial, Tuning, check_within, planner_within, renumbered
 from megatron_balance.solvers.packing import PackingProblem, best_fit, fewest_tokens, pack_better, pack_greedily
 
 NAME = "wlb_llm"
@@ -122,13 +122,7 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
         raise ConfigError(
             f"thresholds {list(thresholds)} go with packing: workload, got packing: {options.packing}; leave one out"
         )
-    if options.within == NAME:
-        raise ConfigError(f"within: expected the planner of one microbatch, such as llama_all_gather, got {NAME}")
-    if "tokens_per_rank" in options.within_options:
-        raise ConfigError(
-            "within_options: tokens_per_rank is an option of wlb_llm itself, where S_max follows from it too; give it "
-            "beside within_options"
-        )
+    check_within(NAME, options)
     if options.slack < 1:
         raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
     if options.window > 1 and options.order != "packed":
@@ -198,7 +192,7 @@ def _of_one_length(
 
 def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> _PackedDocuments:
     ordered = _longest_first(documents)
-    bins = best_fit([each.length for each in ordered], [int(most)] * len(lengths))
+    bins = best_fit([each.length for each in ordered], [most] * len(lengths))
     if None not in bins:
         return _PackedDocuments.of_bins(ordered, bins, len(lengths))
     packed = _as_dealt(lengths, ordered, most)

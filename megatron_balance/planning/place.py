@@ -14,6 +14,7 @@ from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.estimate.times import PricedMachine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
@@ -138,16 +139,11 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
     plan_owned = planner.plan_owned
     if plan_owned is None:
         raise ConfigError("this planner plans the attention of each pipeline stage for itself")
-    layers = replace(context.layers, remap=False)
+    layers, cost = replace(context.layers, remap=False), on_cluster(context.cost, joint.cluster)
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
-        owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options)
-        return with_layers(
-            _under(owned_plan, context.model),
-            joint.cluster,
-            joint.cost,
-            layers,
-        )
+        owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, cost, context.options)
+        return with_layers(_under(owned_plan, context.model), joint.cluster, cost, layers)
 
     return plan
 

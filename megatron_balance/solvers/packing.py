@@ -14,6 +14,11 @@ import numpy as np
 from megatron_balance.solvers import milp
 
 
+def longest_first(sizes: Sequence[float]) -> list[int]:
+    """The order of items by size, the largest first; of equal ones the lower."""
+    return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+
+
 def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> list[int | None]:
     """The bin of each item, the least loaded one (ties: the lower); None: it would pass `most`."""
     loads = list(loads)
@@ -26,7 +31,7 @@ def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> li
     return chosen
 
 
-def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
+def best_fit(sizes: Sequence[int], spaces: Sequence[float]) -> list[int | None]:
     """The bin of each item, the one with the least room that holds it; None: no bin does."""
     free = sorted((space, index) for index, space in enumerate(spaces))
     chosen: list[int | None] = []
@@ -45,7 +50,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """Items of each bin, the largest first, in the first bin with room or one of their own."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+    for item in longest_first(sizes):
         at = next((number for number, left in enumerate(room) if left >= sizes[item]), len(bins))
         if at == len(bins):
             bins.append([])
@@ -160,10 +165,9 @@ def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]
     more than a hundredth between them and the batch is small enough, the most equal split by subset
     sums.
     """
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     parts: tuple[list[int], list[int]] = ([], [])
     loads = [(0, 0), (0, 0)]
-    for i in order:
+    for i in longest_first(sizes):
         nano_batch = int(loads[1] < loads[0])
         parts[nano_batch].append(i)
         size, squares = loads[nano_batch]

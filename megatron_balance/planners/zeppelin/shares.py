@@ -26,6 +26,7 @@ from megatron_balance.ir.intervals import union
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL
+from megatron_balance.solvers.packing import longest_first
 
 # Shares up to this are none.
 _NOTHING = 1e-3
@@ -215,7 +216,7 @@ def placements(
         above: work above the mean, over it, that groups may have at first: the more, the fewer cuts.
             None: the longest sequence is spread over all groups at first.
     """
-    order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
+    order = longest_first(work)
     placed = Shares.begin(work, lengths, num_groups)
     if above is None:
         if not _spread(placed, order):
@@ -238,7 +239,7 @@ def aligned(
     load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
     placement: list[tuple[int, ...]] = [()] * len(seconds)
     runs = _runs(num_groups)
-    for seq in sorted(range(len(seconds)), key=lambda seq: (-seconds[seq], seq)):
+    for seq in longest_first(seconds):
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
@@ -487,7 +488,7 @@ def shared_zone(
 
 def one_run_each(lengths: Sequence[int], cluster: Cluster) -> SharedZone:
     """The zone in which every rank has one run of tokens, the longest sequence first."""
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     rows = np.array([(0, seq, 0, lengths[seq]) for seq in order], dtype=np.int64)
     return SharedZone(INTER_NODE, as_rows(_on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
 

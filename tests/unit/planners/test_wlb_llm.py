@@ -112,6 +112,13 @@ def test_delay_off_trains_what_was_dealt_and_repacking_moves_it() -> None:
     assert members(plan(lengths, packing="original")[0]) == [(0, 1), (2, 3, 4)]
 
 
+def test_without_a_capacity_and_a_next_step_what_fits_no_microbatch_of_one_length_is_trained_too() -> None:
+    """It failed, since no capacity is no whole number."""
+    once = replace(CONTEXT, may_carry=False)
+    step, carry = plan(((400, 300), (200, 150)), context=once, packing="fixed", context_tokens=500)
+    assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3], EMPTY)
+
+
 def test_any_planner_may_follow_inside_a_microbatch() -> None:
     lengths = ((400, 300), (20, 20, 20))
     for within in ("llama_all_gather", "zeppelin", "te_ring", "distca"):
