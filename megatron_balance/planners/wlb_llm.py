@@ -34,7 +34,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.planners.base import StepContext, Trial, Tuning, check_within, planner_within, renumbered
-from megatron_balance.solvers.packing import PackingProblem, best_fit, fewest_tokens, pack_better, pack_greedily
+from megatron_balance.solvers.packing import PackingProblem, best_fit, join_late, pack_better, pack_greedily
 
 NAME = "wlb_llm"
 REMAINED = "remained"
@@ -163,13 +163,9 @@ def _queued_and_new(lengths: Lengths, carry: Carry) -> tuple[list[Document], lis
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> _PackedDocuments:
     """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them."""
-    new = iter(enumerate(chain.from_iterable(lengths)))
-    dealt = [[Document(*next(new)) for _ in microbatch] for microbatch in lengths]
-    waiting = [each for each in documents if each.number < 0]
-    bins = fewest_tokens([each.length for each in waiting], [sum(each) for each in lengths], most)
-    joined = _PackedDocuments.of_bins(waiting, bins, len(lengths))
-    microbatches = tuple((*own, *late) for own, late in zip(dealt, joined.microbatches, strict=True))
-    return _PackedDocuments(microbatches, joined.left)
+    joined, left = join_late(lengths, (each for each in documents if each.number < 0), most)
+    microbatches = tuple(tuple(Document(*each) for each in microbatch) for microbatch in joined)
+    return _PackedDocuments(microbatches, tuple(Document(*each) for each in left))
 
 
 def _of_one_length(

@@ -25,7 +25,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt, hel
 from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext, renumbered
 from megatron_balance.planning.layers import with_layers
 from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
-from megatron_balance.solvers.packing import fewest_tokens, nano_batches
+from megatron_balance.solvers.packing import join_late, nano_batches
 
 # Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
 NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
@@ -42,18 +42,19 @@ def place_microbatches(planner: Planner) -> PlanStep:
     return plan_step
 
 
-def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
-    """The nano-batches of a microbatch; one sequence alone makes no second half."""
-    if ping_pong and len(lengths) >= NUM_NANO_BATCHES:
-        return nano_batches(lengths)
-    return (tuple(range(len(lengths))),)
-
-
-def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """Every microbatch in as many nano-batches: their sequences meet in one attention call."""
-    if ping_pong and any(len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches):
-        return tuple(nano_batches(lengths) for lengths in microbatches)
-    return tuple(nano_batches_of(lengths, ping_pong=False) for lengths in microbatches)
+def nano_batches_of(
+    microbatches: Sequence[Sequence[int]], *, ping_pong: bool, aligned: bool = False
+) -> list[NanoBatches]:
+    """The nano-batches of each microbatch; one sequence alone makes no second half. `aligned`: all have
+    as many, since their sequences meet in one attention call.
+    """
+    halved = [ping_pong and len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches]
+    if aligned:
+        halved = [any(halved)] * len(halved)
+    return [
+        nano_batches(lengths) if both else (tuple(range(len(lengths))),)
+        for lengths, both in zip(microbatches, halved, strict=True)
+    ]
 
 
 def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan:
@@ -68,10 +69,7 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
         members = tuple(nano_batch for (nano_batch,) in own.members)
     context = _of_microbatches(context, len(members))
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
-    if context.joint is not None:
-        parts = aligned_nano_batches(microbatches, ping_pong=context.ping_pong)
-    else:
-        parts = tuple(nano_batches_of(each, ping_pong=context.ping_pong) for each in microbatches)
+    parts = nano_batches_of(microbatches, ping_pong=context.ping_pong, aligned=context.joint is not None)
     split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
     plans = tuple(
         place(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split)
@@ -164,13 +162,7 @@ def with_waiting(plan_step: PlanStep, most_tokens: float) -> PlanStep:
                 f"a sequence of {longest} tokens was held back, and a microbatch has at most {most_tokens:.0f}; raise "
                 "tokens_per_rank, or use more ranks"
             )
-        new = iter(enumerate(chain.from_iterable(lengths)))
-        joined = [[next(new) for _ in microbatch] for microbatch in lengths]
-        late = sorted(carry.waiting, key=lambda each: (-each[1], each[0]))
-        bins = fewest_tokens([length for _, length in late], [sum(each) for each in lengths], most_tokens)
-        for sequence, at in zip(late, bins, strict=True):
-            if at is not None:
-                joined[at].append(sequence)
+        joined, _ = join_late(lengths, sorted(carry.waiting, key=lambda each: (-each[1], each[0])), most_tokens)
         inner, _ = plan_step(tuple(tuple(n for _, n in microbatch) for microbatch in joined), context, EMPTY)
         step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
         waiting = held_back(step, lengths, carry.waiting)

@@ -5,8 +5,9 @@ integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import fsum
 
 import numpy as np
@@ -19,16 +20,25 @@ def longest_first(sizes: Sequence[float]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
 
 
-def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> list[int | None]:
-    """The bin of each item, the least loaded one (ties: the lower); None: it would pass `most`."""
-    loads = list(loads)
-    chosen: list[int | None] = []
-    for size in sizes:
-        at = min(range(len(loads)), key=loads.__getitem__)
-        fits = loads[at] + size <= most
-        chosen.append(at if fits else None)
-        loads[at] += size if fits else 0
-    return chosen
+def join_late(
+    dealt: Sequence[Sequence[int]], late: Iterable[tuple[int, int]], most: float
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]]]:
+    """Microbatches with late sequences (number, tokens), each in turn in the one with the fewest dealt
+    and joined tokens (ties: the lower); and those with which that would pass `most`.
+
+    `dealt`: tokens of each sequence by microbatch, which are numbered from 0 on through all.
+    """
+    number = count()
+    joined = [[(next(number), tokens) for tokens in microbatch] for microbatch in dealt]
+    held, left = [sum(microbatch) for microbatch in dealt], list[tuple[int, int]]()
+    for sequence in late:
+        at = min(range(len(held)), key=held.__getitem__)
+        if held[at] + sequence[1] > most:
+            left.append(sequence)
+            continue
+        joined[at].append(sequence)
+        held[at] += sequence[1]
+    return joined, left
 
 
 def best_fit(sizes: Sequence[int], spaces: Sequence[float]) -> list[int | None]:
