@@ -139,14 +139,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """Limits of a search for options: mean steps that a token may wait, and queues."""
-
-    most_delay: float = 0.5
-    most_queues: int = 3
-
-
-@dataclass(frozen=True, slots=True)
 class Trial:
     """Thresholds tried on a sample of steps. `imbalance`: largest work of a microbatch over the
     mean; `delay`: mean steps that a token waits; `delayed`: share of the tokens that wait at all.
@@ -187,8 +179,9 @@ class Planner:
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
     carry without a state); planners of microbatches need not care (`planning.place`)."""
-    tune: Callable[[Sequence[Lengths], StepContext, Tuning], tuple[Trial, ...]] | None = None
-    """Choose options from a sample of steps, and show what was weighed."""
+    tune: Callable[[Sequence[Lengths], StepContext, float, int], tuple[Trial, ...]] | None = None
+    """Choose options from a sample of steps, and show what was weighed; a token may wait so many steps
+    in the mean, and there are so many queues at most."""
     pipelines: bool = False
     """Whether each replica of a training job is a pipeline with microbatches of its own, in number and
     length, and attends for itself; else all replicas share every microbatch."""

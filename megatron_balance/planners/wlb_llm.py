@@ -33,7 +33,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.planners.base import StepContext, Trial, Tuning, check_within, planner_within, renumbered
+from megatron_balance.planners.base import StepContext, Trial, check_within, planner_within, renumbered
 from megatron_balance.solvers.packing import PackingProblem, best_fit, join_late, pack_better, pack_greedily
 
 NAME = "wlb_llm"
@@ -340,7 +340,7 @@ BEAM = 6
 ENOUGH = 0.005
 
 
-def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tuple[Trial, ...]:
+def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most_queues: int) -> tuple[Trial, ...]:
     """The trials that no other trial beats in both imbalance and delay, by delay; one is chosen
     (section 4.2).
 
@@ -351,8 +351,8 @@ def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tupl
     Raises:
         ConfigError: a sample of one microbatch a step, or a number of queues that cannot be.
     """
-    if tuning.most_queues < 1:
-        raise ConfigError(f"--queues {tuning.most_queues}: expected at least 1")
+    if most_queues < 1:
+        raise ConfigError(f"--queues {most_queues}: expected at least 1")
     if not steps or min(map(len, steps)) < 2:
         raise ConfigError(
             "tune: expected a sample of steps of at least 2 microbatches, since one microbatch is always balanced; "
@@ -363,12 +363,12 @@ def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tupl
     candidates = sorted({max(1, round(longest * 2 ** (-k / CANDIDATES_PER_OCTAVE))) for k in range(count)})
     tried = [_evaluate(steps, context, ())]
     best: list[Trial] = tried[:]
-    for _ in range(tuning.most_queues):
+    for _ in range(most_queues):
         extended = {tuple(sorted({*trial.thresholds, each})) for trial in best for each in candidates}
         new = [_evaluate(steps, context, thresholds) for thresholds in sorted(extended - {t.thresholds for t in tried})]
         tried += new
-        best = sorted(new, key=lambda trial: (trial.delay > tuning.most_delay, trial.imbalance))[:BEAM]
-    allowed = [trial for trial in tried if trial.delay <= tuning.most_delay]
+        best = sorted(new, key=lambda trial: (trial.delay > most_delay, trial.imbalance))[:BEAM]
+    allowed = [trial for trial in tried if trial.delay <= most_delay]
     goal = min(trial.imbalance for trial in allowed) + ENOUGH
     chosen = min(
         (trial for trial in allowed if trial.imbalance <= goal),
