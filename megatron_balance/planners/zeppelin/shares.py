@@ -68,7 +68,7 @@ class Shares:
     def begin(
         cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[Mapping[int, float]] = ()
     ) -> Shares:
-        """Nothing placed but `of`, from the first sequence on."""
+        """Begin with what `of` says of the first sequences; the others have no group yet."""
         load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
         means = sum(work) / num_groups, sum(lengths) / num_groups
         placed = cls(work, lengths, [{}] * len(work), load, held, on, set(), *means)
@@ -274,7 +274,7 @@ def _runs(num_groups: int) -> list[list[range]]:
 
 
 def more_even(placed: Shares) -> Iterator[Shares]:
-    """What a placement becomes as work, then tokens are levelled."""
+    """Level work, then tokens; yields the placement whenever it became clearly more even."""
     yield from _offered(placed, _level_work)
     yield from _offered(placed, _level_tokens)
 
