@@ -168,8 +168,7 @@ class Bench:
             raise ConfigError(
                 f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
             )
-        pool = self.pool.cluster
-        joint = JointStages(pool, given.planning_cost(pool), self.setup.interleave) if mode.joint else None
+        joint = JointStages(self.pool.cluster, self.setup.interleave) if mode.joint else None
         context = StepContext(
             given.cluster,
             given.model,

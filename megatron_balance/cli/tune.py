@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search the thresholds and print the trade-off."""
-    from megatron_balance.planners.base import StepContext, Tuning
+    from megatron_balance.planners.base import StepContext
 
     if args.planner:
         raise ConfigError(f"--planner {args.planner[0]}: name the one planner to tune right behind 'tune'")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         for at in range(0, len(samples) - args.microbatches + 1, args.microbatches)
     ]
     context = StepContext(given.cluster, given.model, given.planning_cost(), options=choice.options)
-    trials = choice.planner.tune(steps, context, Tuning(args.most_delay, args.queues))
+    trials = choice.planner.tune(steps, context, args.most_delay, args.queues)
     if args.json:
         chosen = next(trial.thresholds for trial in trials if trial.chosen)
         print(

@@ -23,10 +23,11 @@ from megatron_balance.ir.step import Lengths
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.planned_model import step_memory
 from megatron_balance.planners import megatron_dynamic
+from megatron_balance.planners.base import JointStages
 from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.plans import Samples, StepPlans, check_agreement
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
         full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
         options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)
-    pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
+    pipeline = JointStages(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
     strategy = str(job.layout) if choice.planner.pipelines else None
     return PlanSpec(
         choice.name,

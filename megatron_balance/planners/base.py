@@ -15,6 +15,7 @@ from megatron_balance.analysis.change import Layouts
 from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel, MachineCost
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
@@ -63,7 +64,6 @@ class JointStages:
     """Pipeline stages that attend together: the ranks of all stages, and the model chunks of each."""
 
     cluster: Cluster
-    cost: MachineCost
     num_chunks: int = 1
 
 
@@ -139,14 +139,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """Limits of a search for options: mean steps that a token may wait, and queues."""
-
-    most_delay: float = 0.5
-    most_queues: int = 3
-
-
-@dataclass(frozen=True, slots=True)
 class Trial:
     """Thresholds tried on a sample of steps. `imbalance`: largest work of a microbatch over the
     mean; `delay`: mean steps that a token waits; `delayed`: share of the tokens that wait at all.
@@ -187,8 +179,9 @@ class Planner:
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
     carry without a state); planners of microbatches need not care (`planning.place`)."""
-    tune: Callable[[Sequence[Lengths], StepContext, Tuning], tuple[Trial, ...]] | None = None
-    """Choose options from a sample of steps, and show what was weighed."""
+    tune: Callable[[Sequence[Lengths], StepContext, float, int], tuple[Trial, ...]] | None = None
+    """Choose options from a sample of steps, and show what was weighed; a token may wait so many steps
+    in the mean, and there are so many queues at most."""
     pipelines: bool = False
     """Whether each replica of a training job is a pipeline with microbatches of its own, in number and
     length, and attends for itself; else all replicas share every microbatch."""
@@ -242,6 +235,19 @@ class _PlanWith(Protocol):
 
 def slack(options: Any) -> float:
     return float(options.slack)
+
+
+def check_within(planner: str, options: Any) -> None:
+    """Reject (ConfigError) options `within` and `within_options` that name no planner of microbatches,
+    or its capacity.
+    """
+    if options.within == planner:
+        default = type(options)().within
+        raise ConfigError(f"within: expected the planner of one microbatch, such as {default}, got {planner}")
+    if "tokens_per_rank" in options.within_options:
+        raise ConfigError(
+            f"within_options: tokens_per_rank is an option of {planner} itself; give it beside within_options"
+        )
 
 
 def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) -> PlanStep:

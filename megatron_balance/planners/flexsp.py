@@ -18,7 +18,7 @@ ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -31,8 +31,9 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.groups import Frame, arrange, capacity_of, check_each, check_pool, sizes
+from megatron_balance.solvers.groups import Frame, arrange, by_sequence, capacity_of, check_each, check_pool, sizes
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
+from megatron_balance.solvers.packing import longest_first
 from megatron_balance.solvers.sized_groups import (
     Groups,
     GroupsProblem,
@@ -70,9 +71,8 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     groups = _GroupSeconds(cluster, model, cost).groups(batch.lengths, capacity, options)
-    return Frame("flexsp", cluster, model, "head_exchange").microbatch(
-        batch.lengths, _placement(groups, len(batch.lengths), cluster)
-    )
+    placement, _ = by_sequence(((0, *each) for each in _on_ranks(groups, cluster)), len(batch.lengths))
+    return Frame("flexsp", cluster, model, "head_exchange").microbatch(batch.lengths, placement)
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> StepPlan:
@@ -97,17 +97,18 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
         )
         if best_s is None or total_s < best_s:
             best_s, best = total_s, (microbatches, grouped)
-    placement: list[tuple[int, ...]] = [()] * len(batch.lengths)
-    microbatch_of = [0] * len(batch.lengths)
-    for index, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ()):
-        for seq, ranks in zip(seqs, _placement(groups, len(seqs), cluster), strict=True):
-            placement[seq], microbatch_of[seq] = ranks, index
+    placed = (
+        (microbatch, ranks, [seqs[at] for at in own])
+        for microbatch, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ())
+        for ranks, own in _on_ranks(groups, cluster)
+    )
+    placement, microbatch_of = by_sequence(placed, len(batch.lengths))
     return Frame("flexsp", cluster, model, "head_exchange").batch(batch.lengths, placement, microbatch_of)
 
 
 def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Sequences by length, cut into at most `count` runs of about equal tokens."""
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     total = sum(lengths)
     microbatches: list[list[int]] = [[] for _ in range(count)]
     before = 0
@@ -127,14 +128,10 @@ def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
     return capacity
 
 
-def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[int, ...]]:
-    placement: list[tuple[int, ...]] = [()] * num_seqs
-    for (_, seqs), ranks in zip(
-        groups, arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size), strict=True
-    ):
-        for seq in seqs:
-            placement[seq] = ranks
-    return placement
+def _on_ranks(groups: Groups, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ranks and sequences of each group."""
+    ranks_of = arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size)
+    return zip(ranks_of, (seqs for _, seqs in groups), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

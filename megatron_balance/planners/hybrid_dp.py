@@ -28,6 +28,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.groups import Frame, blocks, capacity_of, check_each, check_pool, rank_tokens, sizes
+from megatron_balance.solvers.packing import longest_first
 
 # Factors on the limit of a rank's FLOPs, tried in turn.
 _RAISES = (1.0, 1.2, inf)
@@ -114,7 +115,7 @@ class _Placing:
     def place_all(self) -> bool:
         """Place every sequence on the fewest ranks that can take it; False if one finds none."""
         lengths, cluster = self.problem.lengths, self.problem.cluster
-        order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+        order = longest_first(lengths)
         allowed = sizes(cluster.num_ranks)
         runs = {
             size: [tuple(run) for run in blocks(size, cluster.num_ranks, cluster.node_size)] for size in allowed[1:]

@@ -27,7 +27,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.base import StepContext, planner_within
+from megatron_balance.planners.base import StepContext, check_within, planner_within
 from megatron_balance.planners.pipelines import (
     CandidateMovement,
     Dispatching,
@@ -83,10 +83,7 @@ class HydraulisOptions:
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
     """Dispatch and pack the sequences of a step, those that wait first, under the best candidate."""
     options: HydraulisOptions = context.options
-    if options.within == NAME:
-        raise ConfigError(f"within: expected the planner of one microbatch, such as te_ring, got {NAME}")
-    if "tokens_per_rank" in options.within_options:
-        raise ConfigError("within_options: tokens_per_rank is an option of hydraulis itself; give it beside them")
+    check_within(NAME, options)
     if options.node_limit < 1:
         raise ConfigError(f"node_limit {options.node_limit}: a search needs nodes; use at least 1")
     if options.microbatch_s < 0:

@@ -19,8 +19,9 @@ Sequences that share a group share one ring; `hybrid` runs each by itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from megatron_balance.cost.base import CostModel
@@ -29,7 +30,16 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.groups import Frame, capacity_of, check_each, check_pool, needed, rank_tokens, sizes
+from megatron_balance.solvers.groups import (
+    Frame,
+    by_sequence,
+    capacity_of,
+    check_each,
+    check_pool,
+    needed,
+    rank_tokens,
+    sizes,
+)
 
 # Megatron's limit is lowered to the capacity over this at most.
 MOST_PARTS = 4
@@ -68,7 +78,7 @@ def plan_with(
     for parts in range(1, MOST_PARTS + 1):
         microbatches = scheduler(batch.lengths, max(1, capacity // parts), cluster.num_ranks)
         if _most_tokens(microbatches, batch.lengths, cluster.num_ranks) <= capacity:
-            placement = _placement(microbatches, len(batch.lengths))[0]
+            placement = by_sequence(_on_ranks(microbatches), len(batch.lengths))[0]
             break
     return Frame("megatron_dynamic", cluster, model).microbatch(batch.lengths, placement)
 
@@ -81,33 +91,24 @@ def plan_batch(
     capacity = capacity_of("megatron_dynamic", options, batch.num_tokens, cluster.num_ranks)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     microbatches = RULES[options.rules](batch.lengths, capacity, cluster.num_ranks)
-    placement, microbatch_of = _placement(microbatches, len(batch.lengths))
+    placement, microbatch_of = by_sequence(_on_ranks(microbatches), len(batch.lengths))
     return Frame("megatron_dynamic", cluster, model).batch(batch.lengths, placement, microbatch_of)
 
 
 def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num_ranks: int) -> int:
     held = [0] * num_ranks
-    for groups in microbatches:
-        first = 0
-        for size, seqs in groups:
-            tokens = sum(rank_tokens(lengths[seq], size) for seq in seqs)
-            for rank in range(first, first + size):
-                held[rank] += tokens
-            first += size
+    for _, ranks, seqs in _on_ranks(microbatches):
+        for rank in ranks:
+            held[rank] += sum(rank_tokens(lengths[seq], len(ranks)) for seq in seqs)
     return max(held)
 
 
-def _placement(microbatches: Sequence[Microbatch], num_seqs: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    placement: list[tuple[int, ...]] = [()] * num_seqs
-    microbatch_of = [0] * num_seqs
-    for index, groups in enumerate(microbatches):
-        first = 0
-        for size, seqs in groups:
-            ranks = tuple(range(first, first + size))
-            first += size
-            for seq in seqs:
-                placement[seq], microbatch_of[seq] = ranks, index
-    return placement, microbatch_of
+def _on_ranks(microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Microbatch, ranks and sequences of each group: neighbouring ranks, from the first one on."""
+    for microbatch, groups in enumerate(microbatches):
+        stops = accumulate(size for size, _ in groups)
+        for stop, (size, seqs) in zip(stops, groups, strict=True):
+            yield microbatch, tuple(range(stop - size, stop)), seqs
 
 
 # Groups in the order of their ranks: how many ranks, and the ids of their sequences.

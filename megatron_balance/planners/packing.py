@@ -26,7 +26,7 @@ from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.solvers.groups import check_pool, plan_of
-from megatron_balance.solvers.packing import best_fit
+from megatron_balance.solvers.packing import best_fit, longest_first
 
 CUT, LOCAL = "cut", "local"
 
@@ -47,7 +47,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     packs = [
         batch.num_tokens * (rank + 1) // num_ranks - batch.num_tokens * rank // num_ranks for rank in range(num_ranks)
     ]
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     pack_of = best_fit([lengths[seq] for seq in order], packs)
     whole: dict[int, list[int]] = defaultdict(list)
     for seq, pack in zip(order, pack_of, strict=True):

@@ -20,7 +20,7 @@ from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext, planner_within, renumbered
 from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, exact, greedy, least_s
-from megatron_balance.solvers.microbatches import microbatch_s, pack
+from megatron_balance.solvers.microbatches import FORWARD_SHARE, microbatch_s, pack
 
 # Tokens of a microbatch where nobody says what a rank holds.
 UNLIMITED = 1 << 40
@@ -89,10 +89,6 @@ class CandidateMovement:
     @property
     def least_s(self) -> float:
         return self.sync_s if self.change is None else self.change.least_s(overlap=self.overlap)
-
-
-# Of a microbatch's seconds; the backward of a matrix product is two of them.
-FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)

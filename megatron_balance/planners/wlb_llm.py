@@ -33,8 +33,8 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
-from megatron_balance.planners.base import StepContext, Trial, Tuning, planner_within, renumbered
-from megatron_balance.solvers.packing import PackingProblem, best_fit, fewest_tokens, pack_better, pack_greedily
+from megatron_balance.planners.base import StepContext, Trial, check_within, planner_within, renumbered
+from megatron_balance.solvers.packing import PackingProblem, best_fit, join_late, pack_better, pack_greedily
 
 NAME = "wlb_llm"
 REMAINED = "remained"
@@ -122,13 +122,7 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
         raise ConfigError(
             f"thresholds {list(thresholds)} go with packing: workload, got packing: {options.packing}; leave one out"
         )
-    if options.within == NAME:
-        raise ConfigError(f"within: expected the planner of one microbatch, such as llama_all_gather, got {NAME}")
-    if "tokens_per_rank" in options.within_options:
-        raise ConfigError(
-            "within_options: tokens_per_rank is an option of wlb_llm itself, where S_max follows from it too; give it "
-            "beside within_options"
-        )
+    check_within(NAME, options)
     if options.slack < 1:
         raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
     if options.window > 1 and options.order != "packed":
@@ -169,13 +163,9 @@ def _queued_and_new(lengths: Lengths, carry: Carry) -> tuple[list[Document], lis
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> _PackedDocuments:
     """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them."""
-    new = iter(enumerate(chain.from_iterable(lengths)))
-    dealt = [[Document(*next(new)) for _ in microbatch] for microbatch in lengths]
-    waiting = [each for each in documents if each.number < 0]
-    bins = fewest_tokens([each.length for each in waiting], [sum(each) for each in lengths], most)
-    joined = _PackedDocuments.of_bins(waiting, bins, len(lengths))
-    microbatches = tuple((*own, *late) for own, late in zip(dealt, joined.microbatches, strict=True))
-    return _PackedDocuments(microbatches, joined.left)
+    joined, left = join_late(lengths, (each for each in documents if each.number < 0), most)
+    microbatches = tuple(tuple(Document(*each) for each in microbatch) for microbatch in joined)
+    return _PackedDocuments(microbatches, tuple(Document(*each) for each in left))
 
 
 def _of_one_length(
@@ -198,7 +188,7 @@ def _of_one_length(
 
 def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> _PackedDocuments:
     ordered = _longest_first(documents)
-    bins = best_fit([each.length for each in ordered], [int(most)] * len(lengths))
+    bins = best_fit([each.length for each in ordered], [most] * len(lengths))
     if None not in bins:
         return _PackedDocuments.of_bins(ordered, bins, len(lengths))
     packed = _as_dealt(lengths, ordered, most)
@@ -350,7 +340,7 @@ BEAM = 6
 ENOUGH = 0.005
 
 
-def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tuple[Trial, ...]:
+def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most_queues: int) -> tuple[Trial, ...]:
     """The trials that no other trial beats in both imbalance and delay, by delay; one is chosen
     (section 4.2).
 
@@ -361,8 +351,8 @@ def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tupl
     Raises:
         ConfigError: a sample of one microbatch a step, or a number of queues that cannot be.
     """
-    if tuning.most_queues < 1:
-        raise ConfigError(f"--queues {tuning.most_queues}: expected at least 1")
+    if most_queues < 1:
+        raise ConfigError(f"--queues {most_queues}: expected at least 1")
     if not steps or min(map(len, steps)) < 2:
         raise ConfigError(
             "tune: expected a sample of steps of at least 2 microbatches, since one microbatch is always balanced; "
@@ -373,12 +363,12 @@ def tune(steps: Sequence[Lengths], context: StepContext, tuning: Tuning) -> tupl
     candidates = sorted({max(1, round(longest * 2 ** (-k / CANDIDATES_PER_OCTAVE))) for k in range(count)})
     tried = [_evaluate(steps, context, ())]
     best: list[Trial] = tried[:]
-    for _ in range(tuning.most_queues):
+    for _ in range(most_queues):
         extended = {tuple(sorted({*trial.thresholds, each})) for trial in best for each in candidates}
         new = [_evaluate(steps, context, thresholds) for thresholds in sorted(extended - {t.thresholds for t in tried})]
         tried += new
-        best = sorted(new, key=lambda trial: (trial.delay > tuning.most_delay, trial.imbalance))[:BEAM]
-    allowed = [trial for trial in tried if trial.delay <= tuning.most_delay]
+        best = sorted(new, key=lambda trial: (trial.delay > most_delay, trial.imbalance))[:BEAM]
+    allowed = [trial for trial in tried if trial.delay <= most_delay]
     goal = min(trial.imbalance for trial in allowed) + ENOUGH
     chosen = min(
         (trial for trial in allowed if trial.imbalance <= goal),

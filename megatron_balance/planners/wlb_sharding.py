@@ -33,6 +33,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.solvers.groups import check_pool, plan_of
+from megatron_balance.solvers.packing import longest_first
 
 # Gradients of keys and values travel in fp32.
 GRADIENT_BYTES = 4
@@ -79,7 +80,7 @@ def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tu
     num_seqs = len(lengths)
     if not num_seqs:
         return [()]
-    order = sorted(range(num_seqs), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     match sharding:
         case "document":
             counts = [num_seqs]

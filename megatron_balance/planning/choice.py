@@ -32,7 +32,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.place import place, place_microbatches, with_waiting
+from megatron_balance.planning.place import place_step
 from megatron_balance.strict_yaml import STRICT, checked, unknown_name
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -51,11 +51,7 @@ class PlannerChoice(PlannerSection):
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
-        self.check_mask(model)
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
-        if self.planner.plan is not None:
-            self.num_holders(cluster)
-            return place(self.planner, batch, self._asked(context))
         step, _ = self.plan_step((batch.lengths,), context)
         (plan,) = step.plans
         return plan
@@ -68,7 +64,7 @@ class PlannerChoice(PlannerSection):
             ConfigError: options, stages, a mask or waiting sequences that the planner cannot plan.
             InvalidProgramError: a step that trains a sequence twice, by another length, or loses one.
         """
-        self.num_holders(context.cluster)
+        num_holders = self.num_holders(context.cluster)
         self.check_mask(context.model)
         if context.joint is not None and not self.planner.joint:
             raise ConfigError(
@@ -78,10 +74,11 @@ class PlannerChoice(PlannerSection):
         if carry.planner != self.name:
             carry = carry.unowned()
         if self.planner.plan_step is None:
-            plan_step = with_waiting(place_microbatches(self.planner), self._most_tokens(context))
+            each = self.options.tokens_per_rank
+            limit = inf if each is None else each * num_holders
+            step, after = place_step(self.planner, lengths, self._asked(context), carry, limit)
         else:
-            plan_step = self.planner.plan_step
-        step, after = plan_step(lengths, self._asked(context), carry)
+            step, after = self.planner.plan_step(lengths, self._asked(context), carry)
         assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
         try:
             waiting = held_back(step, lengths, carry.waiting)
@@ -127,10 +124,6 @@ class PlannerChoice(PlannerSection):
                 "let all ranks hold tokens (servers: in_place)"
             )
         return num_holders
-
-    def _most_tokens(self, context: StepContext) -> float:
-        each = self.options.tokens_per_rank
-        return inf if each is None else each * self.num_holders(context.cluster)
 
     def _asked(self, context: StepContext) -> StepContext:
         """`context` for this planner; rows come in multiples of what the one that asks needs."""

@@ -14,6 +14,7 @@ from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Rows
@@ -21,38 +22,60 @@ from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt, held_back
-from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext, renumbered
+from megatron_balance.planners.base import JointStages, Planner, StepContext, renumbered
 from megatron_balance.planning.layers import with_layers
 from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
-from megatron_balance.solvers.packing import fewest_tokens, nano_batches
+from megatron_balance.solvers.packing import join_late, nano_batches
 
 # Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
 NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-def place_microbatches(planner: Planner) -> PlanStep:
-    """`plan_step` of a planner that places one microbatch at a time and carries nothing."""
+def place_step(
+    planner: Planner, lengths: Lengths, context: StepContext, carry: Carry, most_tokens: float
+) -> tuple[StepPlan, Carry]:
+    """`plan_step` of a planner that places one microbatch at a time.
 
-    def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        # `with_waiting` takes what waits.
-        assert carry.is_empty, carry
+    It carries nothing itself. Sequences that wait join the microbatches as dealt, of at most
+    `most_tokens`: the longest first, each in the one with the fewest tokens. What finds no room waits
+    on; training draws less then.
+
+    Raises:
+        InfeasibleError: also for one that waits and no microbatch can hold, or no step follows for.
+    """
+    if not carry.waiting:
         return _place(planner, lengths, context), EMPTY
+    longest = max(length for _, length in carry.waiting)
+    if longest > most_tokens:
+        raise InfeasibleError(
+            f"a sequence of {longest} tokens was held back, and a microbatch has at most {most_tokens:.0f}; raise "
+            "tokens_per_rank, or use more ranks"
+        )
+    joined, _ = join_late(lengths, sorted(carry.waiting, key=lambda each: (-each[1], each[0])), most_tokens)
+    inner = _place(planner, tuple(tuple(length for _, length in microbatch) for microbatch in joined), context)
+    step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
+    waiting = held_back(step, lengths, carry.waiting)
+    if waiting and not context.may_carry:
+        raise InfeasibleError(
+            f"{len(waiting)} sequences that were held back do not fit {len(lengths)} microbatches of "
+            f"{most_tokens:.0f} tokens, and no step follows that takes them; raise tokens_per_rank"
+        )
+    return step, Carry(waiting=waiting)
 
-    return plan_step
 
-
-def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
-    """The nano-batches of a microbatch; one sequence alone makes no second half."""
-    if ping_pong and len(lengths) >= NUM_NANO_BATCHES:
-        return nano_batches(lengths)
-    return (tuple(range(len(lengths))),)
-
-
-def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """Every microbatch in as many nano-batches: their sequences meet in one attention call."""
-    if ping_pong and any(len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches):
-        return tuple(nano_batches(lengths) for lengths in microbatches)
-    return tuple(nano_batches_of(lengths, ping_pong=False) for lengths in microbatches)
+def nano_batches_of(
+    microbatches: Sequence[Sequence[int]], *, ping_pong: bool, aligned: bool = False
+) -> list[NanoBatches]:
+    """The nano-batches of each microbatch; one sequence alone makes no second half. `aligned`: as many
+    of all, since their sequences meet in one attention call.
+    """
+    halved = [ping_pong and len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches]
+    if aligned:
+        halved = [any(halved)] * len(halved)
+    return [
+        nano_batches(lengths) if both else (tuple(range(len(lengths))),)
+        for lengths, both in zip(microbatches, halved, strict=True)
+    ]
 
 
 def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan:
@@ -67,13 +90,10 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
         members = tuple(nano_batch for (nano_batch,) in own.members)
     context = _of_microbatches(context, len(members))
     microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
-    if context.joint is not None:
-        parts = aligned_nano_batches(microbatches, ping_pong=context.ping_pong)
-    else:
-        parts = tuple(nano_batches_of(each, ping_pong=context.ping_pong) for each in microbatches)
+    parts = nano_batches_of(microbatches, ping_pong=context.ping_pong, aligned=context.joint is not None)
     split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
     plans = tuple(
-        place(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split)
+        _place_one(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split)
     )
     return _with_ticks(planner, StepPlan(split, plans), context)
 
@@ -82,7 +102,7 @@ def _of_microbatches(context: StepContext, number: int) -> StepContext:
     return context if context.memory is None else replace(context, memory=context.memory.of_microbatches(number))
 
 
-def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
+def _place_one(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The plan of one microbatch or nano-batch, layers included."""
     if planner.plan_by_others is not None:
         return planner.plan_by_others(batch, context)
@@ -138,53 +158,10 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
     plan_owned = planner.plan_owned
     if plan_owned is None:
         raise ConfigError("this planner plans the attention of each pipeline stage for itself")
-    layers = replace(context.layers, remap=False)
+    layers, cost = replace(context.layers, remap=False), on_cluster(context.cost, joint.cluster)
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
-        owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options)
-        return with_layers(
-            _under(owned_plan, context.model),
-            joint.cluster,
-            joint.cost,
-            layers,
-        )
-
-    return plan
-
-
-def with_waiting(plan_step: PlanStep, most_tokens: float) -> PlanStep:
-    """`plan_step` of a planner that carries nothing, with the sequences that wait before each step.
-
-    They join the microbatches as dealt, of at most `most_tokens`: the longest first, each in the
-    one with the fewest tokens. What finds no room waits on; training draws less then.
-    """
-
-    def plan(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        if not carry.waiting:
-            return plan_step(lengths, context, EMPTY)
-        longest = max(length for _, length in carry.waiting)
-        if longest > most_tokens:
-            raise InfeasibleError(
-                f"a sequence of {longest} tokens was held back, and a microbatch has at most {most_tokens:.0f}; raise "
-                "tokens_per_rank, or use more ranks"
-            )
-        new = iter(enumerate(chain.from_iterable(lengths)))
-        joined = [[next(new) for _ in microbatch] for microbatch in lengths]
-        late = sorted(carry.waiting, key=lambda each: (-each[1], each[0]))
-        bins = fewest_tokens([length for _, length in late], [sum(each) for each in lengths], most_tokens)
-        for sequence, at in zip(late, bins, strict=True):
-            if at is not None:
-                joined[at].append(sequence)
-        inner, _ = plan_step(tuple(tuple(n for _, n in microbatch) for microbatch in joined), context, EMPTY)
-        step = renumbered(inner, [number for number, _ in chain.from_iterable(joined)])
-        waiting = held_back(step, lengths, carry.waiting)
-        if waiting and not context.may_carry:
-            raise InfeasibleError(
-                f"{len(waiting)} sequences that were held back do not fit {len(lengths)} microbatches of "
-                f"{most_tokens:.0f} tokens, and no step follows that takes them; raise tokens_per_rank"
-            )
-        trained = sum(map(len, chain.from_iterable(step.members)))
-        assert trained + len(waiting) == sum(map(len, lengths)) + len(carry.waiting), (trained, waiting)
-        return step, Carry(waiting=waiting)
+        owned_plan = plan_owned(lengths, owned, joint.cluster, context.model, cost, context.options)
+        return with_layers(_under(owned_plan, context.model), joint.cluster, cost, layers)
 
     return plan

@@ -24,14 +24,6 @@ from megatron_balance.planning.choice import PlannerChoice, choose_planner, plan
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
-    """Stages that attend together: all their ranks, and the model chunks of each."""
-
-    cluster: Cluster
-    num_chunks: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlanSpec:
     """All that another process needs to plan the same steps."""
 
@@ -41,7 +33,7 @@ class PlanSpec:
     layers: Layers
     options: Mapping[str, Any]
     plan_costs: str | None = None
-    pipeline: Pipeline | None = None
+    pipeline: JointStages | None = None
     ping_pong: bool = False
     strategy: str | None = None
     """Text of the job's layout, where its replicas are pipelines."""
@@ -71,7 +63,7 @@ class PlanSpec:
             "layers": Layers(**body["layers"]),
         }
         if body["pipeline"] is not None:
-            body["pipeline"] = Pipeline(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
+            body["pipeline"] = JointStages(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
         if body["memory"] is not None:
             body["memory"] = StepMemory.from_json(body["memory"])
         return cls(**body)
@@ -85,15 +77,11 @@ class StepPlanner:
 
     def __init__(self, spec: PlanSpec, choice: PlannerChoice | None = None) -> None:
         self.choice = choice or spec.choice()
-        joint = None
-        if spec.pipeline is not None:
-            cost = planning_cost(spec.pipeline.cluster, spec.model, spec.plan_costs)
-            joint = JointStages(spec.pipeline.cluster, cost, spec.pipeline.num_chunks)
         self._context = StepContext(
             spec.cluster,
             spec.model,
             planning_cost(spec.cluster, spec.model, spec.plan_costs),
-            joint=joint,
+            joint=spec.pipeline,
             ping_pong=spec.ping_pong,
             own_microbatches=spec.changes,
             of_ranks=spec.changes,

@@ -14,7 +14,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Zone
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.solvers.packing import first_fit_evenly
+from megatron_balance.solvers.packing import first_fit_evenly, longest_first
 
 
 def sizes(num_ranks: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple
     """
     free = [list(range(first, min(first + node_size, num_ranks))) for first in range(0, num_ranks, node_size)]
     chosen: list[tuple[int, ...]] = [()] * len(wanted)
-    for i in sorted(range(len(wanted)), key=lambda i: (-wanted[i], i)):
+    for i in longest_first(wanted):
         roomy = [node for node in free if len(node) >= wanted[i]]
         order = [min(roomy, key=len)] if roomy else sorted(free, key=lambda node: (-len(node), node))
         taken: list[int] = []
@@ -85,16 +85,24 @@ class Frame:
         return StepPlan.whole(tuple(plans), ids)
 
 
-def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:
-    return grouped([(seq, ranks) for seq, ranks in enumerate(placement) if len(ranks) >= fewest])
+def by_sequence(
+    groups: Iterable[tuple[int, tuple[int, ...], Sequence[int]]], num_seqs: int
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The ranks and the microbatch of each sequence. `groups`: microbatch, ranks, sequences."""
+    placement: list[tuple[int, ...]] = [()] * num_seqs
+    microbatch_of = [0] * num_seqs
+    for microbatch, ranks, seqs in groups:
+        for seq in seqs:
+            placement[seq], microbatch_of[seq] = ranks, microbatch
+    return placement, microbatch_of
 
 
-def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ...], list[int]]:
-    """The sequences, ascending, that share a set of ranks; `placed`: ascending, with ranks."""
+def _members(placement: Placement) -> dict[tuple[int, ...], list[int]]:
+    """The sequences, ascending, that share a set of ranks."""
     # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer
     # than all the rest.
     alike: dict[int, tuple[tuple[int, ...], list[int]]] = {}
-    for seq, ranks in placed:
+    for seq, ranks in enumerate(placement):
         alike.setdefault(id(ranks), (ranks, []))[1].append(seq)
     groups: dict[tuple[int, ...], list[int]] = {}
     for ranks, seqs in alike.values():
@@ -104,7 +112,7 @@ def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ..
 
 def zones(placement: Placement, cluster: Cluster, pattern: str = "ring") -> tuple[Zone, ...]:
     """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks."""
-    groups = members(placement)
+    groups = _members(placement)
 
     def spread(ranks: tuple[int, ...]) -> int:
         return 2 if len(ranks) == 1 else int(cluster.node(ranks[0]) == cluster.node(ranks[-1]))

@@ -19,8 +19,8 @@ from math import inf, prod
 import numpy as np
 import numpy.typing as npt
 
-# Times that the machines' weights are corrected; and groups of items that are alike for that.
-ROUNDS, GROUPS = 80, 48
+# Groups of items that are alike where the machines' weights are corrected.
+GROUPS = 48
 # Powers of weighted work by which kinds share items, in the first and the last round; and the
 # least load or weight of a kind over the mean or the largest.
 SHARPNESS, LEAST_SHARE = (2.0, 500.0), 1e-6
@@ -32,15 +32,6 @@ FIRST_STEP, CLOSE = 0.01, 1e-5
 
 # In the order of opening: the place of the first item among the longest first, and the machine.
 Opened = list[tuple[int, int]]
-
-
-def lower_bound(problem: MachinesProblem) -> float:
-    """Seconds that no assignment comes below, by weights and by stairs."""
-    if not problem.num_items:
-        return 0.0
-    bound, weights = by_weights(problem, ROUNDS)
-    stairs = Stairs.of(problem, weights)
-    return bound if stairs is None else stairs.least_s(bound)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ from math import ceil
 
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.solvers.dispatch import PipelineCost
-from megatron_balance.solvers.packing import PackingProblem, pack_better
+from megatron_balance.solvers.packing import PackingProblem, longest_first, pack_better
 
 # Share of the best tokens per second from which a microbatch counts as full (Appendix D).
 EFFICIENCY = 0.85
 NEAR = 1.02
 MOST_TRIED = 24
+# Of a microbatch's seconds; the backward of a matrix product is two of them.
 FORWARD_SHARE = 1 / 3
 
 Microbatches = tuple[tuple[int, ...], ...]
@@ -60,7 +61,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) ->
             f"a sequence has {longest} tokens, the pipeline's MaxLen is {pipeline.max_tokens}; use a scheme with more "
             "tensor or context parallelism, or cut the sequence"
         )
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     times = [pipeline.sequence_s(length) for length in lengths]
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // pipeline.max_tokens))

@@ -1,14 +1,13 @@
-"""Packing items into bins: least loaded first (LPT), best fit, first fit, least squares of sizes,
-by an integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two
-halves.
+"""Packing items into bins: least loaded first, best fit, first fit, least squares of sizes, by an
+integer program (Eq. 1 of WLB-LLM, and of Hydraulis for a number of microbatches), and in two halves.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import fsum
 
 import numpy as np
@@ -16,33 +15,33 @@ import numpy as np
 from megatron_balance.solvers import milp
 
 
-def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item, the least loaded (ties: the lower), up to the first not to fit."""
-    heap = [(load, index) for index, load in enumerate(loads)]
-    heapq.heapify(heap)
-    chosen: list[int] = []
-    for size in sizes:
-        load, index = heap[0]
-        if load + size > capacity:
-            break
-        heapq.heapreplace(heap, (load + size, index))
-        chosen.append(index)
-    return chosen
+def longest_first(sizes: Sequence[float]) -> list[int]:
+    """The order of items by size, the largest first; of equal ones the lower."""
+    return sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
 
 
-def fewest_tokens(sizes: Sequence[int], loads: Sequence[int], most: float) -> list[int | None]:
-    """The bin of each item, the least loaded one (ties: the lower); None: it would pass `most`."""
-    loads = list(loads)
-    chosen: list[int | None] = []
-    for size in sizes:
-        at = min(range(len(loads)), key=loads.__getitem__)
-        fits = loads[at] + size <= most
-        chosen.append(at if fits else None)
-        loads[at] += size if fits else 0
-    return chosen
+def join_late(
+    dealt: Sequence[Sequence[int]], late: Iterable[tuple[int, int]], most: float
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]]]:
+    """Microbatches with late sequences (number, tokens), each in turn in the one with the fewest dealt
+    and joined tokens (ties: the lower); and those with which that would pass `most`.
+
+    `dealt`: tokens of each sequence by microbatch, which are numbered from 0 on through all.
+    """
+    number = count()
+    joined = [[(next(number), tokens) for tokens in microbatch] for microbatch in dealt]
+    held, left = [sum(microbatch) for microbatch in dealt], list[tuple[int, int]]()
+    for sequence in late:
+        at = min(range(len(held)), key=held.__getitem__)
+        if held[at] + sequence[1] > most:
+            left.append(sequence)
+            continue
+        joined[at].append(sequence)
+        held[at] += sequence[1]
+    return joined, left
 
 
-def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
+def best_fit(sizes: Sequence[int], spaces: Sequence[float]) -> list[int | None]:
     """The bin of each item, the one with the least room that holds it; None: no bin does."""
     free = sorted((space, index) for index, space in enumerate(spaces))
     chosen: list[int | None] = []
@@ -61,7 +60,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """Items of each bin, the largest first, in the first bin with room or one of their own."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+    for item in longest_first(sizes):
         at = next((number for number, left in enumerate(room) if left >= sizes[item]), len(bins))
         if at == len(bins):
             bins.append([])
@@ -176,10 +175,9 @@ def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]
     more than a hundredth between them and the batch is small enough, the most equal split by subset
     sums.
     """
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     parts: tuple[list[int], list[int]] = ([], [])
     loads = [(0, 0), (0, 0)]
-    for i in order:
+    for i in longest_first(sizes):
         nano_batch = int(loads[1] < loads[0])
         parts[nano_batch].append(i)
         size, squares = loads[nano_batch]

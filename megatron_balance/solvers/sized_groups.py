@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_balance.solvers import milp
 from megatron_balance.solvers.milp import NoAnswerError
+from megatron_balance.solvers.packing import longest_first
 
 # Sizes and the items of each group.
 Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -88,7 +89,7 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
     items: list[list[int]] = []
     free_tokens: list[int] = []
     time_s: list[float] = []
-    for item in sorted(range(len(problem.tokens)), key=lambda k: (-problem.tokens[k], k)):
+    for item in longest_first(problem.tokens):
         tokens, seconds = problem.tokens[item], problem.seconds[item]
         fits = [g for g, i in enumerate(sizes) if tokens <= free_tokens[g] and time_s[g] + seconds[i] <= most_s]
         if fits:
@@ -163,7 +164,7 @@ def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
     """Items in descending order of tokens, cut into at most `num_buckets` runs with the least sum
     of (largest of its run - own) tokens, by FlexSP's recurrence over the last run.
     """
-    order = sorted(range(len(tokens)), key=lambda k: (-tokens[k], k))
+    order = longest_first(tokens)
     kinds = [list(items) for _, items in groupby(order, key=tokens.__getitem__)]
     if len(kinds) <= num_buckets:
         return kinds

@@ -26,7 +26,7 @@ from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planning.choice import choose_layers, choose_planner
-from megatron_balance.planning.place import aligned_nano_batches
+from megatron_balance.planning.place import nano_batches_of
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import tick_figures
@@ -162,7 +162,7 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
     finally:
         ahead.close()
     assert "planning on the spot" not in caplog.text
-    assert aligned_nano_batches(((5,), (6,)), ping_pong=True) == (((0,),), ((0,),)), "nobody has a second half"
+    assert nano_batches_of(((5,), (6,)), ping_pong=True, aligned=True) == [((0,),), ((0,),)], "nobody has a second half"
 
 
 def test_figures_of_ticks_count_each_half_once() -> None:

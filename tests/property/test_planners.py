@@ -17,7 +17,7 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.mask import kind_of
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planners.zeppelin import printed
+from megatron_balance.planners.zeppelin import paper_placement
 from megatron_balance.solvers.groups import with_rounding
 from tests.support.examples import examples
 
@@ -89,7 +89,7 @@ def test_the_printed_rule_passes_the_capacity_by_rounding_only(
 ) -> None:
     capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
     held = [0.0] * cluster.num_ranks
-    for seq, ranks in enumerate(printed.place(Batch(tuple(lengths)).lengths, cluster, capacity)):
+    for seq, ranks in enumerate(paper_placement(Batch(tuple(lengths)).lengths, cluster, capacity)):
         for rank in ranks:
             held[rank] += lengths[seq] / len(ranks)
     assert max(held) <= capacity + 1

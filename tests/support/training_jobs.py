@@ -57,7 +57,7 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
     mine = [documents(world.rank, m, own) for m, own in enumerate(lengths[world.rank])]
     shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
-    chosen = [nano_batches_of(each, ping_pong=ping_pong) for each in shared.lengths]
+    chosen = nano_batches_of(shared.lengths, ping_pong=ping_pong)
     first = [sum(map(len, shared.lengths[:m])) for m in range(len(shared.lengths))]
     members = tuple(
         tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in zip(first, chosen, strict=True)

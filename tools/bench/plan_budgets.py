@@ -24,8 +24,9 @@ from megatron_balance.compile.pipeline import project
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.ir.layers import Solver
 from megatron_balance.patterns import dispatch
+from megatron_balance.planners.base import JointStages
 from megatron_balance.planning.layers import Layers
-from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower import messages
@@ -178,7 +179,7 @@ def _pipeline_step(
         Layers(),
         {"tokens_per_rank": tokens_per_rank},
         None,
-        Pipeline(joint, num_chunks=1),
+        JointStages(joint, num_chunks=1),
         ping_pong=True,
     )
     microbatches = [

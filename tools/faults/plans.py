@@ -19,8 +19,9 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import Carry, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import JointStages
 from megatron_balance.planning.proofs import prove_step
-from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from tools.faults.cases import Outcome, SlowError, within
 
 LIMIT_S = 20.0
@@ -123,7 +124,7 @@ def drawn(number: int) -> tuple[PlanSpec, list[tuple[tuple[int, ...], ...]]]:
         strategy = str(Strategy((Scheme(1, 1, context),) * (ranks // context)))
     joint = None
     if PLANNERS[name].plan_owned is not None and ranks <= 32 and draw.random() < 0.2:
-        joint = Pipeline(Cluster(2 * ranks, per_node), 1)
+        joint = JointStages(Cluster(2 * ranks, per_node), 1)
     halves = draw.random() < 0.3 and strategy is None
     cluster = Cluster(ranks, per_node, ranks_per_nic=draw.choice((1, 1, 2)))
     return PlanSpec(name, cluster, model, layers, options, None, joint, halves, strategy), steps

@@ -2,7 +2,7 @@
 
 Paper: Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv
 2509.21841), section 3.1, Algorithms 1 and 2. What we implement: the partitioner as printed (`rule:
-paper`, `printed`): zones `inter_node`, `intra_node` and `local`, in that issue order, each a zigzag
+paper`): zones `inter_node`, `intra_node` and `local`, in that issue order, each a zigzag
 ring. The two other rules are not in the paper:
 
 - `rule: waves`, the default: sequences lie in uneven shares on groups of ranks (`shares`) and are all
@@ -32,8 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
+from itertools import chain
 from math import ceil, inf
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -46,26 +48,34 @@ from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, Zone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, PlacementPrice, cheapest, rings_s, with_lead
 from megatron_balance.planners.zeppelin.shares import (
-    KeptShares,
     Shares,
     Trimmed,
     aligned,
+    more_even,
     num_parts,
     one_run_each,
     placements,
-    placements_from,
     shared_zone,
 )
-from megatron_balance.solvers.groups import INTRA_NODE, LOCAL, capacity_of, check_pool, plan_of, with_rounding, zones
+from megatron_balance.solvers.groups import (
+    INTRA_NODE,
+    LOCAL,
+    Placement,
+    capacity_of,
+    check_pool,
+    plan_of,
+    with_rounding,
+    zones,
+)
 
 # Targets of rings of groups that are tried, over the mean seconds of a group.
 _TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
@@ -149,19 +159,18 @@ def plan_in(batch: Batch, context: StepContext) -> MicrobatchPlan:
     _check(options, cluster)
     check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
     if options.rule == "waves" and model.latent_travels:
-        # a latent is of all heads.
+        # A latent is of all heads.
         options = replace(options, group_size=options.group_size or 1)
     if isinstance(model.mask, SlidingWindow) and max(lengths, default=0) <= model.mask.size:
         # The window hides nothing.
         model = replace(model, attention="causal")
-    nothing = plan_of("zeppelin", lengths, (cluster, model), ())
+    search = Search(lengths, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
     if not lengths:
-        return nothing
+        return search.plan(())
     if options.rule == "paper":
-        return replace(nothing, zones=zones(printed.place(lengths, cluster, capacity), cluster))
+        return search.plan(zones(paper_placement(lengths, cluster, capacity), cluster))
     if isinstance(model.mask, SlidingWindow):
-        return replace(nothing, zones=(one_run_each(lengths, cluster),))
-    search = Search(nothing, replace(context, model=model, options=options), with_rounding(capacity, len(lengths)))
+        return search.plan((one_run_each(lengths, cluster),))
     return search.in_rings() if options.rule == "groups" else search.in_waves()
 
 
@@ -170,7 +179,7 @@ def _check(options: ZeppelinOptions, cluster: Cluster) -> None:
         wanted = getattr(options, name)
         if wanted is not None and wanted < 1:
             raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
-    sizes = _ring_sizes(cluster) if options.rule == "groups" else group_sizes(cluster)
+    sizes = _ring_sizes(cluster) if options.rule == "groups" else _group_sizes(cluster)
     if options.group_size not in (None, *sizes):
         raise ConfigError(
             f"zeppelin: group_size {options.group_size} does not tile {cluster.num_ranks} ranks in nodes of "
@@ -184,7 +193,7 @@ def _ring_sizes(cluster: Cluster) -> list[int]:
     return [size for size in range(1, node + 1) if node % size == 0 and (size % shared == 0 or shared % size == 0)]
 
 
-def group_sizes(cluster: Cluster) -> list[int]:
+def _group_sizes(cluster: Cluster) -> list[int]:
     """Sizes of groups that tile the cluster: those of rings, a node, and nodes in powers of two."""
     sizes = _ring_sizes(cluster)
     if sizes[-1] < cluster.node_size:
@@ -194,15 +203,10 @@ def group_sizes(cluster: Cluster) -> list[int]:
     return [size for size in sizes if cluster.num_ranks % size == 0]
 
 
-# By sequence, the groups that share it evenly.
-_Rings: TypeAlias = list[tuple[int, ...]]
-
-
 class _Chosen(NamedTuple):
-    """A placement over groups of `size` ranks and its price; `of[seq]`: the share of each group."""
+    """A placement over groups and its price; `of[seq]`: the share of each group."""
 
     of: list[dict[int, float]]
-    size: int
     price: PlacementPrice
     costs: GroupCosts
 
@@ -214,26 +218,26 @@ class InWaves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The search for the plan of one microbatch. `nothing`: the plan without zones; `capacity`: of
-    a rank, rounding included; `known`: rings, by the size of a group and whether layers replay.
+    """The search for the plan of one microbatch. `capacity`: of a rank, rounding included; `known`:
+    the groups of rings, by their size and whether layers replay.
     """
 
-    nothing: MicrobatchPlan
+    lengths: tuple[int, ...]
     context: StepContext
     capacity: int
-    known: dict[tuple[int, bool], list[_Rings]] = field(default_factory=dict[tuple[int, bool], list[_Rings]])
+    known: dict[tuple[int, bool], Sequence[Placement]] = field(
+        default_factory=dict[tuple[int, bool], Sequence[Placement]]
+    )
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self.nothing.lengths
+    def plan(self, zones: tuple[AnyPlanZone, ...]) -> MicrobatchPlan:
+        return plan_of("zeppelin", self.lengths, (self.context.cluster, self.context.model), zones)
 
     @property
     def machine(self) -> Machine:
         return Machine(self.context.cluster, self.context.model, self.context.cost, memory=self.context.memory)
 
-    def costs(self, size: int, *, replays: bool = False) -> GroupCosts:
-        cost = self.context.cost
-        return GroupCosts(cost, self.context.cluster, self.context.model, size, cost.call_s, replays)
+    def _costs(self, size: int, *, replays: bool = False) -> GroupCosts:
+        return GroupCosts(self.context.cost, self.context.cluster, self.context.model, size, replays)
 
     def _fits(self, plan: MicrobatchPlan) -> bool:
         return bool(tokens_per_rank(plan).max() <= self.capacity)
@@ -243,17 +247,17 @@ class Search:
     def in_rings(self) -> MicrobatchPlan:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
-        size = wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size()
-        costs = self.costs(size)
-        fitting = [plan for groups_of in self.groups(costs) if self._fits(plan := self._rings(groups_of, size))]
-        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
-        return _best_of(fitting or [self._rings(everywhere, size)], self.machine)
+        costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
+        plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
+        if not (plans := [*filter(self._fits, plans)]):
+            plans = [self._rings([tuple(range(costs.num_groups))] * len(self.lengths), costs.size)]
+        return _best_of(plans, self.machine)
 
     def _ring_size(self) -> int:
         cluster, heads = self.context.cluster, self.context.model.num_heads
         return max(size for size in _ring_sizes(cluster) if heads % size == 0)
 
-    def groups(self, costs: GroupCosts) -> list[_Rings]:
+    def _aligned(self, costs: GroupCosts) -> Sequence[Placement]:
         """The groups that share each sequence evenly: the cheapest, and the next where it is close."""
         key = costs.size, costs.replays
         if key in self.known:
@@ -262,36 +266,34 @@ class Search:
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
         targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
         found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
-        found = [each for at, each in enumerate(found) if each not in found[:at]]
-        priced = sorted((rings_s(each, self.lengths, costs), at) for at, each in enumerate(found))
-        self.known[key] = best = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
-        return best
+        found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
+        priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
+        self.known[key] = found = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
+        return found
 
-    def _rings(self, groups_of: _Rings, size: int) -> MicrobatchPlan:
-        def ranks(groups: Sequence[int]) -> tuple[int, ...]:
-            return tuple(rank for group in groups for rank in range(group * size, (group + 1) * size))
-
+    def _rings(self, placement: Placement, size: int) -> MicrobatchPlan:
         names = {LOCAL: INTRA_NODE if size > 1 else LOCAL}
-        rings = [
-            Zone(names.get(each.name, each.name), "head_ring", ranks(each.ranks), each.seqs, size)
-            for each in zones(groups_of, wide_ranks(self.context.cluster, size))
-        ]
-        return replace(self.nothing, zones=tuple(rings))
+        rings: list[Zone] = []
+        # Zones over groups as wide ranks; each stands for `size` ranks in a row.
+        for zone in zones(placement, wide_ranks(self.context.cluster, size)):
+            ranks = tuple(rank for group in zone.ranks for rank in range(group * size, (group + 1) * size))
+            rings.append(Zone(names.get(zone.name, zone.name), "head_ring", ranks, zone.seqs, size))
+        return self.plan(tuple(rings))
 
-    def _or_rings(self, plan: MicrobatchPlan, chosen: _Chosen) -> MicrobatchPlan:
+    def _or_rings(self, plan: MicrobatchPlan, found: _Chosen) -> MicrobatchPlan:
         """`plan`, or rings of groups where the estimate of whole plans has these ahead."""
-        options, size, lengths = self.context.options, self._ring_size(), self.lengths
+        options, lengths = self.context.options, self.lengths
         if options.group_size is not None or options.num_waves is not None:
             return plan
         # The placement's may leave heads idle.
-        costs = chosen.costs.of_size(size)
+        costs = found.costs.of_size(self._ring_size())
         even_s = costs.even_s(sum(lengths), sum(costs.works_s(lengths)))
-        if costs.num_groups > _MANY or _SURELY * chosen.price.seconds < _SHOWS * even_s:
+        if costs.num_groups > _MANY or _SURELY * found.price.seconds < _SHOWS * even_s:
             return plan
-        best = self.groups(costs)
-        if _SURELY * chosen.price.seconds <= rings_s(best[0], lengths, costs):
+        best = self._aligned(costs)
+        if _SURELY * found.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        rings = filter(self._fits, (self._rings(each, size) for each in best))
+        rings = filter(self._fits, (self._rings(placement, costs.size) for placement in best))
         return _best_of([plan, *rings], self.machine)
 
     # Waves
@@ -307,24 +309,23 @@ class Search:
 
     def placed(self, *, replays: bool) -> InWaves | None:
         """The cheapest placement and its plan; None: none keeps to the capacity."""
-        chosen = self.choose(replays=replays)
-        if chosen is None:
+        found = self._choose(replays=replays)
+        if found is None:
             return None
-        cluster, size = self.context.cluster, chosen.size
+        of, price, costs = found
         # Runs of two parts may be a token longer.
-        for lead in dict.fromkeys((chosen.price.lead, 0)):
-            zone = shared_zone(chosen.of, self.lengths, cluster, size, (chosen.price.num_waves, lead))
-            plan = replace(self.nothing, zones=(zone,))
-            if self._fits(plan):
-                return InWaves(plan, chosen)
+        for lead in dict.fromkeys((price.lead, 0)):
+            zone = shared_zone(of, self.lengths, self.context.cluster, costs.size, (price.num_waves, lead))
+            if self._fits(plan := self.plan((zone,))):
+                return InWaves(plan, found)
         return None
 
-    def choose(self, *, replays: bool = False) -> _Chosen | None:
+    def _choose(self, *, replays: bool) -> _Chosen | None:
         """The cheapest placement within the capacity, over groups of the cheapest size."""
         lengths, cluster, wanted = self.lengths, self.context.cluster, self.context.options.group_size
-        sizes = group_sizes(cluster) if wanted is None else [wanted]
+        sizes = _group_sizes(cluster) if wanted is None else [wanted]
         at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
-        costs = self.costs(sizes[at], replays=replays)
+        costs = self._costs(sizes[at], replays=replays)
         found = self._cheapest(costs)
         step = _direction(found.price) if found else 0
         while found and step and 0 <= at + step < len(sizes):
@@ -337,7 +338,7 @@ class Search:
             if other is None or other.price.seconds >= below_s:
                 break
             found = other
-        if found is None or found.size == 1:
+        if found is None or found.costs.size == 1:
             return found
         return found._replace(price=with_lead(found.price, lengths, found.of, found.costs, self._numbers))
 
@@ -347,31 +348,34 @@ class Search:
         return WAVES if wanted is None else (wanted,)
 
     def _cheapest(self, costs: GroupCosts) -> _Chosen | None:
-        """As `choose`, over groups of one size, without a lead."""
-        placed = Shares.empty(costs.works_s(self.lengths), self.lengths, costs.num_groups)
-        starts, found = _OF_MANY if costs.num_groups > _MANY else _STARTS, None
-        for kept, least in self._tried(placed, costs, starts):
-            trimmed, below_s = Trimmed.of(placed, kept, [least] * len(kept)), found.price.seconds if found else inf
-            best = cheapest(trimmed, costs, self._numbers, capacity=self.capacity * costs.size, below_s=below_s)
+        """As `_choose`, over groups of one size, without a lead."""
+        work, found = costs.works_s(self.lengths), None
+        starts = _OF_MANY if costs.num_groups > _MANY else _STARTS
+        for placed in self._tried(work, costs, starts):
+            below_s = found.price.seconds if found else inf
+            best = cheapest(placed, costs, self._numbers, capacity=self.capacity * costs.size, below_s=below_s)
             if best is not None:
                 at, price = best
-                found = _Chosen(trimmed.shares(kept[at], at), costs.size, price, costs)
-            if costs.num_groups == 1 or (found and _is_good(found.price, placed, costs, starts)):
+                found = _Chosen(placed.of(at), price, costs)
+            if costs.num_groups == 1 or (found and self._is_good(found.price, work, costs, starts)):
                 break
         return found
 
-    def _tried(self, placed: Shares, costs: GroupCosts, starts: _Starts) -> Iterator[tuple[list[KeptShares], float]]:
-        """Placements and their smallest share: always tried, of fewer cuts, from rings."""
-        work, lengths, num_groups = placed.work, placed.tokens, costs.num_groups
+    def _is_good(self, price: PlacementPrice, work: Sequence[float], costs: GroupCosts, starts: _Starts) -> bool:
+        hidden = price.exposed_s < starts.showing * price.seconds
+        return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(self.lengths), sum(work))
+
+    def _tried(self, work: Sequence[float], costs: GroupCosts, starts: _Starts) -> Iterator[Trimmed]:
+        """Placements: always tried, of fewer cuts, from rings."""
+        lengths, num_groups = self.lengths, costs.num_groups
         for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
-            yield [each.kept() for above in ways for each in placements(work, lengths, num_groups, above)], least
+            of_each = (placements(work, lengths, num_groups, above) for above in ways)
+            yield Trimmed.without(list(chain.from_iterable(of_each)), least)
         if num_groups <= _MANY and not costs.replays:
-            begun = self.groups(costs)[:1]
-            yield (
-                [each.kept() for of in begun for each in placements_from(work, lengths, num_groups, of)],
-                _LEAST_OF_FEW,
-            )
+            rings = [dict.fromkeys(groups, 1 / len(groups)) for groups in self._aligned(costs)[0]]
+            placed = Shares.begin(work, lengths, num_groups, rings)
+            yield Trimmed.without([placed.copy(kept=True), *more_even(placed)], _LEAST_OF_FEW)
 
     # Memory of the step. The search is told before there is a placement whether layers replay, since
     # the cheapest number of waves depends on it. Fewer waves bring more at once, so a placement may
@@ -398,10 +402,10 @@ class Search:
         assert isinstance(zone, SharedZone)
         for number in WAVES if self.context.options.num_waves is None else ():
             if number > zone.waves:
-                more = replace(found.plan, zones=(replace(zone, waves=number),))
-                priced = plan_estimate(more, self.machine)
+                plan = replace(found.plan, zones=(replace(zone, waves=number),))
+                priced = plan_estimate(plan, self.machine)
                 if priced is not None and not _mostly_replays(priced.backward):
-                    known.append((InWaves(more, found.chosen), priced))
+                    known.append((found._replace(plan=plan), priced))
                     break
         other = self.placed(replays=True)
         if other is not None and (priced := plan_estimate(other.plan, self.machine)) is not None:
@@ -422,11 +426,6 @@ def _direction(price: PlacementPrice) -> int:
     return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
-def _is_good(price: PlacementPrice, placed: Shares, costs: GroupCosts, starts: _Starts) -> bool:
-    hidden = price.exposed_s < starts.showing * price.seconds
-    return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(placed.tokens), sum(placed.work))
-
-
 def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
     ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
     first = {way: above for above, way in reversed(ways.items())}
@@ -440,7 +439,8 @@ def _surely_keeps(found: InWaves, machine: Machine) -> bool:
 
 def most_bytes(found: InWaves, machine: Machine) -> MicrobatchBytes:
     """The most that a rank may own and receive, as of one rank."""
-    plan, (of, size, *_) = found
+    plan, (of, _, costs) = found
+    size = costs.size
     heads = plan.num_heads, plan.num_kv_heads
     shared = [0] * (plan.num_ranks // size)
     for length, own in zip(plan.lengths, of, strict=True):
@@ -462,3 +462,160 @@ def _decide(microbatch: MicrobatchBytes, machine: Machine) -> Decision:
 
 def _mostly_replays(decision: Decision) -> bool:
     return 2 * decision.keeping < decision.layers
+
+
+# Rule `paper`: Algorithms 1 and 2 as printed.
+
+
+def paper_placement(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
+    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node."""
+    # Stable: ties go to the lower sequence.
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    node_of, nodes_of = _inter_node(lengths, order, cluster, capacity)
+    placement: list[tuple[int, ...]] = [()] * len(lengths)
+    held = np.zeros(cluster.num_nodes)
+    # Their ranks, and the nodes as an index.
+    by_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}
+    for seq, nodes in nodes_of.items():
+        if nodes not in by_nodes:
+            by_nodes[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
+        placement[seq], index = by_nodes[nodes]
+        held[index] += lengths[seq] / len(nodes)
+    own: list[list[int]] = [[] for _ in range(cluster.num_nodes)]
+    for seq, node in node_of.items():
+        own[node].append(seq)
+    for node in range(cluster.num_nodes):
+        base = -(-int(held[node]) // cluster.node_size)
+        first = cluster.ranks_of(node).start
+        for seq, devices in _intra_node(lengths, own[node], cluster.node_size, capacity, base).items():
+            placement[seq] = tuple(first + device for device in devices)
+    return placement
+
+
+def _inter_node(
+    lengths: Sequence[int], order: Sequence[int], cluster: Cluster, capacity: int
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """Algorithm 1: the node of each shorter sequence, and the nodes of each longer one."""
+    num_nodes, node_capacity = cluster.num_nodes, cluster.node_size * capacity
+    # On one node nothing is between nodes.
+    threshold = node_capacity if num_nodes > 1 else node_capacity + 1
+    zone = _InterNodeZone(lengths, num_nodes, node_capacity)
+    count, left = 0, sum(lengths)
+    # The sequence, in order, that finds no node as long as all before it go to the least loaded
+    # node each.
+    stuck = -1
+    while True:
+        while count < len(order) and lengths[order[count]] >= threshold:
+            if not zone.put(order[count]):
+                stuck = -1
+            left -= lengths[order[count]]
+            count += 1
+        if count > stuck and sum(zone.loads) + left <= num_nodes * node_capacity:
+            short = order[count:]
+            chosen = _least_loaded([lengths[seq] for seq in short], zone.loads, node_capacity)
+            if len(chosen) == len(short):
+                return dict(zip(short, chosen, strict=True)), zone.nodes
+            stuck = count + len(chosen)
+        if count == len(order):
+            # Only rounding passes the capacity.
+            return {}, zone.nodes
+        threshold = lengths[order[count]]
+
+
+class _InterNodeZone:
+    """Lines 6-10: each sequence evenly over ceil(|s| / s_avg) empty nodes, s_avg = total / N."""
+
+    def __init__(self, lengths: Sequence[int], num_nodes: int, node_capacity: int) -> None:
+        self.lengths, self.node_capacity, self.total = lengths, node_capacity, sum(lengths)
+        self.nodes: dict[int, tuple[int, ...]] = {}
+        self.loads = [0] * num_nodes
+        self.held = 0
+        self.everywhere = False
+
+    def put(self, seq: int) -> bool:
+        """Place a sequence; whether it went to the least loaded node alone."""
+        num_nodes, loads = len(self.loads), self.loads
+        self.held += self.lengths[seq]
+        # ceil(|s| / s_avg) with s_avg = total / N, in whole numbers.
+        wanted = -(-self.lengths[seq] * num_nodes // self.total)
+        if not self.everywhere:
+            # Ties: the lower node.
+            nodes = [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)
+            if self._fits(seq, nodes[:wanted]):
+                return wanted == 1
+            if self._fits(seq, range(num_nodes)):
+                return False
+            self.everywhere = True
+            self.nodes = dict.fromkeys(self.nodes, tuple(range(num_nodes)))
+        self.nodes[seq] = tuple(range(num_nodes))
+        self.loads = [min(self.node_capacity, -(-self.held // num_nodes))] * num_nodes
+        return False
+
+    def _fits(self, seq: int, nodes: Sequence[int]) -> bool:
+        part = -(-self.lengths[seq] // len(nodes))
+        if any(self.loads[node] + part > self.node_capacity for node in nodes):
+            return False
+        self.nodes[seq] = tuple(sorted(nodes))
+        for node in nodes:
+            self.loads[node] += part
+        return True
+
+
+def _intra_node(
+    lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int
+) -> dict[int, list[int]]:
+    """Algorithm 2: devices of each sequence of a node. `base`: tokens of others on each."""
+    threshold = capacity
+    while True:
+        devices_of, loads = _fragments(
+            [seq for seq in order if lengths[seq] >= threshold], lengths, num_devices, capacity, base
+        )
+        local = [seq for seq in order if lengths[seq] < threshold]
+        if sum(loads) + sum(lengths[seq] for seq in local) <= num_devices * capacity:
+            chosen = _least_loaded([lengths[seq] for seq in local], loads, capacity)
+            if len(chosen) == len(local):
+                return devices_of | {seq: [device] for seq, device in zip(local, chosen, strict=True)}
+        if not local:
+            return devices_of
+        threshold = lengths[local[0]]
+
+
+def _fragments(
+    order: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin."""
+    squares = sum(lengths[seq] ** 2 for seq in order)
+    everywhere = list(range(num_devices))
+    devices_of: dict[int, list[int]] = {}
+    loads = [base] * num_devices
+    turn = 0
+    for seq in order:
+        # ceil(|s|^2 / c_avg) with c_avg the mean square of a device.
+        wanted = -(-(lengths[seq] ** 2) * num_devices // squares)
+        devices = [(turn + i) % num_devices for i in range(wanted)]
+        if any(loads[device] + -(-lengths[seq] // wanted) > capacity for device in devices):
+            devices = everywhere
+        part = -(-lengths[seq] // len(devices))
+        if any(loads[device] + part > capacity for device in devices):
+            return dict.fromkeys(order, everywhere), [
+                min(capacity, base + -(-sum(lengths[seq] for seq in order) // num_devices))
+            ] * num_devices
+        devices_of[seq] = sorted(devices)
+        for device in devices:
+            loads[device] += part
+        turn += len(devices)
+    return devices_of, loads
+
+
+def _least_loaded(lengths: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
+    """The least loaded node or device of each sequence (ties: the lower), up to one without."""
+    heap = [(load, index) for index, load in enumerate(loads)]
+    heapify(heap)
+    chosen: list[int] = []
+    for length in lengths:
+        load, index = heap[0]
+        if load + length > capacity:
+            break
+        heapreplace(heap, (load + length, index))
+        chosen.append(index)
+    return chosen

@@ -27,6 +27,7 @@ from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.shares import Shares, Trimmed
+from megatron_balance.solvers.groups import Placement
 
 # Numbers of waves that are priced.
 WAVES = (1, 2, 3, 4, 6, 8)
@@ -58,8 +59,6 @@ class GroupCosts:
     cluster: Cluster
     model: Model
     size: int
-    call_s: float = 0.0
-    """Fixed cost of a communication call."""
     replays: bool = False
     """Whether backwards receive keys again, for want of memory."""
     backward: float = field(init=False)
@@ -143,7 +142,11 @@ class GroupCosts:
     def lead_tokens(self, held: float) -> float:
         """The lead whose work takes as long as exchanging the rest of `held` tokens."""
         none_s, all_s = _trade_s(np.array([0.0, held]), self)[0].tolist()
-        pair_s, token_s, fixed_s = self.causal_s(_TYPICAL) / _TYPICAL**2, (all_s - none_s) / held, none_s + self.call_s
+        pair_s, token_s, fixed_s = (
+            self.causal_s(_TYPICAL) / _TYPICAL**2,
+            (all_s - none_s) / held,
+            none_s + self.cost.call_s,
+        )
         return (sqrt(token_s**2 + 4 * pair_s * (token_s * held + fixed_s)) - token_s) / (2 * pair_s)
 
     def keys_s(self, num_tokens: float, num_messages: float, *, across: bool | None = None) -> float:
@@ -184,10 +187,10 @@ class PlacementPrice:
     lead: int = 0
 
 
-def rings_s(groups_of: Sequence[tuple[int, ...]], lengths: Sequence[int], costs: GroupCosts) -> float:
-    """Seconds of a layer in rings of groups. `groups_of`: of each sequence, in a row."""
+def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> float:
+    """Seconds of a layer in rings of groups. `placement`: the groups of each sequence, in a row."""
     rings: dict[tuple[int, ...], list[float]] = {}
-    for groups, work, length in zip(groups_of, costs.works_s(lengths), lengths, strict=True):
+    for groups, work, length in zip(placement, costs.works_s(lengths), lengths, strict=True):
         ring = rings.setdefault(groups, [0.0, 0.0])
         ring[0] += work / len(groups)
         ring[1] += length / len(groups)
@@ -245,13 +248,17 @@ def with_lead(
     """The price of a placement with the lead, and waves, that make it cheapest."""
     if costs.model.mask != CAUSAL:
         return price
-    placed = Shares.of_placement(costs.works_s(lengths), lengths, costs.num_groups, of)
+    placed = Shares.begin(costs.works_s(lengths), lengths, costs.num_groups, of)
     enough = costs.lead_tokens(sum(lengths) / costs.num_groups)
     leads = [lead for lead in (int(part * enough) // ALIGN * ALIGN for part in _LEADS) if lead]
     if not leads:
         return price
-    trimmed = Trimmed.of(placed, [placed.kept()] * len(leads), [0.0] * len(leads))
-    seconds = layer_s(trimmed, costs, waves, _lead(_first_rows(lengths, of, costs.num_groups), leads, costs))
+    seconds = layer_s(
+        Trimmed.without([placed] * len(leads)),
+        costs,
+        waves,
+        _lead(_first_rows(lengths, of, costs.num_groups), leads, costs),
+    )
     at, wave = divmod(int(seconds.argmin()), len(waves))
     if seconds[at, wave] >= price.seconds:
         return price
@@ -265,13 +272,13 @@ def _first_rows(lengths: Sequence[int], of: Sequence[dict[int, float]], num_grou
         last = max(own)
         for group, share in own.items():
             rows[group].append(length * share / (1 if group == last else 2))
-    return [sorted(each, reverse=True) for each in rows]
+    return [sorted(own, reverse=True) for own in rows]
 
 
-def _lead(firsts: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
+def _lead(rows_of: Sequence[Sequence[float]], leads: Sequence[int], costs: GroupCosts) -> _Lead:
     """Work of each group under leads of so many tokens (`patterns.waves.lead_cuts`)."""
-    held, work = np.zeros((2, len(leads), len(firsts)))
-    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(firsts)):
+    held, work = np.zeros((2, len(leads), len(rows_of)))
+    for (at, tokens), (group, rows) in product(enumerate(leads), enumerate(rows_of)):
         left = float(tokens)
         for row in rows:
             taken = min(row, left)
@@ -325,7 +332,7 @@ def layer_s(
     # [placements, groups, 1]; waves broadcast along the last axis, [placements, groups, waves].
     own_s = placed.load[:, :, None] - flow.far_s + launch_s - (0.0 if lead is None else lead.work[:, :, None])
     waits = flow.far_s > 0
-    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.call_s
+    merge_s, call_s = placed.held[:, :, None] * costs.merge_s(1.0), costs.keys_s(0, 1) + costs.cost.call_s
     # A thread block walks its keys one by one: the longest row bounds a short launch.
     in_a_row = np.where(numbers > 1, flow.part / numbers, flow.whole)
     wave_s = np.maximum(flow.far_s / numbers + flow.pieces_s, in_a_row * costs.key_s) + launch_s
@@ -394,7 +401,7 @@ class _Met:
 
 def _flow(placed: Trimmed, costs: GroupCosts) -> _KeyFlow:
     shape, share, count = placed.load.shape, placed.share, placed.count
-    length, index = placed.tokens[placed.seq], placed.placement * shape[1] + placed.group
+    length, index = placed.lengths[placed.seq], placed.placement * shape[1] + placed.group
 
     def by_group(values: Floats) -> Floats:
         return np.bincount(index, weights=values, minlength=shape[0] * shape[1]).astype(np.float64).reshape(*shape, 1)
@@ -437,7 +444,7 @@ class _Trades(NamedTuple):
         late = held - first
         both = [_trade_s(each, costs) for each in ((held,) if lead is None else (first, late))]
         (into_s, _), (late_s, _) = both[0], both[-1]
-        calls = costs.call_s * (costs.size > 1)
+        calls = costs.cost.call_s * (costs.size > 1)
         out_s = _trade_s(held, costs)[1]
         inside, outside = (each * costs.trade_bytes(queries=q) for each, q in ((held, False), (held, True)))
         packed_s, placed_s = costs.pack_s(inside), costs.pack_s(outside)

@@ -3,19 +3,18 @@
 A sequence cut over groups is placed zigzag with chunks as wide as each share, so work and tokens
 are linear in the shares, and both can be even at once. Longest first, a sequence goes to the group
 with the least work, or is cut over as many as it needs; `_level_work` hands parts from the fullest
-to the emptiest group; `level_tokens` trades work for as much of another density. Every step costs
+to the emptiest group; `_level_tokens` trades work for as much of another density. Every step costs
 keys that travel, so whoever asks prices each on the way. Two more ways to begin: only the longest
 sequence cut over all groups (`_spread`); each shared evenly by few neighbours (`aligned`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from megatron_balance.ir.intervals import union
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL
+from megatron_balance.solvers.packing import longest_first
 
 # Shares up to this are none.
 _NOTHING = 1e-3
@@ -49,13 +49,13 @@ _MOST_ABOVE = 0.3
 
 @dataclass(slots=True)
 class Shares:
-    """A placement under way. `of[seq]`: the share of each group, summing to 1; `load`, `held`,
-    `on`: work, tokens and sequences of each group; `cut`: sequences on several. Copies share what a
-    sequence is on.
+    """A placement. `of[seq]`: the share of each group, summing to 1; `load`, `held`, `on`: work,
+    tokens and sequences of each group; `cut`: sequences on several. Copies share what a sequence is
+    on.
     """
 
     work: Sequence[float]
-    tokens: Sequence[int]
+    lengths: Sequence[int]
     of: list[dict[int, float]]
     load: list[float]
     held: list[float]
@@ -65,16 +65,13 @@ class Shares:
     mean_tokens: float
 
     @classmethod
-    def empty(cls, work: Sequence[float], tokens: Sequence[int], num_groups: int) -> Shares:
-        load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
-        means = sum(work) / num_groups, sum(tokens) / num_groups
-        return cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
-
-    @classmethod
-    def of_placement(
-        cls, work: Sequence[float], tokens: Sequence[int], num_groups: int, of: Sequence[dict[int, float]]
+    def begin(
+        cls, work: Sequence[float], lengths: Sequence[int], num_groups: int, of: Sequence[Mapping[int, float]] = ()
     ) -> Shares:
-        placed = cls.empty(work, tokens, num_groups)
+        """Begin with what `of` says of the first sequences; the others have no group yet."""
+        load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
+        means = sum(work) / num_groups, sum(lengths) / num_groups
+        placed = cls(work, lengths, [{}] * len(work), load, held, on, set(), *means)
         for seq, own in enumerate(of):
             for group, share in own.items():
                 placed.give(seq, group, share)
@@ -84,30 +81,22 @@ class Shares:
     def num_groups(self) -> int:
         return len(self.load)
 
-    def uneven_work(self) -> float:
-        return max(self.load) - self.mean_work
-
-    def uneven_tokens(self) -> float:
-        return max(self.held) - self.mean_tokens
-
-    def copy(self) -> Shares:
-        on, means = [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
+    def copy(self, *, kept: bool = False) -> Shares:
+        """Another placement; `kept`: one that stays as it is, which needs no `on`."""
+        on, means = [] if kept else [set(own) for own in self.on], (self.mean_work, self.mean_tokens)
         of, load, held = list(self.of), list(self.load), list(self.held)
-        return Shares(self.work, self.tokens, of, load, held, on, set(self.cut), *means)
-
-    def kept(self) -> KeptShares:
-        return KeptShares(list(self.of), sorted(self.cut), list(self.load), list(self.held))
+        return Shares(self.work, self.lengths, of, load, held, on, set(self.cut), *means)
 
     def put(self, seq: int, group: int) -> None:
         self.load[group] += self.work[seq]
-        self.held[group] += self.tokens[seq]
+        self.held[group] += self.lengths[seq]
         self.on[group].add(seq)
         self.of[seq] = {group: 1.0}
 
     def give(self, seq: int, group: int, share: float) -> None:
         own = self.of[seq].copy()
         self.load[group] += share * self.work[seq]
-        self.held[group] += share * self.tokens[seq]
+        self.held[group] += share * self.lengths[seq]
         own[group] = own.get(group, 0.0) + share
         self.on[group].add(seq)
         self.of[seq] = own
@@ -119,7 +108,7 @@ class Shares:
         share, before = work / whole, len(own)
         had, has = own[src], own.get(dst, 0.0)
         share = min(share, had)
-        moved = share * self.tokens[seq]
+        moved = share * self.lengths[seq]
         load[src] -= share * whole
         load[dst] += share * whole
         held[src] -= moved
@@ -139,15 +128,6 @@ class Shares:
             self.cut.discard(seq)
 
 
-class KeptShares(NamedTuple):
-    """A placement on the way, as in `Shares`; `cut` ascending."""
-
-    of: list[dict[int, float]]
-    cut: list[int]
-    load: list[float]
-    held: list[float]
-
-
 @dataclass(frozen=True, slots=True)
 class Trimmed:
     """Placements without their smallest shares: rows of all shares of cut sequences, by placement,
@@ -155,8 +135,9 @@ class Trimmed:
     many these are; `before`: sum of the shares before it; `load`, `held` [placements, groups].
     """
 
+    placements: Sequence[Shares]
     work: Floats
-    tokens: Floats
+    lengths: Floats
     placement: Ints
     seq: Ints
     group: Ints
@@ -168,11 +149,13 @@ class Trimmed:
     held: Floats
 
     @classmethod
-    def of(cls, placed: Shares, kept: Sequence[KeptShares], least: Sequence[float]) -> Trimmed:
-        """Leave out shares below `least` [placements] or half the largest of their sequence."""
-        work, tokens = np.array(placed.work, dtype=np.float64), np.array(placed.tokens, dtype=np.float64)
-        size = placed.num_groups
-        pieces = [each.of[seq] for each in kept for seq in each.cut]
+    def without(cls, placements: Sequence[Shares], least: float = 0.0) -> Trimmed:
+        """Leave out shares below `least` or half the largest of their sequence."""
+        whole = placements[0]
+        work, lengths = np.array(whole.work, dtype=np.float64), np.array(whole.lengths, dtype=np.float64)
+        size, cuts = whole.num_groups, [sorted(placed.cut) for placed in placements]
+        # A piece is one cut sequence of one placement; rows are its shares.
+        pieces = [placed.of[seq] for placed, cut in zip(placements, cuts, strict=True) for seq in cut]
         counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
         piece = np.repeat(np.arange(len(pieces)), counts)
         group = np.fromiter(chain.from_iterable(pieces), np.int64, len(piece))
@@ -180,39 +163,41 @@ class Trimmed:
         # Rows by piece, then by group: zigzag order is the groups' order.
         order = np.argsort(piece * size + group)
         group, share = group[order], share[order]
-        of_piece = np.repeat(np.arange(len(kept)), [len(each.cut) for each in kept])
-        seq = np.fromiter(chain.from_iterable(each.cut for each in kept), np.int64, len(pieces))
-        load, held = (np.array([getattr(each, name) for each in kept]) for name in ("load", "held"))
+        of_piece = np.repeat(np.arange(len(placements)), [len(cut) for cut in cuts])
+        seq = np.fromiter(chain.from_iterable(cuts), np.int64, len(pieces))
+        load, held = (np.array([getattr(placed, name) for placed in placements]) for name in ("load", "held"))
         index, of_row = of_piece[piece] * size + group, seq[piece]
         load -= _by(index, share * work[of_row], load.shape)
-        held -= _by(index, share * tokens[of_row], held.shape)
+        held -= _by(index, share * lengths[of_row], held.shape)
         if pieces:
             # Segments of `share` are the pieces; their starts are the exclusive sums of counts.
             largest = np.maximum.reduceat(share, np.cumsum(counts) - counts)
-            enough = share >= np.minimum(np.array(least)[of_piece], largest / 2)[piece]
+            enough = share >= np.minimum(least, largest / 2)[piece]
             piece, group, share = piece[enough], group[enough], share[enough]
             counts = np.bincount(piece, minlength=len(pieces))
             # What is left of a piece sums to 1 again.
             share = share / np.bincount(piece, weights=share, minlength=len(pieces))[piece]
         placement, seq = of_piece[piece], seq[piece]
         load += _by(placement * size + group, share * work[seq], load.shape)
-        held += _by(placement * size + group, share * tokens[seq], held.shape)
+        held += _by(placement * size + group, share * lengths[seq], held.shape)
         first = (np.cumsum(counts) - counts)[piece]
         # Exclusive running sum, restarted at every piece.
         so_far = np.cumsum(share) - share
         place, count = np.arange(len(piece)) - first, counts[piece]
-        return cls(work, tokens, placement, seq, group, share, place, count, so_far - so_far[first], load, held)
+        before = so_far - so_far[first]
+        return cls(placements, work, lengths, placement, seq, group, share, place, count, before, load, held)
 
-    def shares(self, kept: KeptShares, number: int) -> list[dict[int, float]]:
-        found = [dict.fromkeys(own, 1.0) for own in kept.of]
-        for seq in kept.cut:
-            found[seq] = {}
+    def of(self, number: int) -> list[dict[int, float]]:
+        """By sequence, the share of each group that a placement leaves it."""
+        of = [dict.fromkeys(own, 1.0) for own in self.placements[number].of]
+        for seq in self.placements[number].cut:
+            of[seq] = {}
         rows = self.placement == number
         for seq, group, share in zip(
-            self.seq[rows].tolist(), self.group[rows].tolist(), self.share[rows].tolist(), strict=True
+            *(each[rows].tolist() for each in (self.seq, self.group, self.share)), strict=True
         ):
-            found[seq][group] = share
-        return found
+            of[seq][group] = share
+        return of
 
 
 def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
@@ -220,60 +205,47 @@ def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
 
 
 def placements(
-    work: Sequence[float], tokens: Sequence[int], num_groups: int, above: float | None = 0.0
+    work: Sequence[float], lengths: Sequence[int], num_groups: int, above: float | None = 0.0
 ) -> Iterator[Shares]:
-    """Placements of all sequences, from few cuts to the most even: objects that change from turn to
-    turn.
+    """Placements of all sequences, from few cuts to the most even.
 
     Args:
         work: seconds of attention of each whole sequence on one group.
-        tokens: of each sequence.
+        lengths: in tokens.
         num_groups: groups of ranks, all alike.
         above: work above the mean, over it, that groups may have at first: the more, the fewer cuts.
             None: the longest sequence is spread over all groups at first.
     """
-    order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
-    placed = Shares.empty(work, tokens, num_groups)
+    order = longest_first(work)
+    placed = Shares.begin(work, lengths, num_groups)
     if above is None:
         if not _spread(placed, order):
             return
     else:
         _fill(placed, order, num_parts(work, num_groups, above))
-    yield placed
+    yield placed.copy(kept=True)
     if above:
-        even = placed.copy()
-        yield from _offered(even, level_tokens(even), even.uneven_tokens())
-    yield from _more_even(placed)
-
-
-def placements_from(
-    work: Sequence[float], tokens: Sequence[int], num_groups: int, begun: Sequence[Sequence[int]]
-) -> Iterator[Shares]:
-    placed = Shares.empty(work, tokens, num_groups)
-    for seq, groups in enumerate(begun):
-        for group in groups:
-            placed.give(seq, group, 1 / len(groups))
-    yield placed
-    yield from _more_even(placed)
+        yield from _offered(placed.copy(), _level_tokens)
+    yield from more_even(placed)
 
 
 def aligned(
-    seconds: Sequence[float], tokens: Sequence[int], num_groups: int, target_s: float, capacity: float
+    seconds: Sequence[float], lengths: Sequence[int], num_groups: int, target_s: float, capacity: float
 ) -> list[tuple[int, ...]]:
     """The groups that share each sequence evenly: longest first, on the fewest neighbours, of as
     many those that have least to do, that then have at most `target_s` and `capacity` tokens; else
     on all groups.
     """
     load, held, heap = [0.0] * num_groups, [0.0] * num_groups, [(0.0, group) for group in range(num_groups)]
-    of: list[tuple[int, ...]] = [()] * len(seconds)
+    placement: list[tuple[int, ...]] = [()] * len(seconds)
     runs = _runs(num_groups)
-    for seq in sorted(range(len(seconds)), key=lambda seq: (-seconds[seq], seq)):
+    for seq in longest_first(seconds):
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
         best = range(num_groups)
         for each in ([range(heap[0][1], heap[0][1] + 1)], *runs):
-            part_s, part = seconds[seq] / len(each[0]), tokens[seq] / len(each[0])
+            part_s, part = seconds[seq] / len(each[0]), lengths[seq] / len(each[0])
             if part_s > target_s:
                 continue
             run = min(each, key=lambda run: max(load[run.start : run.stop]))
@@ -285,10 +257,10 @@ def aligned(
                 break
         for group in best:
             load[group] += seconds[seq] / len(best)
-            held[group] += tokens[seq] / len(best)
+            held[group] += lengths[seq] / len(best)
             heappush(heap, (load[group], group))
-        of[seq] = tuple(best)
-    return of
+        placement[seq] = tuple(best)
+    return placement
 
 
 def _runs(num_groups: int) -> list[list[range]]:
@@ -301,32 +273,34 @@ def _runs(num_groups: int) -> list[list[range]]:
     ]
 
 
-def _more_even(placed: Shares) -> Iterator[Shares]:
-    yield from _offered(placed, _level_work(placed), placed.uneven_work())
-    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens())
+def more_even(placed: Shares) -> Iterator[Shares]:
+    """Level work, then tokens; yields the placement whenever it became clearly more even."""
+    yield from _offered(placed, _level_work)
+    yield from _offered(placed, _level_tokens)
 
 
-def _offered(placed: Shares, steps: Iterator[float], last: float) -> Iterator[Shares]:
+def _offered(placed: Shares, levelling: Callable[[Shares], Iterator[float]]) -> Iterator[Shares]:
     """The placement whenever it became clearly more even, and at the end."""
-    behind = False
+    steps = levelling(placed)
+    last, behind = next(steps), False
     for now in steps:
         behind = now > last * _LESS
         if not behind:
             last = now
-            yield placed
+            yield placed.copy(kept=True)
     if behind:
-        yield placed
+        yield placed.copy(kept=True)
 
 
 def _spread(placed: Shares, order: Sequence[int]) -> bool:
     """The longest sequence over all groups, the others whole; False: that is not even."""
-    work, tokens = placed.work, placed.tokens
+    work, lengths = placed.work, placed.lengths
     longest, whole = order[0], order[1:]
     most = (1 + _MOST_ABOVE) * placed.mean_work
     if work[longest] < placed.mean_work or (whole and work[whole[0]] > most):
         return False
-    density = work[longest] / tokens[longest]
-    lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
+    density = work[longest] / lengths[longest]
+    lack = {seq: density * lengths[seq] - work[seq] for seq in whole}
     heap = [(0.0, group) for group in range(placed.num_groups)]
     for seq in sorted(whole, key=lambda seq: (-lack[seq], seq)):
         so_far, group = heap[0]
@@ -382,9 +356,10 @@ def _levelled(levels: Sequence[float], amount: float) -> list[float]:
 
 
 def _level_work(placed: Shares) -> Iterator[float]:
-    """Hand work from the fullest groups to the emptiest; yields what is uneven."""
-    mean, load, work, tokens, of = placed.mean_work, placed.load, placed.work, placed.tokens, placed.of
+    """Hand work from the fullest groups to the emptiest; yields what is uneven, first before any."""
+    mean, load, work, lengths, of = placed.mean_work, placed.load, placed.work, placed.lengths, placed.of
     most = load.index(max(load))
+    yield load[most] - mean
     for _ in range(_STEPS * placed.num_groups):
         least = load.index(min(load))
         if load[most] <= mean * (1 + _TOLERANCE):
@@ -395,7 +370,7 @@ def _level_work(placed: Shares) -> Iterator[float]:
         enough = [seq for seq, part in parts.items() if part >= need]
         enough = [seq for seq in enough if least in of[seq]] or enough
         if enough:
-            seq = min(enough, key=lambda seq: (tokens[seq], seq))
+            seq = min(enough, key=lambda seq: (lengths[seq], seq))
         else:
             seq = max(parts, key=parts.__getitem__)
         placed.hand(seq, most, least, min(need, parts[seq]))
@@ -403,11 +378,14 @@ def _level_work(placed: Shares) -> Iterator[float]:
         yield load[most] - mean
 
 
-def level_tokens(placed: Shares) -> Iterator[float]:
-    """Trade equal work of other density between the groups with most and fewest tokens."""
+def _level_tokens(placed: Shares) -> Iterator[float]:
+    """As `_level_work`: trade equal work of other density between the groups with most and fewest
+    tokens.
+    """
     mean, held = placed.mean_tokens, placed.held
-    density = [tokens / work for tokens, work in zip(placed.tokens, placed.work, strict=True)]
+    density = [length / work for length, work in zip(placed.lengths, placed.work, strict=True)]
     most = held.index(max(held))
+    yield held[most] - mean
     for _ in range(_STEPS * placed.num_groups):
         least = held.index(min(held))
         if held[most] <= mean * (1 + _TOLERANCE):
@@ -427,9 +405,9 @@ def _best_trade(
 ) -> tuple[int, int, float] | None:
     """(sequence of the first group, of the second, work) with most tokens moved for those cut."""
     most, least = groups
-    work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
+    work, lengths, of, mean = placed.work, placed.lengths, placed.of, placed.mean_tokens
     there = [
-        (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else tokens[dense])
+        (density[dense], dense, of[dense][least] * work[dense], 0 if most in of[dense] else lengths[dense])
         for dense in placed.on[least]
     ]
     if not there:
@@ -444,7 +422,7 @@ def _best_trade(
     best, chosen = 0.0, (0, 0, 0.0)
     for sparse in here:
         own, part = density[sparse], of[sparse][most] * work[sparse]
-        base = mean if least in of[sparse] else mean + tokens[sparse]
+        base = mean if least in of[sparse] else mean + lengths[sparse]
         for other, dense, all_of_it, also_cut in there:
             # By a second of work; none if both are the same sequence.
             gained = own - other
@@ -463,6 +441,7 @@ def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
     """
     total, so_far = sum(shares), 0.0
     step = align if length > 8 * align * len(shares) else 1
+    # Half of each share lies ahead of the middle; the edges behind it mirror those.
     edges = [0]
     for share in shares[:-1]:
         so_far += share
@@ -479,54 +458,56 @@ def shared_zone(
     many, and the lead.
     """
     node_size, (num_waves, lead) = cluster.node_size, waves
-    held: list[tuple[int, int, int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
     for seq, (length, own) in enumerate(zip(lengths, of, strict=True)):
         groups = sorted(own)
         if len(groups) == 1:
-            held.append((groups[0], seq, 0, length))
+            runs.append((groups[0], seq, 0, length))
             continue
         edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
         last = len(edges) - 2
         for at, group in enumerate(groups):
+            # Chunk `at` from the front and its mirror from behind; of the last group they are one.
             for chunk in sorted({at, last - at}):
                 if edges[chunk] < edges[chunk + 1]:
-                    held.append((group, seq, edges[chunk], edges[chunk + 1]))
+                    runs.append((group, seq, edges[chunk], edges[chunk + 1]))
     crosses = size > node_size or any(
         min(groups) * size // node_size != max(groups) * size // node_size for groups in of
     )
     together = size > 1 or any(len(groups) > 1 for groups in of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
-    rows = np.array(held, dtype=np.int64).reshape(-1, Placed.WIDTH)
+    # [runs, (group, seq, start, stop)].
+    rows = np.array(runs, dtype=np.int64).reshape(-1, Placed.WIDTH)
     if not lead:
         return SharedZone(name, as_rows(_on_ranks(rows, cluster.num_ranks, size)), size, num_waves)
+    # Where each row's group cuts its sequence: a part ahead, which is the lead's, and one behind.
     cuts = lead_cuts(union(rows), cluster.num_ranks // size, lead)[rows[:, Placed.RANK], rows[:, Placed.SEQ]]
     parts = [_on_ranks(side_of(rows, cuts, ahead=ahead), cluster.num_ranks, size) for ahead in (True, False)]
-    fragments = as_rows(np.concatenate(parts))
-    return SharedZone(name, fragments, size, num_waves, lead)
+    return SharedZone(name, as_rows(np.concatenate(parts)), size, num_waves, lead)
 
 
 def one_run_each(lengths: Sequence[int], cluster: Cluster) -> SharedZone:
     """The zone in which every rank has one run of tokens, the longest sequence first."""
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = longest_first(lengths)
     rows = np.array([(0, seq, 0, lengths[seq]) for seq in order], dtype=np.int64)
     return SharedZone(INTER_NODE, as_rows(_on_ranks(rows, cluster.num_ranks, cluster.num_ranks)), cluster.num_ranks, 1)
 
 
 def _on_ranks(rows: Ints, num_ranks: int, size: int) -> Ints:
     """`Placed` rows of the ranks: each group's rows (group, seq, start, stop) in near-equal runs."""
-    by_group = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
-    length = by_group[:, Placed.STOP] - by_group[:, Placed.START]
+    rows = rows[np.argsort(rows[:, Placed.RANK], kind="stable")]
+    length = rows[:, Placed.STOP] - rows[:, Placed.START]
     # Rows of all groups laid end to end on one axis of tokens.
     begin = np.cumsum(length) - length
-    tokens = sums(by_group[:, Placed.RANK], length, num_ranks // size)
-    # Tokens of all groups in a row: where a rank's begin, and where rows are cut.
-    edges = (np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size
-    cuts = np.unique(np.concatenate([begin, edges.ravel()[edges.ravel() < length.sum()]]))
+    tokens = sums(rows[:, Placed.RANK], length, num_ranks // size)
+    # Where a rank's tokens begin on that axis [groups, ranks of a group]; and where rows are cut.
+    edges = ((np.cumsum(tokens) - tokens)[:, None] + tokens[:, None] * np.arange(size) // size).ravel()
+    cuts = np.unique(np.concatenate([begin, edges[edges < length.sum()]]))
     # The row that each cut lies in, and how far behind its begin.
     row = np.searchsorted(begin, cuts, side="right") - 1
-    cut = by_group[row]
-    cut[:, Placed.RANK] = np.searchsorted(edges.ravel(), cuts, side="right") - 1
     first = cuts - begin[row]
-    cut[:, Placed.STOP] = cut[:, Placed.START] + first + np.diff(cuts, append=length.sum())
-    cut[:, Placed.START] += first
-    return cut
+    rows = rows[row]
+    rows[:, Placed.RANK] = np.searchsorted(edges, cuts, side="right") - 1
+    rows[:, Placed.STOP] = rows[:, Placed.START] + first + np.diff(cuts, append=length.sum())
+    rows[:, Placed.START] += first
+    return rows

@@ -19,7 +19,7 @@ STEP = ((300, 140, 72), (512,))
 
 
 def planned(*, joint: bool = False, ping_pong: bool = False) -> StepPlan:
-    stages = JointStages(ALL, AnalyticCost(ALL, MODEL)) if joint else None
+    stages = JointStages(ALL) if joint else None
     context = StepContext(STAGE, MODEL, AnalyticCost(STAGE, MODEL), joint=stages, ping_pong=ping_pong)
     return choose_planner("distca", {"block": 16}).plan_step(STEP, context)[0]
 

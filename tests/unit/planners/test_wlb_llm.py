@@ -17,7 +17,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.lab.papers import wlb_llm as table2
 from megatron_balance.planners import wlb_llm
-from megatron_balance.planners.base import StepContext, Tuning
+from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm import Document, WlbLlmOptions, by_workload, release
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import pipeline
@@ -112,6 +112,13 @@ def test_delay_off_trains_what_was_dealt_and_repacking_moves_it() -> None:
     assert members(plan(lengths, packing="original")[0]) == [(0, 1), (2, 3, 4)]
 
 
+def test_without_a_capacity_and_a_next_step_what_fits_no_microbatch_of_one_length_is_trained_too() -> None:
+    """It failed, since no capacity is no whole number."""
+    once = replace(CONTEXT, may_carry=False)
+    step, carry = plan(((400, 300), (200, 150)), context=once, packing="fixed", context_tokens=500)
+    assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3], EMPTY)
+
+
 def test_any_planner_may_follow_inside_a_microbatch() -> None:
     lengths = ((400, 300), (20, 20, 20))
     for within in ("llama_all_gather", "zeppelin", "te_ring", "distca"):
@@ -196,7 +203,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
     ]
     steps = [tuple(draw[at : at + 4]) for at in range(0, 120, 4)]
     context = replace(CONTEXT, options=WlbLlmOptions())
-    trials = wlb_llm.tune(steps, context, Tuning(most_delay=0.5, most_queues=2))
+    trials = wlb_llm.tune(steps, context, most_delay=0.5, most_queues=2)
     (chosen,) = (trial for trial in trials if trial.chosen)
     assert trials[0].thresholds == ()
     assert trials[0].delay == 0
@@ -205,7 +212,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
     unbeaten = [trial.imbalance for trial in trials if not trial.chosen]
     assert unbeaten == sorted(unbeaten, reverse=True), "less imbalance for more delay"
     with pytest.raises(ConfigError, match="steps of at least 2 microbatches"):
-        wlb_llm.tune([((5, 6),)], context, Tuning())
+        wlb_llm.tune([((5, 6),)], context, most_delay=0.5, most_queues=3)
 
 
 def test_table_2_counts_and_ours_reaches_it() -> None:

@@ -18,7 +18,7 @@ from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import Zone
-from megatron_balance.planners.zeppelin import printed
+from megatron_balance.planners import zeppelin
 from megatron_balance.planners.zeppelin.price import GroupCosts, rings_s
 from megatron_balance.planners.zeppelin.shares import aligned
 
@@ -139,7 +139,7 @@ def test_the_closed_form_of_rings_of_groups_is_near_the_estimate_of_their_plan(n
                 groups[seq] = tuple(sorted({rank // 8 for rank in zone.ranks}))
         found = estimate(plan, Machine(own, model, cost))
         assert found is not None
-        seconds = rings_s(groups, lengths, GroupCosts(cost, own, model, 8, cost.call_s))
+        seconds = rings_s(groups, lengths, GroupCosts(cost, own, model, 8))
         assert 0.9 * found.layer_s < seconds < 1.03 * found.layer_s
 
 
@@ -161,15 +161,15 @@ def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.
     """Whether nothing is known of what found no room before; without slack, hardly any threshold
     works out.
     """
-    lengths, cluster, zone = drawn(seed), Cluster(16, 4), printed._InterNodeZone  # pyright: ignore[reportPrivateUsage]
+    lengths, cluster, zone = drawn(seed), Cluster(16, 4), zeppelin._InterNodeZone  # pyright: ignore[reportPrivateUsage]
     slack = 64 + seed // 5
-    found, tries = printed.place(lengths, cluster, slack), list[int]()
-    put, fill = zone.put, printed.least_loaded
+    found, tries = zeppelin.paper_placement(lengths, cluster, slack), list[int]()
+    put, fill = zone.put, zeppelin._least_loaded  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(zone, "put", lambda self, seq: put(self, seq) and False)
     monkeypatch.setattr(
-        printed, "least_loaded", lambda sizes, *limits: tries.append(len(sizes)) or fill(sizes, *limits)
+        zeppelin, "_least_loaded", lambda sizes, *limits: tries.append(len(sizes)) or fill(sizes, *limits)
     )
-    assert printed.place(lengths, cluster, slack) == found
+    assert zeppelin.paper_placement(lengths, cluster, slack) == found
     assert len(tries) > 4
 
 

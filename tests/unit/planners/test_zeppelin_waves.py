@@ -27,9 +27,15 @@ from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.patterns.waves import schedule
 from megatron_balance.planners import zeppelin
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.zeppelin import Search, ZeppelinOptions, group_sizes
+from megatron_balance.planners.zeppelin import Search, ZeppelinOptions
 from megatron_balance.planners.zeppelin.price import WAVES, GroupCosts, cheapest, with_lead
-from megatron_balance.planners.zeppelin.shares import Shares, Trimmed, level_tokens, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.shares import (
+    Shares,
+    Trimmed,
+    _level_tokens,  # pyright: ignore[reportPrivateUsage]
+    placements,
+    zigzag_edges,
+)
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.solvers.groups import with_rounding
 
@@ -124,8 +130,9 @@ def test_group_size_and_number_of_waves_can_be_named() -> None:
 
 
 def test_sizes_of_groups_share_nics_evenly_and_go_beyond_a_node() -> None:
-    assert group_sizes(Cluster(32, 8)) == [1, 2, 4, 8, 16, 32]
-    assert group_sizes(Cluster(24, 6, ranks_per_nic=2)) == [1, 2, 6, 12, 24]
+    for cluster, sizes in (Cluster(32, 8), "1, 2, 4, 8, 16, 32"), (Cluster(24, 6, ranks_per_nic=2), "1, 2, 6, 12, 24"):
+        with pytest.raises(ConfigError, match=f"use one of {sizes}$"):
+            plan_of(MIXED, cluster, group_size=5)
 
 
 @pytest.mark.parametrize("name", ["zeppelin", "auto"])
@@ -153,7 +160,6 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
         for group in range(8):
             shares = {seq: groups[group] for seq, groups in enumerate(placed.of) if group in groups}
             assert placed.load[group] == pytest.approx(sum(p * work[seq] for seq, p in shares.items()), rel=0.01)
-            assert placed.on[group] == set(shares)
     assert placed is not None
     assert max(placed.load) < 1.02 * placed.mean_work
     assert max(placed.held) < 1.02 * placed.mean_tokens
@@ -162,18 +168,17 @@ def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
 def test_the_estimate_is_near_the_simulator() -> None:
     own = cluster()
     context = StepContext(own, MODEL, AnalyticCost(own, MODEL), options=ZeppelinOptions())
-    nothing = MicrobatchPlan("zeppelin", MIXED, 64, 8, MODEL.num_heads, MODEL.num_kv_heads, ())
-    chosen = Search(nothing, context, 10**6).choose()
-    assert chosen is not None
+    found = Search(MIXED, context, 10**6).placed(replays=False)
+    assert found is not None
+    chosen = found.chosen
     simulated = simulate_step([plan_of(MIXED)], Machine(own, MODEL, AnalyticCost(own, MODEL)))
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     assert chosen.price.seconds == pytest.approx(layer_s, rel=0.02)
     costs = GroupCosts(AnalyticCost(own, MODEL), own, MODEL, 8)
     work = [costs.work_s(length) for length in MIXED]
-    placed = Shares.of_placement(work, MIXED, costs.num_groups, chosen.of)
-    found = cheapest(Trimmed.of(placed, [placed.kept()], [0.0]), costs)
-    assert found is not None
-    again = with_lead(found[1], MIXED, chosen.of, costs, WAVES)
+    best = cheapest(Trimmed.without([Shares.begin(work, MIXED, costs.num_groups, chosen.of)]), costs)
+    assert best is not None
+    again = with_lead(best[1], MIXED, chosen.of, costs, WAVES)
     assert again.seconds == pytest.approx(chosen.price.seconds, rel=3e-3)
 
 
@@ -235,8 +240,7 @@ def test_the_price_of_waves_under_a_full_mask_is_near_the_simulator(name: str) -
     model = replace(MODEL, attention="full")
     machine = Machine(own, model, AnalyticCost(own, model))
     context = StepContext(own, model, machine.cost, options=ZeppelinOptions())
-    nothing = MicrobatchPlan("zeppelin", MIXED, 64, 8, model.num_heads, model.num_kv_heads, (), mask=FULL)
-    found = Search(nothing, context, 10**6).placed(replays=False)
+    found = Search(MIXED, context, 10**6).placed(replays=False)
     assert found is not None
     step = simulate_step([found.plan], machine)
     layer_s = step.step_s - sum(step.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
@@ -265,7 +269,5 @@ def test_a_window_that_hides_nothing_is_planned_as_a_causal_mask() -> None:
 
 
 def test_with_a_group_that_holds_nothing_there_is_nothing_to_trade():
-    placed = Shares.empty([1.0] * 30, [10] * 30, 2)
-    for seq in range(30):
-        placed.give(seq, 0, 1.0)
-    assert list(level_tokens(placed)) == []
+    placed = Shares.begin([1.0] * 30, [10] * 30, 2, [{0: 1.0}] * 30)
+    assert list(_level_tokens(placed)) == [150.0], "tokens above the mean, and nothing after that"

@@ -21,10 +21,11 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planners.base import JointStages
 from megatron_balance.planning import proofs
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import FIRST, Proofs, Prover, prove_step
-from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 SPEC = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}, prove_every=1)
 STEP = ((100, 90), (30,))
@@ -151,7 +152,7 @@ def test_a_proof_that_needs_more_than_there_is_is_left_out(
 def test_plans_of_ticks_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(proofs, "prove", lambda plan, _policy: seen.append(plan.num_ranks))
-    spec = replace(SPEC, name="distca", options={"block": 16}, pipeline=Pipeline(Cluster(4, 2), 1))
+    spec = replace(SPEC, name="distca", options={"block": 16}, pipeline=JointStages(Cluster(4, 2), 1))
     prove_step(StepPlanner(spec).plan(STEP)[0])
     assert seen.count(2) == 2 * 2
     assert seen.count(4) == 2 * (2 + 1) * 2

@@ -21,9 +21,10 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, to_json
+from megatron_balance.planners.base import JointStages
 from megatron_balance.planning.ahead import MOST_UNSENT, PlanAhead, answer_requests, read_frame, write_frame
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
 
@@ -31,7 +32,14 @@ STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
 def spec(planner: str = "distca", num_chunks: int = 1, *, ping_pong: bool = False, **options: object) -> PlanSpec:
     """Two stages of two ranks."""
     return PlanSpec(
-        planner, Cluster(2, 2), Model(4, 2, 16), Layers(), options, None, Pipeline(Cluster(4, 2), num_chunks), ping_pong
+        planner,
+        Cluster(2, 2),
+        Model(4, 2, 16),
+        Layers(),
+        options,
+        None,
+        JointStages(Cluster(4, 2), num_chunks),
+        ping_pong,
     )
 
 

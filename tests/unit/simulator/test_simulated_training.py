@@ -34,7 +34,7 @@ def machine(num_ranks: int) -> Machine:
 
 def step_of(lengths: list[tuple[int, ...]], mode: StepMode, setup: Setup) -> StepPlan:
     stage, pool = machine(4), machine(4 * setup.pipeline)
-    joint = JointStages(pool.cluster, pool.cost) if mode.joint else None
+    joint = JointStages(pool.cluster) if mode.joint else None
     return DISTCA.plan_step(
         tuple(lengths), StepContext(stage.cluster, MODEL, stage.cost, joint=joint, ping_pong=mode.ping_pong)
     )[0]

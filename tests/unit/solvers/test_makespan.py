@@ -18,7 +18,7 @@ from megatron_balance.solvers.dispatch import (
     greedy,
     problem_of,
 )
-from megatron_balance.solvers.makespan_bound import MachinesProblem, Stairs, by_weights, lower_bound
+from megatron_balance.solvers.makespan_bound import MachinesProblem, Stairs, by_weights
 
 
 def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
@@ -31,6 +31,13 @@ def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost
     most = max(pipeline.max_tokens for pipeline in pipelines)
     count = rng.choice([5, 9, 20, 50, 120])
     return [min(most, max(1, int(rng.lognormvariate(6, 1.3)))) for _ in range(count)], pipelines
+
+
+def lower_bound(problem: MachinesProblem) -> float:
+    """Seconds that no assignment comes below, by weights and by stairs."""
+    bound, weights = by_weights(problem, rounds=80)
+    stairs = Stairs.of(problem, weights)
+    return bound if stairs is None else stairs.least_s(bound)
 
 
 def seconds(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
