@@ -12,7 +12,7 @@ import pytest
 
 from megatron_balance.lab.papers import distca
 from megatron_balance.lab.papers.base import Effort
-from megatron_balance.lab.papers.distca_systems import (
+from megatron_balance.lab.papers.distca import (
     DistcaCase,
     GroupQueries,
     HeldTokens,
