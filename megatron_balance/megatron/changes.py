@@ -81,7 +81,7 @@ class Changes:
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
-        # `step_with_ready_grads` gathers no weights then (patches/strategies.py pins its source).
+        # `step_with_ready_grads` gathers no weights then (patches/training_loop.py pins its source).
         for each in optimizers_of(optimizer):
             each._defer_param_sync = True
         ddp = model[0].ddp_config

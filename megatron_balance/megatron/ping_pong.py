@@ -2,7 +2,7 @@
 
 Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Megatron's layer is taken apart at
 core attention: everything before and after is its own submodules, called as `TransformerLayer` and
-`Attention` call them; patches/ping_pong.py pins the sources that were read for it. A layer that
+`Attention` call them; patches/layers.py pins the sources that were read for it. A layer that
 cannot be taken apart so is refused.
 """
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
 from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
-from megatron_balance.patches.mtp import looked_up
+from megatron_balance.patches.layers import looked_up
 from megatron_balance.training.sequences import from_bits
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
 from tests.megatron.test_parity import two_nodes
