@@ -12,9 +12,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megatron_balance.megatron.core_attention import attend
+from megatron_balance.megatron.core_attention import BalancedSeqParams, attend
 from megatron_balance.megatron.gpt import planned_mtp_block
-from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.ping_pong import run_block
 from megatron_balance.patches import Patch, handed_on, read
 

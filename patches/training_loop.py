@@ -206,7 +206,7 @@ STRATEGIES = (
     ),
 )
 
-_ORDER = "which microbatch a transfer brings follows from its place in the schedule (megatron/stage_transfers.py)"
+_ORDER = "which microbatch a transfer brings follows from its place in the schedule (megatron/stages.py)"
 _ASKS = "our communicator is a subclass that answers `_communicate_shapes`; it relies on when this asks, and for what"
 
 ONE_CHUNK = (

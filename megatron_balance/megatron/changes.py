@@ -29,11 +29,10 @@ from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_s
 from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement, base_layout, optimizers_of
 from megatron_balance.megatron.session import RankPlace, Session
-from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
+from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
-from megatron_balance.training.sequences import PoolLengths, Sequences
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange
+from megatron_balance.training.tokens import LocalMicrobatch, PoolLengths, Sequences, TokenExchange
 from megatron_balance.training.weights import Apart
 
 log = logging.getLogger(__name__)

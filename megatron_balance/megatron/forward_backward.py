@@ -21,7 +21,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_balance.errors import ConfigError, SelfCheckError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import PADDING, unpack
+from megatron_balance.megatron.data import PADDING, numbered, read, recall, unpack
 from megatron_balance.megatron.forward_step import (
     LOSS,
     MakeLocal,
@@ -33,13 +33,20 @@ from megatron_balance.megatron.forward_step import (
     planned_microbatch,
 )
 from megatron_balance.megatron.groups import job_device, schedule_groups, tensor_parallel
-from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
-from megatron_balance.megatron.tokens import numbered, read, recall
+from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes, TickRun, given_group
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, share_lengths
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble
+from megatron_balance.training.tokens import (
+    LocalMicrobatch,
+    PoolLengths,
+    Sequences,
+    TokenExchange,
+    assemble,
+    by_nano_batch,
+    share_lengths,
+)
+
+log = logging.getLogger(__name__)
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,9 +269,6 @@ def _count_flops(sequences: Sequence[Ints]) -> None:
         update_seqlen_stats_from_cu_seqlens(
             torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]]))
         )
-
-
-log = logging.getLogger(__name__)
 
 
 Forward = Callable[[Any, int], list[dict[str, torch.Tensor]]]

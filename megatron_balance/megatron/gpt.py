@@ -20,8 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_balance.analysis.backward import Recomputed, held_layers
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.core_attention import BalancedCoreAttention
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.core_attention import BalancedCoreAttention, BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
 
 PROVIDER = "model_provider"

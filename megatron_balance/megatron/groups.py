@@ -23,6 +23,8 @@ from megatron_balance.profiling import hardware
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
 
+log = logging.getLogger(__name__)
+
 
 def make_pool(
     ranks_per_node: int | None,
@@ -78,9 +80,6 @@ def job_device() -> torch.device:
     """The device of this rank's tensors."""
     # Asked of a tensor: with `--balance-device cpu` those made on "cuda" are on the CPU.
     return torch.empty(0, device="cuda").device
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

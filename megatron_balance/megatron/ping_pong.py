@@ -31,9 +31,15 @@ from megatron_balance.analysis.backward import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
-from megatron_balance.megatron.core_attention import held_number, padded, rows_of, sink_of, softmax_scale_of
-from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.planned_model import mask_of, recompute_of
+from megatron_balance.megatron.core_attention import (
+    BalancedSeqParams,
+    held_number,
+    padded,
+    rows_of,
+    sink_of,
+    softmax_scale_of,
+)
+from megatron_balance.megatron.planning import mask_of, recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.attention import AttentionCall

@@ -30,14 +30,21 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import gpt, ping_pong
 from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
-from megatron_balance.megatron.data import Documents, num_columns
+from megatron_balance.megatron.data import Documents, Reader, num_columns
 from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample, row_multiple
 from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
-from megatron_balance.megatron.planned_model import keeping, masks_of, planned_model, recompute_of
-from megatron_balance.megatron.planning import check_holds, first_lengths, plan_spec, step_plans
+from megatron_balance.megatron.planning import (
+    check_holds,
+    first_lengths,
+    keeping,
+    masks_of,
+    plan_spec,
+    planned_model,
+    recompute_of,
+    step_plans,
+)
 from megatron_balance.megatron.router import tell_samples
 from megatron_balance.megatron.script_data import ScriptData
-from megatron_balance.megatron.tokens import Reader
 from megatron_balance.megatron.ways import (
     attends_jointly,
     candidates_of,
@@ -58,11 +65,10 @@ from megatron_balance.training.binding import BindAhead, Binder
 from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import DataIdentity, Ledger
-from megatron_balance.training.log import LogTarget, ScalarWriter, StepLog
+from megatron_balance.training.log import LogTarget, ScalarWriter, StepLog, StepTracer
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.roll_call import RollCall
-from megatron_balance.training.tracing import StepTracer
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.changes import Changes

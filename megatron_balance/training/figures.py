@@ -20,7 +20,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.tokens import PoolLengths
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -12,10 +12,10 @@ pytest.importorskip("megatron.training")
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
-from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.patches.layers import looked_up
-from megatron_balance.training.sequences import from_bits
+from megatron_balance.training.tokens import from_bits
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
 from tests.megatron.test_parity import two_nodes
 from tests.megatron.test_ping_pong_experts import logged
