@@ -23,14 +23,13 @@ from megatron_balance.config import (
     load_model,
     names,
 )
-from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, Solver, When
 from megatron_balance.ir.model import Model
+from megatron_balance.lab.bench import Inputs
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import (
     PlannerChoice,
@@ -39,36 +38,12 @@ from megatron_balance.planning.choice import (
     choose_layers,
     choose_planner,
     load_config,
-    planning_cost,
 )
 from megatron_balance.solvers.groups import check_pool
 from megatron_balance.strict_yaml import parse_yaml
 
 REMAP_SOLVERS = get_args(Solver)
 LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The inputs of a verb. `assumed` says in words which parts nobody gave."""
-
-    batches: tuple[Batch, ...]
-    cluster: Cluster
-    model: Model
-    planners: tuple[PlannerChoice, ...]
-    tokens_per_rank: int
-    config: Run
-    assumed: str
-    plan_costs: Path | None = None
-    tensor_parallel: int = 1
-    """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
-
-    def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
-        """The cost model that planners plan by; `cluster`: other ranks of the same kind."""
-        cluster = cluster or self.cluster
-        if self.plan_costs is None:
-            return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
-        return planning_cost(cluster, self.model, self.plan_costs)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ Of a simulated comparison of planners, or, with --steps, of what a training run 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,7 @@ from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
-    from megatron_balance.ir.step import StepPlan
-    from megatron_balance.lab.report.cases import Asked, Case, PlayedCase
+    from megatron_balance.lab.bench import Inputs
     from megatron_balance.lab.report.steps import RealBatches
     from megatron_balance.planning.choice import PlannerChoice
 
@@ -123,13 +121,13 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     given = simulation.read(args, None if real is None else real.lengths)
     bench = simulation.bench(args, given)
     _check_baseline(args.baseline)
-    desk = _Desk(bench)
     of_run = given.config.planner if real is not None else None
     baseline = args.baseline or (of_run.name if of_run is not None else baseline_of(tuple(PLANNERS)))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
         choices.insert(0, _plain(baseline, given.tokens_per_rank))
-    found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), output.progress)
+    costs = "" if args.costs is None else str(args.costs)
+    found = study(bench, choices, baseline, explicit=explicit, lengths=_lengths_from(args, given), costs=costs)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
     said = of_sizes(found["rows"], base)
     first, *others = found["answer"]
@@ -168,56 +166,7 @@ def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
     return choose_planner(name, {"tokens_per_rank": tokens_per_rank})
 
 
-@dataclass(frozen=True, slots=True)
-class _Desk:
-    """Plans and simulates the cases of a report on a bench."""
-
-    bench: simulation.Bench
-
-    def asked(
-        self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool
-    ) -> Asked:
-        from megatron_balance.lab.report.cases import Asked, Case
-
-        bench, given = self.bench, self.bench.given
-        cases = tuple(
-            Case(choice, given.batches, bench.group, given.cluster, bench.machine, bench.setup) for choice in choices
-        )
-        costs = "" if args.costs is None else str(args.costs)
-        return Asked(
-            cases,
-            baseline,
-            self.plan,
-            self.play,
-            given.assumed,
-            _lengths_from(args, given),
-            costs,
-            explicit,
-            given.tensor_parallel,
-            bench.price,
-        )
-
-    def plan(self, case: Case) -> tuple[StepPlan, ...]:
-        return self._at(case).plan(case.choice).steps
-
-    def play(self, case: Case) -> PlayedCase:
-        from megatron_balance.cli.compare import row
-        from megatron_balance.lab.report.cases import PlayedCase
-
-        bench = self._at(case)
-        planned = bench.plan(case.choice)
-        simulated = bench.simulate(planned)
-        more = {name: simulated[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
-        return PlayedCase(
-            case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more}
-        )
-
-    def _at(self, case: Case) -> simulation.Bench:
-        given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)
-        return replace(self.bench, given=given, machine=case.machine, setup=case.setup, group=case.group)
-
-
-def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
+def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
     """Source of the lengths, in words."""
     drawn = given.config.dataset
     if args.trained is not None:

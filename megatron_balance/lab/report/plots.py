@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import study
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.limits import PARTS
 from megatron_balance.lab.report.page import label
 from megatron_balance.lab.report.study import ACTIVITIES

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import numbers
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.steps import NUMBERS, LoggedRun, read_all
 
 MOST_POINTS = 1500

@@ -4,12 +4,11 @@ around the figures of `study`.
 
 from __future__ import annotations
 
+from megatron_balance.lab.bench import Figures, named, standing
 from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.limits import COMPUTING, PARTS
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
-from megatron_balance.lab.report.ranking import named, standing
 
 
 def page(study: Figures, library: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import parse_json
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import numbers
-from megatron_balance.lab.report.cases import Figures
 
 STEPS_FILE = "steps.jsonl"
 BEGINNING = '{"step": '

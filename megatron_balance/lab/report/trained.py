@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
 from megatron_balance.lab.report.plots import Figure
 from megatron_balance.lab.report.run import NAMES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.lab.report.ranking import best_of, hold_against, in_the_mean, saving
+from megatron_balance.lab.bench import best_of, hold_against, in_the_mean, saving
 from megatron_balance.lab.report.study import answer
 
 TRIED: dict[str, Any] = {"tries": [], "fits": True, "planner": "zeppelin", "step_s": 1.0}
