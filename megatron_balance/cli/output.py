@@ -68,10 +68,7 @@ def console(width: int = 158) -> Console:
 
 
 def table(
-    title: str | None,
-    columns: Iterable[str],
-    left: Collection[str],
-    overflow: Literal["fold", "ellipsis"] = "ellipsis",
+    title: str | None, columns: Iterable[str], left: Collection[str], overflow: Literal["fold", "ellipsis"] = "ellipsis"
 ) -> Table:
     """A table without rows, whose columns are set on the right but for those in `left`."""
     from rich.table import Table

@@ -28,10 +28,9 @@ HELP = "one HTML page: where the time goes, what limits it, what would help"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network")
+    add(
         "--steps",
         type=Path,
         action="append",
@@ -39,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side",
     )
-    parser.add_argument(
+    add(
         "--run",
         dest="trained",
         type=Path,
@@ -49,14 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     inputs.add_options(parser)
     simulation.add_options(parser)
-    parser.add_argument(
+    add(
         "--baseline",
         metavar="NAME",
         help=f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="also print the page's figures as one JSON document on stdout"
-    )
+    add("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
 
 

@@ -35,53 +35,46 @@ quarter of what they work, at most."""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the machine and of the step."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--costs",
         type=Path,
         metavar="FILE",
         help="simulate with a cost table measured by 'profile' (default: data sheets)",
     )
-    parser.add_argument(
+    add(
         "--slow",
         action="append",
         default=[],
         metavar="RANK=FACTOR",
         help="a rank that computes FACTOR times slower; repeatable",
     )
-    parser.add_argument(
-        "--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))"
-    )
-    parser.add_argument(
-        "--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)"
-    )
-    parser.add_argument("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
-    parser.add_argument(
+    add("--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))")
+    add("--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)")
+    add("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
+    add(
         "--policy",
         choices=("auto", "keep", "replay"),
         help="hold received keys and values for the backward, bring them again, or hold them in as many layers as fit "
         "memory (default auto)",
     )
-    parser.add_argument(
-        "--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)"
-    )
-    parser.add_argument(
+    add("--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)")
+    add(
         "--microbatches",
         type=int,
         metavar="M",
         help="batches of a step (default 1; with --global-tokens: as many as the ranks need, and at least "
         f"{PER_STAGE} a pipeline stage)",
     )
-    parser.add_argument(
+    add(
         "--global-tokens",
         type=inputs.tokens,
         metavar="N",
         help="with --dataset: tokens of a step, in place of --tokens of each of its batches; --batches then counts "
         "steps",
     )
-    parser.add_argument(
-        "--price-per-gpu-hour", type=float, metavar="P", help="also say what saved GPU-hours cost, in any currency"
-    )
-    parser.add_argument(
+    add("--price-per-gpu-hour", type=float, metavar="P", help="also say what saved GPU-hours cost, in any currency")
+    add(
         "--tensor-parallel",
         type=int,
         default=1,
@@ -92,24 +85,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     _add_expert_options(parser)
-    parser.add_argument(
+    add(
         "--pipeline",
         type=int,
         default=1,
         metavar="P",
         help="pipeline stages, each with the cluster's ranks (default 1)",
     )
-    parser.add_argument(
-        "--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)"
-    )
-    parser.add_argument("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
-    parser.add_argument(
+    add("--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)")
+    add("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
+    add(
         "--transport",
         choices=("streams", "sockets"),
         default="streams",
         help="what carries transfers: streams as NCCL's (default), or sockets as gloo's on CPUs",
     )
-    parser.add_argument(
+    add(
         "--engine",
         choices=("auto", "events", "rounds"),
         default="auto",

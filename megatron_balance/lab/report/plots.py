@@ -331,24 +331,23 @@ FEW = 40
 """Number of points up to which a curve marks them."""
 
 
-def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
+def _curve(runs: Sequence[Figures], key: str, title: str, **axis: Any) -> Figure:
     """One figure of every step."""
     data = [
         _line(run, key, run["label"], colour)
         for run, colour in zip(runs, COLOURS, strict=False)
         if key in run["curves"]
     ]
-    return data, _layout(
-        330,
-        xaxis=_step_axis(),
-        yaxis=_axis(title, type="log" if log else "linear", rangemode="normal" if log else "tozero"),
-    )
+    return data, _layout(330, xaxis=_step_axis(), yaxis=_axis(title, **axis))
+
+
+def step_ms(runs: Sequence[Figures]) -> Figure:
+    return _curve(runs, "step_ms", "ms of a step", type="linear", rangemode="tozero")
 
 
 def loss(runs: Sequence[Figures]) -> Figure:
     """The loss curve, which does not begin at zero."""
-    data, common = curve(runs, "loss", "loss")
-    return data, {**common, "yaxis": _axis("loss")}
+    return _curve(runs, "loss", "loss")
 
 
 def imbalance(runs: Sequence[Figures]) -> Figure:
