@@ -198,9 +198,7 @@ class Changes:
             chunk.restore_grad_buffers(synchronize=False)
 
     def _push(self, num_tokens: torch.Tensor) -> None:
-        """Bring the role's gradients to the owners' buffers, a mean over the step's tokens.
-        Collective over the world.
-        """
+        """Bring the role's gradients to their owners, a mean over the step's tokens. Collective."""
         self.roles.push()
         with self.roles.stopwatch.measured("push"):
             scale = 1.0 / num_tokens.clamp(min=1).float()
@@ -264,9 +262,7 @@ class _OwnWeights:
     """
 
     def __init__(self, model: Sequence[Any], optimizers: Sequence[Any], *, stay: bool) -> None:
-        """Leave them where they are. `stay`: somebody else reads them at any time, such as an
-        asynchronous checkpoint.
-        """
+        """Leave them where they are. `stay`: others read them any time (asynchronous checkpoint)."""
         buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._data: list[torch.Tensor] = []
         self._copies: list[Callable[[], None]] = []
@@ -291,9 +287,7 @@ class _OwnWeights:
         self._given_back = bool(self._data)
 
     def restore(self) -> None:
-        """Bring this rank's part of today's weights back, if they were given back; an all-gather
-        brings the others'.
-        """
+        """Bring this rank's part of today's weights back, if given back; an all-gather the rest."""
         if not self._given_back:
             return
         self._given_back = False

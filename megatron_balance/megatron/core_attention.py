@@ -193,9 +193,7 @@ class BalancedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """Attention of query and key [T, 1, H or G, D] and value [T, 1, G, V]: [T, 1, H * V]. See
-        `attend`.
-        """
+        """`attend` of query and key [T, 1, H or G, D] and value [T, 1, G, V]: [T, 1, H * V]."""
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
                 f"layer {self.layer_number}: core attention was called without a plan. The forward step must come "
@@ -331,9 +329,7 @@ def sink_of(core_attention: Any) -> torch.Tensor | None:
 
 
 class _Latent(NamedTuple):
-    """Of one layer and microbatch: the normalised latent [T, C] or [T, 1, C], and the weight of its
-    up projection.
-    """
+    """Of a layer and microbatch: the normalised latent [T, (1,) C], its up projection's weight."""
 
     rows: torch.Tensor
     weight: torch.Tensor

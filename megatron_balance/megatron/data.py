@@ -78,9 +78,7 @@ DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Options of the way from documents to samples. `vocab_size`: ids from here on cannot be
-    embedded; None: not checked.
-    """
+    """How documents become samples. `vocab_size`: ids from here on are errors; None: not checked."""
 
     seq_length: int
     seed: int
@@ -91,9 +89,7 @@ class DataOptions:
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents, asked for in any order, on any
-    rank.
-    """
+    """Samples 0 to num_samples - 1 of a stream of whole documents, in any order, on any rank."""
 
     def __init__(
         self,
@@ -178,9 +174,7 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
     """Samples of several corpora in turn, in proportion to weights; each sample is of one corpus."""
 
     def __init__(self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int) -> None:
-        """Deal samples of `parts`, of one split. `weights`: in samples; None: as many as an epoch
-        of each has.
-        """
+        """Deal samples of `parts`, of one split. `weights`: in samples; None: an epoch of each."""
         self.parts = tuple(parts)
         self.split = parts[0].split
         self.blend = Blend([part.stream.num_samples(0) for part in parts] if weights is None else shares(weights))
@@ -379,9 +373,7 @@ CACHED_FROM = 100_000
 
 
 def _open_corpus(prefix: str, args: Any) -> Corpus:
-    """A corpus, and the cache of its orders where it is large. DataError: the corpus is damaged or
-    empty.
-    """
+    """A corpus, a large one with a cache of its orders. DataError: it is damaged or empty."""
     index = map_index(prefix)
     if index.num_documents + index.num_tokens // args.seq_length < CACHED_FROM:
         check_index(index)
@@ -410,9 +402,7 @@ def data_reasons(args: Any) -> list[str]:
 
 
 def corpus_reasons(args: Any) -> list[str]:
-    """The reasons why the corpora that the command line names cannot be read, as far as opening the
-    files shows.
-    """
+    """Why the corpora of the command line cannot be read, as far as opening the files shows."""
     reasons: list[str] = []
     try:
         # Opening the files costs the same whatever their size: an index that is damaged inside is

@@ -191,9 +191,7 @@ def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tup
 
 
 def check_number(planned: int, num_microbatches: int) -> None:
-    """Reject a plan of another number of microbatches than the schedule runs, on this and all
-    ranks.
-    """
+    """Reject a plan of another number of microbatches than the schedule runs, on all ranks."""
     if planned != num_microbatches:
         raise ConfigError(
             f"the planner made {planned} microbatches of a step in which every rank runs {num_microbatches} "

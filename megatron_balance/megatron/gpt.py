@@ -82,9 +82,7 @@ def _build(
 
 
 def give_layer_spec(cfg_container: Any) -> None:
-    """Put our core attention into the model config, where this Megatron has one. ConfigError: the
-    model is not a GPT.
-    """
+    """Put our core attention into a Megatron's model config, if it has one. ConfigError: no GPT."""
     from megatron.training import models
 
     config, gpt = getattr(cfg_container, "model", None), getattr(models, "GPTModelConfig", None)
@@ -181,9 +179,7 @@ def _layer_spec_of(model_config: Any) -> Callable[..., Any]:
 
 
 def give_core_attention(model: torch.nn.Module) -> None:
-    """Put our core attention in place of Megatron's own in a model that was built past the layer
-    spec, with its sinks.
-    """
+    """Put ours, with its sinks, in place of Megatron's in a model built past the layer spec."""
     for attention in list(model.modules()):
         core = vars(attention)["_modules"].get("core_attention")
         if type(core) is DotProductAttention:
@@ -278,9 +274,7 @@ class _PositionRotary(torch.nn.Module):
 
 
 def rotate_by_position(model: torch.nn.Module, max_positions: int) -> None:
-    """Give every GPT model inside `model` rotary embeddings by position. ConfigError: a kind that
-    cannot be.
-    """
+    """Give GPT models inside `model` rotary embeddings by position. ConfigError: of another kind."""
     for module in list(model.modules()):
         rotary = vars(module)["_modules"].get("rotary_pos_emb")
         if rotary is None or isinstance(rotary, _PositionRotary):

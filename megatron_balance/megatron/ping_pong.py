@@ -69,9 +69,7 @@ def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool
 
 
 def able(model: torch.nn.Module, config: Run) -> bool:
-    """Whether every layer of a model can be taken apart at core attention. ConfigError: it shall
-    be, and one cannot.
-    """
+    """Whether layers can be taken apart at core attention. ConfigError: they shall be, and cannot."""
     for name, block in model.named_modules():
         for layer in block.layers if isinstance(block, TransformerBlock) else ():
             foreign = _foreign(layer)
@@ -232,9 +230,7 @@ class _PingPongRun:
 def before(
     layer: TransformerLayer, state: Tensor, rotary: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Run a layer up to core attention: query, key and value [T, 1, heads, D], and the residual
-    state.
-    """
+    """Run a layer up to core attention: query, key and value [T, 1, heads, D]; the residual state."""
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:

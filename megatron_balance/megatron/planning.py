@@ -113,9 +113,7 @@ def _latents(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
 
 
 def _mask_of_layer(config: Any, layer_number: int) -> Mask:
-    """The mask of the layer of this number, counted from 1 as Megatron does; `config`: its
-    arguments or model config.
-    """
+    """The mask of a layer, numbered from 1; `config`: Megatron's arguments or its model config."""
     # --window-size L,R: L keys before a query's own and R behind it; without negative numbers or
     # keys behind, a sliding window of L + 1 keys. --window-attn-skip-freq: which layers see all.
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -137,9 +135,7 @@ def mask_of(core_attention: Any) -> Mask:
 
 
 def recompute_of(config: Any) -> Recomputed:
-    """The forwards that a backward computes again under a `TransformerConfig`, or the arguments it
-    is made of.
-    """
+    """The forwards that a backward computes again, by a `TransformerConfig` or the arguments."""
     if config.recompute_granularity == "full":
         what = "block" if config.recompute_method == "block" else "uniform"
         return Recomputed(what, config.recompute_num_layers or 1)
@@ -188,9 +184,7 @@ def _memory(job: Session, tensor: int, num_stages: int) -> StepMemory:
 
 
 def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[Stage, ...]:
-    """The pipeline stages of a job with their predicted state, on one of `tensor` tensor-parallel
-    ranks, which has `model`.
-    """
+    """The pipeline stages with their predicted state, on a TP rank of `tensor`, which has `model`."""
     virtual = args.virtual_pipeline_model_parallel_size or 1
     # The last stage has the layers of multi-token prediction, too.
     further = [0] * (num_stages - 1) + [args.mtp_num_layers or 0]
@@ -222,9 +216,7 @@ def _gradient_bytes(args: Any) -> int:
 
 
 def _device_bytes(job: Session, device: torch.device) -> float | None:
-    """Bytes that tensors may have on this rank's device; on a CPU the configuration's word, if it
-    has one.
-    """
+    """Bytes that tensors may have on this rank's device; on a CPU as the configuration says."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device))
@@ -344,9 +336,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:
-    """Reject candidates none of which holds a whole sample; ConfigError names the one that holds
-    most.
-    """
+    """Reject candidates none of which holds a whole sample; ConfigError names the largest."""
     known = StepPlanner(spec).candidates()
     best = max(known, key=lambda each: each.max_tokens)
     if best.max_tokens < seq_length:
@@ -357,9 +347,7 @@ def check_holds(spec: PlanSpec, seq_length: int) -> None:
 
 
 def first_lengths(job: Session) -> Lengths:
-    """The lengths of the step that comes first, where the samples are ours; else of a microbatch of
-    whole samples.
-    """
+    """The lengths of the first step, where samples are ours; else of a microbatch of full samples."""
     known = samples(job)
     found = None
     if known.lengths is not None:

@@ -342,9 +342,7 @@ class AttentionGroups:
         return next((groups for groups in found if groups is not None), None)
 
     def _rows(self, strategy: Strategy) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Context-parallel ranks of every stage and TP rank, and how many of them a node has, as
-        planners take it.
-        """
+        """Context-parallel ranks of every stage and TP rank; and ranks per node, for planners."""
         for pipeline, scheme in enumerate(strategy.pipelines):
             shape = (scheme.pipeline, scheme.context, scheme.tensor)
             # [stages, CP, TP] to rows of CP neighbours: [stages * TP, CP].
@@ -482,9 +480,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a stage by their name in the whole model; a tied embedding's is the first
-    stage's.
-    """
+    """A stage's parameters by name in the whole model; a tied embedding's is the first stage's."""
     layers = {
         # Layers are numbered in the whole model by their own `layer_number`, from 1.
         f"{name}.": f"{LAYERS}{module.layer_number - 1}."
@@ -521,9 +517,7 @@ def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> 
 
 
 def check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
-    """Compare the shards that were computed for this rank with the optimizer's; ConfigError: they
-    differ.
-    """
+    """Compare the computed shards of this rank with the optimizer's; ConfigError: they differ."""
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
     for number in range(len(parameters)):
         expected = int(sizes[mine[:, Shard.PARAMETER] == number].sum())

@@ -48,9 +48,7 @@ class ScriptData:
         self._identity: DataIdentity | None = None
 
     def identity(self, args: argparse.Namespace) -> DataIdentity:
-        """Identity of its samples; unknown where it is not kept. Collective over the world at the
-        first call.
-        """
+        """Identity of its samples; unknown if not kept. Collective (world) at the first call."""
         if self._identity is None:
             self._identity = agreed(self.dataset, args) if self.kept else DataIdentity()
         return self._identity
@@ -148,9 +146,7 @@ def _of_corpus(part: Any) -> str:
 
 
 def content(prefix: str) -> str | None:
-    """The bytes of the files at a path or prefix, and a digest of their pieces; None: there are
-    none.
-    """
+    """Bytes of the files at a path or prefix, and a digest of pieces of them; None: no file there."""
     found = [path for path in (Path(f"{prefix}{end}") for end in FILES) if path.is_file()]
     digest, total = hashlib.sha256(), 0
     for path in found:

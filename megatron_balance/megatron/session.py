@@ -82,9 +82,7 @@ class Session:
     def __init__(
         self, args: argparse.Namespace, config: Run, te_patched: bool, writers: Sequence[ScalarWriter] | None = None
     ) -> None:
-        """Take Megatron's validated `args`; pools and planners are made later. `writers`: of
-        scalars; None: Megatron's own.
-        """
+        """Take validated `args`; pools and planners come later. `writers`: None: Megatron's own."""
         self.args = args
         self.config = config
         self.te_patched = te_patched
@@ -281,9 +279,7 @@ class Session:
 
     @cached_property
     def gpus_per_node(self) -> int:
-        """Ranks of the job on a node. Collective over the world at the first call, unless the
-        configuration says so.
-        """
+        """Ranks of a node, as configured; else collective over the world at the first call."""
         cluster = self.config.cluster
         per_node = cluster.ranks_per_node if cluster is not None else None
         return min(per_node, self.args.world_size) if per_node is not None else ranks_on_a_node()
@@ -464,9 +460,7 @@ def _agreed(mine: bool) -> bool:
 
 
 def _log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
-    """The target of this rank's records, from Megatron's arguments and ours. `writers`: of scalars;
-    None: Megatron's own.
-    """
+    """Where this rank's records go. `writers`: of scalars; None: Megatron's own."""
     folder, writes = Path(args.balance_log) if args.balance_log else None, args.rank == 0
     return LogTarget(
         folder=folder,

@@ -102,9 +102,7 @@ class PlannedTransfers(P2PCommunicator):
     """Megatron's communicator, told the shape of everything that it receives, for one step."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any, shapes: StageShapes, crossings: Crossings) -> None:
-        """Make a step's communicator over `group`, this rank's pipeline; `config`: Megatron's, of
-        the model.
-        """
+        """Make a step's communicator over `group`, this rank's pipeline; `config`: of the model."""
         told = copy.copy(config)
         told.variable_seq_lengths = True
         # It works round a race in batch_isend_irecv that torch no longer has (pytorch/pytorch#82450,
@@ -165,9 +163,7 @@ class _Due:
 
 
 def given_group(p2p_communicator: Any) -> dist.ProcessGroup | None:
-    """The group of a communicator that a script hands to `pretrain`; ConfigError: it is another
-    than Megatron's plain one.
-    """
+    """The group of a script's communicator; ConfigError: it is another than Megatron's plain one."""
     if p2p_communicator is None:
         return None
     if type(p2p_communicator) is not P2PCommunicator:
@@ -234,9 +230,7 @@ class TickRun:
     def run(
         self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any
     ) -> list[Any]:
-        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take
-        them.
-        """
+        """The step's reduced losses, on the last stage. Keywords as Megatron's schedules take them."""
         config = self.config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -355,9 +349,7 @@ class TickRun:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether a chunk's last backward sums its gradients, rather than all chunks' at the end,
-        where the stages are aligned.
-        """
+        """Whether a chunk's last backward sums its gradients; else all are summed at the end."""
         return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
 
     def _hold_gradients(self) -> None:

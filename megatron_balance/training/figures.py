@@ -53,9 +53,7 @@ class JobFacts:
 
 
 def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Json:
-    """The figures of a step, as its record has them: tokens, bytes and transfers of one layer's
-    forward.
-    """
+    """The figures of a step's record: tokens, bytes and transfers of one layer's forward."""
     strategy = planned.step.strategy
     num_pipelines = len(planned.step.pipelines)
     jobs = tuple(job.of_strategy(strategy)) or (job,) * num_pipelines
@@ -220,9 +218,7 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
 
 
 def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
-    """Seconds until the last stage is done, in Megatron's order of microbatches, which take
-    `seconds` in a layer.
-    """
+    """Seconds until the last stage is done, in Megatron's order; `seconds`: of a layer of each."""
     stages, chunks = job.num_stages, job.num_chunks
     if len(seconds) % stages:
         chunks = 1  # groups of another size than Megatron's own: said as if not interleaved

@@ -71,9 +71,7 @@ class StepTracer:
         """Of the step that is under way, if it is traced."""
 
     def place(self, node: Callable[[], int], streams: Callable[[], Streams | None]) -> None:
-        """Say how to find this rank's node, and the streams of its device (None: it has a CPU
-        only): asked when a step is traced.
-        """
+        """Say how to find this rank's node and its device's streams (None: a CPU), when traced."""
         self._node, self._streams = node, streams
 
     def begin(self, step: int) -> None:

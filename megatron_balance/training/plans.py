@@ -39,9 +39,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The plan of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how
-    long the step waited.
-    """
+    """One step's plan. `plan_s`: of planning, wherever it ran; `wait_s`: that the step waited."""
 
     step: StepPlan
     plan_s: float
@@ -142,9 +140,7 @@ class StepPlans:
         ahead: PlanAhead | None = None,
         evaluation: bool = False,
     ) -> None:
-        """Plan by `planner`, ahead in the process `ahead` if there is one; `agree` is collective
-        over all ranks that plan.
-        """
+        """Plan by `planner`, by process `ahead` if there is one; `agree`: collective of who plans."""
         self._planner = planner
         self._samples = samples
         self._agree = agree
@@ -314,9 +310,7 @@ class StepPlans:
         log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)
 
     def coming(self) -> StepPlan | None:
-        """The plan that is likely to come next, if it is made ahead and there already. Any thread
-        may ask.
-        """
+        """The plan likely to come next, if it is made ahead and there already. Any thread may ask."""
         ahead, last = self._ahead, self._last
         if ahead is None or last is None:
             return None
@@ -333,9 +327,7 @@ class StepPlans:
         return self._samples.lengths is not None and (holds or self._ledger.needs_corpus)
 
     def _leaves_enough(self, carry: Carry, lengths: Lengths) -> bool:
-        """Whether the steps left can train what waits behind this one, and what another planner
-        held back is getting less.
-        """
+        """Whether the steps left can train what waits, and less waits of what another planner left."""
         before = self._ledger.carry
         if before.waiting and before.planner != self._planner.choice.name:
             # Numbers below those drawn in this step: the documents that waited before it.
@@ -374,9 +366,7 @@ class StepPlans:
         return PlannedStep(step, seconds, seconds, carry, planner=self._planner.choice.name)
 
     def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths) -> PlannedStep:
-        """The plan made ahead, if it is one of these lengths and of this carry; else one made now.
-        Asks for the coming steps.
-        """
+        """The plan made ahead for these lengths and this carry, else one made now. Asks for more."""
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
         if ahead.proofs.wrong:

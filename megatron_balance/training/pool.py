@@ -156,9 +156,7 @@ class StrategyRanks:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Ranks that compute the same tokens; their rank 0, `source` in the world, reads, exchanges and
-    hands on.
-    """
+    """Ranks that compute the same tokens; rank 0, `source` in the world, reads and hands on."""
 
     group: dist.ProcessGroup | None = None
     """None: this rank alone."""
@@ -285,9 +283,7 @@ def _common_node_size(pools: Sequence[tuple[int, ...]], nodes: Sequence[int | st
 
 
 def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
-    """Ranks per node of a pool whose ranks lie on `nodes`; ConfigError: they lie unevenly, or are not
-    numbered node by node.
-    """
+    """Ranks per node, of ranks that lie on `nodes`; ConfigError: unevenly, or not node by node."""
     counts = Counter(nodes)
     # Node by node: as many changes from one rank to the next as there are nodes, less one.
     changes = sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))

@@ -89,9 +89,7 @@ def own_times(pools: Sequence[Groups], joint: Groups, step_s: float, traced_s: f
 
 
 def times_of(gathered: Ints, names: Sequence[str]) -> list[RankTimes]:
-    """Times by rank. `gathered` [R, counters and times]: each rank's counters, of these `names`,
-    then its `own_times`.
-    """
+    """Times by rank. `gathered` [R, counters of these `names`, then `own_times`]."""
     found: list[RankTimes] = []
     for row in gathered.tolist():
         step, attended, waited, *sources = row[len(names) :]

@@ -378,9 +378,7 @@ class TokenExchange:
         return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
 
     def back(self, given: Tensor) -> Tensor:
-        """The inverse of `there`, over a pool: [rows of this rank's layouts, ...] to [rows read
-        here, ...].
-        """
+        """The inverse of `there`, over a pool: [rows of our layouts, ...] to [rows read here, ...]."""
         routes = self._routes
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         # Scattered, as the inverse of the gather in `there`.
@@ -405,9 +403,7 @@ class TokenExchange:
         return _Routes(*self._sends(), *self._receives())
 
     def _sends(self) -> tuple[list[int], Ints]:
-        """Numbers of rows to send to each pool rank, and the rows read here, destination by
-        destination.
-        """
+        """Numbers of rows to send to each pool rank, and rows read here, by destination."""
         rank, size, shared = self._pool.rank, self._pool.size, self._shared
         if not self._pool.reads:
             return [0] * size, np.empty(0, dtype=np.int64)
@@ -487,9 +483,7 @@ class LocalMicrobatch:
 
 
 def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
-    """Pad the rows [T, C] of this rank, which lie as `layout` (seq, start, stop) says, to a
-    positive multiple of `multiple`.
-    """
+    """Pad rows [T, C], which lie as `layout` (seq, start, stop), to a multiple of `multiple`."""
     # A rank without tokens still takes part in every collective of a layer, so it computes masked
     # padding.
     padding = padded(len(rows), multiple) - len(rows)
