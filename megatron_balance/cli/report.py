@@ -18,8 +18,7 @@ from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
     from megatron_balance.lab.bench import Inputs
-    from megatron_balance.lab.report.steps import RealBatches
-    from megatron_balance.planning.choice import PlannerChoice
+    from megatron_balance.lab.report.run import RealBatches
 
 MOST_RUNS = 2
 
@@ -89,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# A training run
-
-
 def _trained(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.lab.report import run
 
@@ -105,11 +101,9 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
     return run.document(args.steps)
 
 
-# A simulation
-
-
 def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.lab.report.study import study
+    from megatron_balance.planning.choice import choose_planner
 
     explicit = bool(args.planner)
     if not explicit:
@@ -117,12 +111,13 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     real = None if args.trained is None else _real(args)
     given = simulation.read(args, None if real is None else real.lengths)
     bench = simulation.bench(args, given)
-    _check_baseline(args.baseline)
+    if args.baseline is not None and args.baseline not in PLANNERS:
+        raise ConfigError(f"--baseline {args.baseline}: no such planner; one of {', '.join(PLANNERS)}")
     of_run = given.config.planner if real is not None else None
     baseline = args.baseline or (of_run.name if of_run is not None else baseline_of(tuple(PLANNERS)))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
-        choices.insert(0, _plain(baseline, given.tokens_per_rank))
+        choices.insert(0, choose_planner(baseline, {"tokens_per_rank": given.tokens_per_rank}))
     costs = "" if args.costs is None else str(args.costs)
     found = study(bench, choices, baseline, explicit=explicit, lengths=_lengths_from(args, given), costs=costs)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
@@ -136,7 +131,7 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 def _real(args: argparse.Namespace) -> RealBatches:
     """The batches of a run; cluster, model and configuration are the run's unless given."""
-    from megatron_balance.lab.report.steps import real_batches
+    from megatron_balance.lab.report.run import real_batches
 
     for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
@@ -150,17 +145,6 @@ def _real(args: argparse.Namespace) -> RealBatches:
     if args.microbatches is None:
         args.microbatches = real.microbatches
     return real
-
-
-def _check_baseline(name: str | None) -> None:
-    if name is not None and name not in PLANNERS:
-        raise ConfigError(f"--baseline {name}: no such planner; one of {', '.join(PLANNERS)}")
-
-
-def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
-    from megatron_balance.planning.choice import choose_planner
-
-    return choose_planner(name, {"tokens_per_rank": tokens_per_rank})
 
 
 def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:

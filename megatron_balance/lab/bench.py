@@ -282,13 +282,9 @@ class Bench:
     def compare(
         self, choices: Sequence[PlannerChoice], baseline: str, *, explicit: bool
     ) -> tuple[list[Played], dict[str, str]]:
-        """Every planner's steps held against those of `baseline`, and the reasons of those left out:
-        planners that nobody named (`explicit`: somebody did) and that cannot place the batches, or run
-        as asked.
-
-        Raises:
-            ConfigError: the baseline cannot, or a named planner cannot run as asked.
-            InfeasibleError: a named planner cannot place the batches.
+        """Planners' steps held against those of `baseline`, and why planners that nobody named
+        (`explicit`: somebody did) were left out. ConfigError: the baseline cannot plan, or a named
+        planner cannot run as asked. InfeasibleError: a named planner cannot place the batches.
         """
         played: list[Played] = []
         left_out: dict[str, str] = {}

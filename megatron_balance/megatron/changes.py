@@ -44,11 +44,9 @@ class Changes:
     """
 
     def __init__(self, job: Session, model: list[Any], optimizer: Any, model_config: Any) -> None:
-        """Make all roles. Collective over the world, when Megatron has built model and optimizer.
-
-        Raises:
-            ConfigError: a Megatron whose all-gather cannot be put off, or whose layout or model is
-                not one that strategies know.
+        """Make all roles, when Megatron has built model and optimizer. Collective over the world.
+        ConfigError: a Megatron whose all-gather cannot be put off, or a layout or model unknown to
+        strategies.
         """
         self._job, self._model = job, model
         if not hasattr(model_config, "get_builder_cls"):
@@ -113,14 +111,12 @@ class Changes:
     def run(
         self, planned: PlannedStep, shared: PoolLengths, mine: Sequence[Sequences], apart: PoolLengths
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Pull weights, run this rank's role, push gradients. Collective over the world.
+        """Pull weights, run this rank's role, push gradients. Collective over the world. `mine`,
+        `apart`: what this rank and the base layout's pool have read, a microbatch for each
+        nano-batch.
 
-        `mine`, `apart`: the sequences that this rank and the base layout's pool have read, a
-        microbatch for each nano-batch of the plan.
-
-        Returns:
-            For each microbatch what Megatron reports of it: on the base layout's last stage one, of
-            the whole step on its first rank.
+        Returns, for each microbatch, what Megatron reports of it: on the base layout's last stage
+        one, of the whole step on its first rank.
         """
         job, strategy = self._job, planned.step.strategy
         assert strategy is not None, "a step without strategy runs on the base layout"
@@ -164,9 +160,7 @@ class Changes:
 
     def gather_weights(self, *, for_step: bool = False) -> None:
         """Bring today's weights to Megatron's own model, unless it has them. Collective over the
-        world.
-
-        `for_step`: a training step on that model, behind which they are old again.
+        world. `for_step`: a training step on that model, behind which they are old again.
         """
         if self._weights_are_old:
             self.own_weights.restore()
@@ -179,10 +173,9 @@ class Changes:
         self.roles.close()
 
     def _pull(self, strategy: Strategy) -> Role:
-        """The role of this rank in a step, with today's weights. Collective over the world.
-
-        Gradients of the base layout give their memory back until they are pushed, and weights until
-        they are gathered.
+        """The role of this rank in a step, with today's weights. Collective over the world. The
+        base layout's gradients give their memory back until they are pushed, weights until they are
+        gathered.
         """
         self.own_weights.give_back()
         for chunk in self._model:
@@ -230,10 +223,9 @@ class Changes:
         return exchange, exchange.to_ranks(mine if ranks.reads else (), NUM_COLUMNS, peers, job_device())
 
     def _summed(self, role: Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the world.
-
-        A pipeline's last stage knows them, on each context-parallel rank its part; of ranks that have
-        the same one counts.
+        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the
+        world. A pipeline's last stage knows them, each context-parallel rank its part; one TP
+        rank's count.
         """
         found = torch.zeros(2, dtype=torch.float64, device=job_device())
         if role.seat is not None and role.seat.tensor == 0:
@@ -255,10 +247,8 @@ def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers
 
 class _OwnWeights:
     """The flat buffers of the weights of Megatron's own model, which give their memory back while
-    roles compute.
-
-    Where the optimizer has fp32 weights of its own (bf16 training), those of the model are copies, and
-    are made again before the model runs. In fp32 they are the optimizer's own, and stay.
+    roles compute. In bf16 training they are copies of the optimizer's fp32 ones, made again before
+    the model runs; in fp32 they are the optimizer's own, and stay.
     """
 
     def __init__(self, model: Sequence[Any], optimizers: Sequence[Any], *, stay: bool) -> None:

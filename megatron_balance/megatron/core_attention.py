@@ -296,11 +296,7 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def held_number(core_attention: Any) -> int:
-    """The number of a core attention's layer by what keeping costs (`gpt.number_layers`).
-
-    Raises:
-        ConfigError: it was never numbered.
-    """
+    """The number of a layer by what keeping costs (`gpt.number_layers`); ConfigError: it has none."""
     number = getattr(core_attention, "held_number", None)
     if number is None:
         raise ConfigError(

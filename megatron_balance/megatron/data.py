@@ -242,10 +242,7 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
 
 
 def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
-    """Megatron's data set provider: train, validation and test sets of whole documents.
-
-    It raises ConfigError for arguments that it cannot follow, DataError for a damaged corpus.
-    """
+    """Megatron's data set provider: train, validation and test sets. Errors as of `build_datasets`."""
 
     def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
         from megatron.training import get_args
@@ -265,11 +262,7 @@ def build_datasets(
     args: Any, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments; None for a split that no samples are asked of, or without
-    documents.
-
-    Raises:
-        ConfigError: arguments that cannot work with whole documents.
-        DataError: a corpus is damaged or empty.
+    documents. ConfigError: arguments that do not go with whole documents. DataError: a damaged corpus.
     """
     reasons = data_reasons(args)
     if reasons:
@@ -333,9 +326,7 @@ WHOLE = (1.0, 0.0, 0.0)
 
 def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
     """The corpora of training, validation and test, as Megatron reads them from the command line.
-
-    Raises:
-        ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
+    ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -587,10 +578,8 @@ class Reader:
 
 
 def side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns [B, longest] of samples [n] that are one sequence each, without their own padding.
-
-    Raises:
-        DataError: a sample without tokens.
+    """Columns [B, longest] of samples [n], one sequence each, without padding; DataError: an empty
+    one.
     """
     lengths = [int(sample.get("original_seq_len", sample["padded_seq_len"])) for sample in samples]
     if not lengths or min(lengths) < 1:

@@ -26,17 +26,13 @@ from megatron_balance.megatron.router import check_router, give_router
 PROVIDER = "model_provider"
 
 
-def _takes_provider(pretrain: Callable[..., Any]) -> bool:
-    """Whether this Megatron's `pretrain` must be handed a function that builds the model."""
-    given = inspect.signature(pretrain).parameters.get(PROVIDER)
-    return given is not None and given.default is inspect.Parameter.empty
-
-
 def start(pretrain: Callable[..., Any], args: argparse.Namespace) -> tuple[Any, Sequence[Callable[..., Any]]]:
     """The configuration of a GPT for `pretrain`, and its model provider where it takes one."""
     from megatron.training import argument_utils
 
-    if _takes_provider(pretrain):
+    # Whether this Megatron's `pretrain` must be handed a function that builds the model.
+    given = inspect.signature(pretrain).parameters.get(PROVIDER)
+    if given is not None and given.default is inspect.Parameter.empty:
         return argument_utils.pretrain_cfg_container_from_args(args), (functools.partial(_build, args),)
     model = argument_utils.gpt_config_from_args(args)
     return argument_utils.pretrain_cfg_container_from_args(args, model), ()

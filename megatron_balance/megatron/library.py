@@ -86,12 +86,8 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
 
     def __call__(self, *, num_microbatches: int, data_iterator: Any, forward_only: bool = False, **kwargs: Any) -> Any:
         """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces.
-
-        A training step that Megatron's rerun state machine runs again in place is the same step.
-
-        Raises:
-            ConfigError: process groups that are not those of Megatron's `parallel_state`.
-            DataError: a batch that is none, on all ranks.
+        ConfigError: process groups that are not those of `parallel_state`. DataError: a batch that is
+        none, on all ranks.
         """
         groups = kwargs.get("pg_collection")
         if groups is not self._groups:

@@ -48,11 +48,8 @@ log = logging.getLogger(__name__)
 
 
 def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool:
-    """Whether microbatches run as two nano-batches; by default with planners made for it, where
-    every flag allows it.
-
-    `tell`: whether the log says why they do not. ConfigError: they shall be, and something does not
-    allow it.
+    """Whether microbatches run as two nano-batches; by default with planners made for it, where every
+    flag allows it. `tell`: the log says why not. ConfigError: they shall be, and cannot.
     """
     if config.ping_pong is False or config.planner is None:
         return False

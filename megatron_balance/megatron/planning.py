@@ -284,6 +284,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
     choice = job.config.planner
     assert choice is not None
     changes = bool(job.candidates) and not evaluation
+    mode: dict[str, Any]
     # A rank is a tensor-parallel group, and a single GPU where strategies differ in them.
     gpus = job.args.tensor_model_parallel_size if job.candidates else 1
     options = dataclasses.asdict(choice.options)
@@ -302,37 +303,20 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
     if changes:
         options["strategies"] = tuple(map(str, job.candidates))
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
-        layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
-        return PlanSpec(
-            choice.name,
-            job.gpus(),
-            job.model(1),
-            layers,
-            options,
-            table,
-            changes=True,
-            base=str(job.layout),
-            memory=step_memory(job),
-        )
-    if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
-        options["strategies"] = ()
-        full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
-        options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
-    layers = dataclasses.replace(choice.layers, align=job.row_multiple)
-    pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
-    strategy = str(job.layout) if choice.planner.pipelines else None
-    return PlanSpec(
-        choice.name,
-        job.cluster(),
-        job.model(),
-        layers,
-        options,
-        table,
-        pipeline,
-        job.ping_pong,
-        strategy,
-        memory=step_memory(job),
-    )
+        align = lcm(*shares) if job.args.sequence_parallel else 1
+        cluster, model, mode = job.gpus(), job.model(1), {"changes": True, "base": str(job.layout)}
+    else:
+        if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
+            options["strategies"] = ()
+            full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
+            options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
+        align, cluster, model = job.row_multiple, job.cluster(), job.model()
+        chunks = job.args.virtual_pipeline_model_parallel_size or 1
+        pipeline = Pipeline(job.joint_cluster(), chunks) if joint else None
+        strategy = str(job.layout) if choice.planner.pipelines else None
+        mode = {"pipeline": pipeline, "ping_pong": job.ping_pong, "strategy": strategy}
+    layers = dataclasses.replace(choice.layers, align=align)
+    return PlanSpec(choice.name, cluster, model, layers, options, table, **mode, memory=step_memory(job))
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:

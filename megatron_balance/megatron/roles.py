@@ -104,15 +104,8 @@ class Roles:
         moving: WeightMovement = WeightMovement(),
     ) -> None:
         """Make groups, models and exchanges of all strategies that the run may change to.
-        Collective over the world, once.
-
-        Args:
-            model_config: Megatron's config of the base model (`GPTModelConfig`).
-            layout: the base layout.
-            strategies: all that the run may change to.
-            timeout: of the groups.
-            attention: makes those of planned attention; None: models attend by themselves.
-            moving: how weights and gradients move.
+        Collective over the world, once. `model_config`: of the base model (`GPTModelConfig`).
+        `attention`: makes groups of planned attention; None: models attend by themselves.
         """
         for strategy in strategies:
             check_strategy(strategy, layout, model_config.transformer)
@@ -423,11 +416,8 @@ class _BaseLayout:
 
 def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLayout:
     """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer. Collective
-    over the world: each stage's first rank describes the stage to all.
-
-    Raises:
-        ConfigError: several model chunks, buffers or optimizers, or an optimizer that does not keep
-            fp32 shards.
+    over the world: each stage's first rank describes it to all. ConfigError: several model chunks,
+    buffers or optimizers, or an optimizer that does not keep fp32 shards.
     """
     chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")

@@ -81,12 +81,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
 
 
 def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
-    """Identity of a training set: its facts, and digests of some samples.
-
-    A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`, `dataset`),
-    the sequences that it draws from (`indices`) and its settings (`config`). Of another data set the
-    class is known, and what the command line says.
-    """
+    """Identity of a training set: its facts, and digests of some samples."""
     # A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`,
     # `dataset`), the sequences that it draws from (`indices`) and its settings (`config`).
     parts = list(getattr(dataset, "datasets", None) or [dataset])
@@ -104,17 +99,13 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     for number, part in enumerate(parts, 1):
         if not hasattr(part, "dataset_path"):
             # Of another data set the class is known, and what the command line says.
-            facts |= {_flag(name): _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
+            facts |= {f"--{name.replace('_', '-')}": _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
             continue
         name = f"corpus {number}"
         facts[name] = _of_corpus(part)
         if part.dataset_path is not None:
             places[name] = str(part.dataset_path)
     return DataIdentity.of_script(facts, places, _of_samples(dataset, args, config))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _order(dataset: Any, args: argparse.Namespace) -> str:

@@ -147,7 +147,10 @@ class Session:
         if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
             log.warning("%s", idle)
         self._describe()
-        self.steps.tracer.place(lambda: self.args.rank // self.gpus_per_node, _device_streams)
+        self.steps.tracer.place(
+            lambda: self.args.rank // self.gpus_per_node,
+            lambda: CudaStreams({}, ()) if job_device().type == "cuda" else None,
+        )
         if self.candidates:
             check_holds(plan_spec(self, joint=False), self.args.seq_length)
 
@@ -408,10 +411,6 @@ class Session:
         """Tell the other ranks why this one ends, or log which of them ended."""
         if self._roll is not None:
             self._roll.failed(error)
-
-
-def _device_streams() -> CudaStreams | None:
-    return CudaStreams({}, ()) if job_device().type == "cuda" else None
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:

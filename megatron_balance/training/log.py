@@ -342,8 +342,8 @@ class StepLog:
 
     def _write_scalars(self, write: ScalarWriter, record: Json, step: int) -> None:
         try:
-            for name, value in _scalars(record):
-                write(name, value, step)
+            for name in _SCALARS:
+                write(f"balance/{name}", _value(record, name), step)
         except Exception as error:  # of TensorBoard or W&B, of any kind
             if not self._failed_writers:
                 log.warning("step %d: a writer of scalars failed (%r); training goes on without it", step, error)
@@ -442,10 +442,6 @@ def _value(record: Json, name: str) -> float:
     for key in name.split("/"):
         found = found[key]
     return float(found)
-
-
-def _scalars(record: Json) -> list[tuple[str, float]]:
-    return [(f"balance/{name}", _value(record, name)) for name in _SCALARS]
 
 
 def _log_line(record: Json) -> None:

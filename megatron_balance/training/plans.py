@@ -26,6 +26,7 @@ from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.ledger import BEGINNING, DataIdentity, HeldDocument, Ledger
+from megatron_balance.training.pool import least_and_most
 
 log = logging.getLogger(__name__)
 
@@ -418,9 +419,7 @@ def check_agreement(
     tensor_parallel: dist.ProcessGroup | None = None,
 ) -> None:
     """Compare `fingerprint` (16 hex digits) across the pool and the tensor-parallel group. Collective.
-
-    Raises:
-        PlanMismatchError: on every rank, naming those of the pool that differ from most others.
+    PlanMismatchError: on every rank, naming those of the pool that differ from most others.
     """
     reduced = [group for group in (groups.pool, tensor_parallel) if group is not None]
     if not reduced:
@@ -428,17 +427,11 @@ def check_agreement(
     if dist.get_backend(reduced[0]) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
-    mine = torch.tensor(words, dtype=torch.int64, device=device)
-    # One minimum of both gives the least, and of the negated ones the most: 32 bytes where all is
-    # well.
-    ends = torch.cat([mine, -mine])
-    for group in reduced:
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
-    # ends [2, words]: least of all, and most of all with its sign turned.
-    least, most = ends.view(2, 2).tolist()
-    if least == [-word for word in most]:
+    # 32 bytes where all is well.
+    if all(least == most for least, most in least_and_most(words, reduced, device)):
         return
     # All ranks come here: pools of one stage differ, or their tensor-parallel peers do.
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     every = mine.clone()[None]
     if groups.pool is not None:
         every = torch.empty(groups.size, 2, dtype=torch.int64, device=device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
@@ -263,6 +264,19 @@ def make_pool(
         groups = make(pools)
         joint_groups = _plain_groups(joints, timeout)
     return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size, replica_groups)
+
+
+def least_and_most(
+    numbers: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device | str
+) -> list[tuple[int, int]]:
+    """Of each number its least and its most over the ranks of all `groups`. Collective over each."""
+    if not groups:
+        return [(number, number) for number in numbers]
+    # The least of n and of -n in one reduction: the latter is the most, negated.
+    ends = torch.tensor([(number, -number) for number in numbers], dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    return [(least, -negated) for least, negated in ends.tolist()]
 
 
 def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:

@@ -25,7 +25,7 @@ from megatron_balance.ir.columns import Fragment, Placed
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Members, Waiting, dealt
-from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel
+from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel, least_and_most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,8 @@ def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and who
         ConfigError: ranks that run different numbers of microbatches; each is a collective of all.
     """
     table = torch.empty(0)
-    header = _least_and_most((num_microbatches, *_halves(fingerprint)), tensor_parallel, device)
+    peers = [tensor_parallel.group] if tensor_parallel.group is not None and tensor_parallel.size > 1 else []
+    header = chain.from_iterable(least_and_most((num_microbatches, *_halves(fingerprint)), peers, device))
     if tensor_parallel.is_source:
         counts = [len(m.lengths) for m in mine]
         row = [*header, *counts, *(length for m in mine for length in m.lengths)]
@@ -151,17 +152,6 @@ def _announced(halves: Sequence[int]) -> str:
     if least != most:
         return "others than its tensor-parallel peers"
     return "" if _NOT_PLANNED in least else "".join(f"{half:08x}" for half in least)
-
-
-def _least_and_most(numbers: Sequence[int], tensor_parallel: TensorParallel, device: torch.device) -> list[int]:
-    """Of each number its least and its most over the tensor-parallel group, in turns."""
-    # The least of n and of -n in one reduction: the latter is the most, negated.
-    both = [end for number in numbers for end in (number, -number)]
-    if tensor_parallel.size > 1:
-        ends = torch.tensor(both, dtype=torch.int64, device=device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=tensor_parallel.group)
-        both = ends.tolist()
-    return [-end if at % 2 else end for at, end in enumerate(both)]
 
 
 def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:

@@ -387,12 +387,13 @@ OPTIONS = DistcaOptions()
 # tick by tick.
 def distca_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
-    return min(_stages_s(case, documents, stages, size) for stages in case.stages for size in _sizes(case, stages))
-
-
-def _stages_s(case: DistcaCase, documents: Sequence[int], stages: int, size: int) -> float:
-    microbatches = chunks(documents, size * case.max_doc)
-    return _in_a_row_s(case, microbatches) if stages == 1 else _CasePipeline(case, stages, microbatches).step_s()
+    tried = (
+        (stages, chunks(documents, size * case.max_doc)) for stages in case.stages for size in _sizes(case, stages)
+    )
+    return min(
+        _in_a_row_s(case, microbatches) if stages == 1 else _CasePipeline(case, stages, microbatches).step_s()
+        for stages, microbatches in tried
+    )
 
 
 def _sizes(case: DistcaCase, stages: int) -> list[int]:

@@ -131,7 +131,10 @@ def _question(study: Figures) -> Section:
         ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
-        ("slow ranks", _slow(step)),
+        (
+            "slow ranks",
+            numbers.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
+        ),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
     items: list[Item] = [
@@ -161,10 +164,6 @@ def _pipeline(step: Figures) -> str:
         return "none: one stage"
     chunks = f", {step['interleave']} model chunks each" if step["interleave"] > 1 else ""
     return f"{step['pipeline']} stages{chunks}, each with as many ranks as the cluster has"
-
-
-def _slow(step: Figures) -> str:
-    return numbers.listed([f"rank {rank} ({factor:g} times)" for rank, factor in step["slow_ranks"].items()]) or "none"
 
 
 def _lengths(study: Figures) -> Section:
