@@ -39,7 +39,7 @@ def for_job(
 
     experts, on_cpu = args.num_experts is not None, cpu.installed()
     pipelines = args.pipeline_model_parallel_size > 1 or changes
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    interleaved = pipelines and args.virtual_pipeline_model_parallel_size is not None
     used = (
         (True, always),
         (experts, layers.AUX_LOSS),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -536,11 +535,7 @@ def _only(found: Sequence[Any], what: str) -> Any:
 
 
 def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
-    """Send what `source` gives to all ranks of the world, as JSON."""
-    text = torch.frombuffer(bytearray(json.dumps(body, allow_nan=False).encode()), dtype=torch.uint8).to(job_device())
-    size = torch.tensor([len(text)], device=job_device())
-    dist.broadcast(size, source)
-    if dist.get_rank() != source:
-        text = torch.empty(int(size.item()), dtype=torch.uint8, device=job_device())
-    dist.broadcast(text, source)
-    return json.loads(bytes(text.cpu().numpy()))
+    """Send what `source` gives to all ranks of the world."""
+    told: list[Any] = [body]
+    dist.broadcast_object_list(told, source)
+    return told[0]

@@ -141,16 +141,15 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     return {
         "planner": ticks[0].plan.planner,
         "num_ticks": len(nano_batches[0]),
-        "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
-        "kv_tokens_received_inter_node": sum(
-            float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward
-        )
-        / num_chunks,
+        **{
+            name: sum(float(np.mean(f[f"{name}_per_rank"])) for f in forward) / num_chunks
+            for name in ("kv_tokens_received", "kv_tokens_received_inter_node")
+        },
         "routed_transfers": sum(f["routed_transfers"] for f in forward),
-        "bytes_sent_per_nic": (np.sum([f["bytes_sent_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
-        "bytes_received_per_nic": (
-            np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks
-        ).tolist(),
+        **{
+            name: (np.sum([f[name] for f in forward], axis=0) / num_chunks).tolist()
+            for name in ("bytes_sent_per_nic", "bytes_received_per_nic")
+        },
         # All ranks meet twice in every layer of a tick, before attention and behind it.
         "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
         "attention": pairs,

@@ -285,7 +285,8 @@ class StepLog:
             counted, reduced = gathered[:, : len(_COUNTERS)], self._from_last_stage(reduced)
             slow = self._judge(int(step), gathered)
         writers = self._target.writers(step)
-        tells = self._target.writes and log.isEnabledFor(logging.INFO) and self._is_told(step)
+        tells = self._target.writes and log.isEnabledFor(logging.INFO)
+        tells = tells and (self._untold or step % self._target.interval == 0)
         if not (tells or writers or (self._target.writes and self._file is not None)):
             return  # figures of 512 ranks take a tenth of a second
         record: Json = {
@@ -321,9 +322,6 @@ class StepLog:
                 self._file.add(json_text(record))
         for write in writers:
             self._write_scalars(write, record, step)
-
-    def _is_told(self, step: int) -> bool:
-        return self._untold or step % self._target.interval == 0
 
     def _move_steps_from(self, step: int, file: LineFile) -> None:
         self._first = False
