@@ -164,7 +164,7 @@ def _check(
                 faults.append(str(error))
             continue
         found.append(at)
-        digest = "" if patch.role == "wrapped" else digest_of(at.original)
+        digest = "" if patch.role == "wrapped" else _digest_of(at.original)
         if patch.role == "wrapped" or digest in patch.reviewed:
             continue
         if patch.role == "observed":
@@ -200,7 +200,7 @@ def _find(patch: Patch) -> _Found:
         for parent in parents:
             owner = getattr(owner, parent)
         original = getattr(owner, name)
-        digest_of(original)
+        _digest_of(original)
     except (ImportError, AttributeError, TypeError, OSError) as error:
         raise PatchError(f"{patch.target}: not found ({error})") from error
     if name not in vars(owner):
@@ -217,7 +217,7 @@ _NOT_CODE = ("kind", "type_comment", "type_ignores")
 
 
 @functools.cache  # finding a source reads its whole file
-def digest_of(function: Callable[..., Any]) -> str:
+def _digest_of(function: Callable[..., Any]) -> str:
     """`source_digest` of a function; OSError, TypeError: Python does not find its source."""
     return source_digest(inspect.getsource(function))
 

@@ -24,7 +24,7 @@ from megatron_balance.patches import Patch, handed_on, read
 # forward then runs the plan that came with the microbatch, and everything else as before.
 
 
-def attends(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _attends(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`TEDotProductAttention.forward` that runs the plan of a planned microbatch."""
 
     @functools.wraps(forward)
@@ -47,7 +47,7 @@ def attends(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 TE_ATTENTION = (
     Patch(
         target="megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
-        wrap=attends,
+        wrap=_attends,
         role="wrapped",
         parameters=("query", "key", "value", "packed_seq_params"),
         why="Transformer Engine's context parallelism cuts every sequence alike over one static group; a plan does not",
@@ -228,7 +228,7 @@ PING_PONG_ROUTER = (
 #
 # A group may hold no token at all: a replica of ranks that only serve attention, or more replicas
 # than tokens. Its loss is 0, not 0 / 0.
-def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
+def _mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
     """`get_tokens_per_expert_and_token_count` with the group's mean as local token count.
 
     The total, a divisor, is at least 1. Megatron's branch dev names several groups, `reduce_groups`.
@@ -255,7 +255,7 @@ def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
 AUX_LOSS = (
     Patch(
         target="megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
-        wrap=mean_of_group,
+        wrap=_mean_of_group,
         reviewed={"e6a448660cfd": "0.19.x, 0.18.2, 0.20 of 2026-08", "c6db4d4f28ed": "dev of 2026-08"},
         why="with unequal tokens per rank the shares of the auxiliary loss would be weighted by placement",
     ),

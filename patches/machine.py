@@ -19,7 +19,7 @@ from megatron_balance.patches import Patch
 log = logging.getLogger(__name__)
 
 
-def skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+def _skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     """`compile_helpers` only where there is a Makefile, or no compiled module."""
 
     @functools.wraps(compile_helpers)
@@ -37,7 +37,7 @@ def skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None
 HELPERS = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
-        wrap=skip_when_compiled,
+        wrap=_skip_when_compiled,
         role="observed",
         reviewed={"834469025eba": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why="the wheel has helpers_cpp compiled but no Makefile, so Megatron would stop at start-up",
@@ -45,7 +45,7 @@ HELPERS = (
 )
 
 
-def also_from_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+def _also_from_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
     """`maybe_move_tensor_to_cpu` that turns a tensor on the CPU into an array, too."""
 
     @functools.wraps(move)
@@ -60,7 +60,7 @@ def also_from_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
 SPLITS = (
     Patch(
         target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        wrap=also_from_cpu,
+        wrap=_also_from_cpu,
         role="wrapped",
         parameters=("tensor", "as_numpy", "record_stream"),
         why="the alltoall dispatcher hands its split sizes to torch as arrays, which it makes of CUDA tensors only",
@@ -68,7 +68,7 @@ SPLITS = (
 )
 
 
-def marked(new: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(new: Callable[..., Any]) -> Callable[..., Any]:
     """`WrappedTorchNorm.__new__` that accepts sequence parallelism."""
 
     @functools.wraps(new)
@@ -88,7 +88,7 @@ def marked(new: Callable[..., Any]) -> Callable[..., Any]:
 NORM = (
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        wrap=marked,
+        wrap=_marked,
         role="wrapped",
         parameters=("config",),
         why="a norm acts on each token alone, so sequence parallelism needs only the mark that makes its gradient "

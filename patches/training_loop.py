@@ -21,7 +21,7 @@ from megatron_balance.patches import Patch, followed_by, handed_on, read
 log = logging.getLogger(__name__)
 
 
-def with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
+def _with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
     """`pretrain` inside a `Session`, with our core attention in the model's layer spec."""
 
     @functools.wraps(pretrain)
@@ -45,7 +45,7 @@ ENTRY = (
     *(
         Patch(
             target=f"{module}:pretrain",
-            wrap=with_balance,
+            wrap=_with_balance,
             role="wrapped",
             parameters=("cfg_container",),
             why="the layer spec must hold our core attention before the script's model is built, and bad flags must "
@@ -57,21 +57,21 @@ ENTRY = (
 """Of an unmodified script, whose parser and call of `pretrain` we cannot write ourselves."""
 
 
-def make_pools(_result: Any, _given: Mapping[str, Any]) -> None:
+def _make_pools(_result: Any, _given: Mapping[str, Any]) -> None:
     session.current().make_pools()
 
 
-def resume(_result: Any, given: Mapping[str, Any]) -> None:
+def _resume(_result: Any, given: Mapping[str, Any]) -> None:
     session.current().resume(given["checkpoint_args"])
 
 
-def end_step(_result: Any, given: Mapping[str, Any]) -> None:
+def _end_step(_result: Any, given: Mapping[str, Any]) -> None:
     job = session.current()
     job.end_step()
     job.steps.finish(given["iteration"], given["loss_dict"].get("lm loss"), given["grad_norm"])
 
 
-def from_documents(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
+def _from_documents(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
     """`build_train_valid_test_data_iterators` over our document data set if there is a corpus."""
 
     @functools.wraps(build_iterators)
@@ -117,7 +117,7 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
 LOOP = (
     Patch(
         target="megatron.core.parallel_state:initialize_model_parallel",
-        wrap=followed_by(make_pools),
+        wrap=followed_by(_make_pools),
         role="wrapped",
         why="Megatron's context-parallel groups are fixed slices of the world; a plan's rings run over any ranks of a "
         "pool, and groups must be made by all ranks at once, right after Megatron's own",
@@ -131,7 +131,7 @@ LOOP = (
     ),
     Patch(
         target="megatron.training.training:build_train_valid_test_data_iterators",
-        wrap=from_documents,
+        wrap=_from_documents,
         role="wrapped",
         parameters=("build_train_valid_test_datasets_provider",),
         why="a script's own provider joins documents inside samples of fixed length; a planner needs whole sequences "
@@ -146,14 +146,14 @@ LOOP = (
     ),
     Patch(
         target="megatron.training.training:training_log",
-        wrap=followed_by(end_step),
+        wrap=followed_by(_end_step),
         role="wrapped",
         parameters=("loss_dict", "iteration", "grad_norm"),
         why="the only place where the reduced loss and the gradient norm of a step meet",
     ),
     Patch(
         target="megatron.training.checkpointing:check_checkpoint_args",
-        wrap=followed_by(resume),
+        wrap=followed_by(_resume),
         role="wrapped",
         parameters=("checkpoint_args",),
         why="a checkpoint's arguments, where the planner's carry is, meet this run's nowhere else; not called with "
@@ -162,7 +162,7 @@ LOOP = (
 )
 
 
-def make_roles(result: Any, given: Mapping[str, Any]) -> None:
+def _make_roles(result: Any, given: Mapping[str, Any]) -> None:
     model, optimizer, *_ = result
     job = session.current()
     if job.candidates:
@@ -171,7 +171,7 @@ def make_roles(result: Any, given: Mapping[str, Any]) -> None:
         job.changes = Changes(job, model, optimizer, getattr(given.get("cfg_container"), "model", None))
 
 
-def of_today(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _of_today(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """`save_checkpoint` of a model with today's weights."""
 
     @functools.wraps(save_checkpoint)
@@ -187,14 +187,14 @@ def of_today(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 STRATEGIES = (
     Patch(
         target="megatron.training.training:setup_model_and_optimizer",
-        wrap=followed_by(make_roles),
+        wrap=followed_by(_make_roles),
         role="wrapped",
         parameters=("cfg_container",),
         why="roles are made of the model's config and the optimizer's shards, and `pretrain` hands neither to a hook",
     ),
     Patch(
         target="megatron.training.training:save_checkpoint",
-        wrap=of_today,
+        wrap=_of_today,
         role="wrapped",
         why="the weights of Megatron's own model are gathered when somebody needs them, not after every step",
     ),

@@ -277,7 +277,7 @@ def build_datasets(
     )
     opened: dict[str, Corpus] = {}
     datasets: list[Documents | None] = []
-    for source, wanted, split in zip(sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
+    for source, wanted, split in zip(_sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
         parts: list[DocumentDataset] = []
         weights: list[float] = []
         for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
@@ -324,7 +324,7 @@ class _SplitSource:
 WHOLE = (1.0, 0.0, 0.0)
 
 
-def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
+def _sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
     """The corpora of training, validation and test, as Megatron reads them from the command line.
     ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
     """
@@ -398,7 +398,7 @@ def corpus_reasons(args: Any) -> list[str]:
     try:
         # Opening the files costs the same whatever their size: an index that is damaged inside is
         # found when its documents are numbered.
-        named = sources(args)
+        named = _sources(args)
     except BalanceError as error:
         return [str(error)]
     wanted = (not getattr(args, "skip_train", False), bool(args.eval_iters), False)
@@ -553,7 +553,7 @@ class Reader:
         cu_seqlens that are none of the batch's, or with learned positions that are others.
         """
         if not isinstance(batch, Mapping):
-            return self._without_tails(side_by_side(batch))
+            return self._without_tails(_side_by_side(batch))
         found = {name: batch[name] for name in COLUMNS}
         # With cu_seqlens_padded beside it, Megatron attends by that one, and so do we.
         name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
@@ -577,7 +577,7 @@ class Reader:
         return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
 
 
-def side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Columns [B, longest] of samples [n], one sequence each, without padding; DataError: an empty
     one.
     """

@@ -88,7 +88,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 return job.changes.run(planned, shared, mine, apart)
             if job.changes is not None:
                 job.changes.gather_weights(for_step=True)
-        own = own_plans_of(planned, pool, num_microbatches)
+        own = _own_plans_of(planned, pool, num_microbatches)
         exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
         rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
@@ -181,7 +181,7 @@ def _check_self(
     check_self(job, planned, alone, chunks)
 
 
-def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
+def _own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
     """By microbatch that this rank runs, its plans; ConfigError as `check_number`."""
     own = planned.own_plans_of(pool.pipeline)
     # Pipelines side by side have as many microbatches as each needs.

@@ -313,7 +313,7 @@ class TickRun:
             segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments
         )
         for bound in bounds:
-            bound.counters.idle_tasks += calls * num_tasks(bound)
+            bound.counters.idle_tasks += calls * _num_tasks(bound)
 
     def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
         return phases(self.recompute, self.num_layers, backward=backward, training=not self.forward_only)
@@ -382,7 +382,7 @@ class TickRun:
             )
 
 
-def num_tasks(bound: Bound) -> int:
+def _num_tasks(bound: Bound) -> int:
     """The number of tasks of a rank in one attention call."""
     return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
 

@@ -205,14 +205,14 @@ def per_document(documents: Sequence[int], num_ranks: int) -> GroupQueries:
     return GroupQueries(rows[rows[:, STOP] > rows[:, START]], num_ranks)
 
 
-def group_on(case: DistcaCase, num_ranks: int) -> CollectiveGroup:
+def _group_on(case: DistcaCase, num_ranks: int) -> CollectiveGroup:
     """A context-parallel group: ranks are whole nodes, and each has its NICs to itself."""
     return group_of(case.cluster, num_ranks, 1)
 
 
 def layer_s(case: DistcaCase, queries: GroupQueries) -> tuple[float, float]:
     """Seconds of a layer of a group, forward and backward: its slowest rank, and the collective."""
-    rows, model, group = queries.rows, case.model, group_on(case, queries.num_ranks)
+    rows, model, group = queries.rows, case.model, _group_on(case, queries.num_ranks)
     pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_STOP] = rows[:, [SEQ, START, STOP]], rows[:, STOP]
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
@@ -256,12 +256,12 @@ def _replica_configs(case: DistcaCase) -> list[ReplicaConfig]:
     return [
         ReplicaConfig(stages, degree, recompute)
         for stages in case.stages
-        for degree in degrees(case.num_nodes // stages)
+        for degree in _degrees(case.num_nodes // stages)
         for recompute in ("none", "full")
     ]
 
 
-def degrees(num_ranks: int) -> list[int]:
+def _degrees(num_ranks: int) -> list[int]:
     """Powers of two that divide the ranks."""
     return [1 << i for i in range(num_ranks.bit_length()) if num_ranks % (1 << i) == 0]
 
@@ -295,7 +295,7 @@ def replica_s(case: DistcaCase, microbatches: Sequence[GroupQueries], config: Re
     return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
 
-def megatron_s(case: DistcaCase, documents: Sequence[int]) -> float:
+def _megatron_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(megatron_by_config(case, documents).values(), default=inf)
 
@@ -318,7 +318,7 @@ def megatron_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[Repli
     return seconds
 
 
-def wlb_s(case: DistcaCase, documents: Sequence[int]) -> float:
+def _wlb_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(wlb_by_config(case, documents).values(), default=inf)
 
@@ -326,7 +326,7 @@ def wlb_s(case: DistcaCase, documents: Sequence[int]) -> float:
 def wlb_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
     """Seconds of a step by configuration that fits; pipelines have Megatron's microbatches."""
     seconds: dict[ReplicaConfig, float] = {}
-    work = [document_s(case, n) for n in documents]
+    work = [_document_s(case, n) for n in documents]
     for config in _replica_configs(case):
         num_replicas = config.replicas(case)
         each = max(1, case.num_tokens // case.max_doc // num_replicas) if case.stages != (1,) else 1
@@ -342,7 +342,7 @@ def wlb_by_config(case: DistcaCase, documents: Sequence[int]) -> dict[ReplicaCon
     return seconds
 
 
-def document_s(case: DistcaCase, length: int) -> float:
+def _document_s(case: DistcaCase, length: int) -> float:
     """Seconds of a document in one layer, forward, by which documents are dealt."""
     return case.cost.attention_s(CAUSAL.num_pairs(length), length) + case.cost.linear_s(length)
 
@@ -362,7 +362,7 @@ def deal(work: Sequence[float], size: Sequence[float], num_bins: int, most: floa
     return bins
 
 
-def flexsp_s(case: DistcaCase, documents: Sequence[int]) -> float:
+def _flexsp_s(case: DistcaCase, documents: Sequence[int]) -> float:
     """Seconds of a step with groups of different sizes; infinite if they do not fit the memory."""
     made = flexsp.plan(Batch(tuple(documents)), case.cluster, case.model, case.cost, FlexSpOptions(solver="greedy"))
     group_s: list[float] = []
@@ -492,7 +492,7 @@ def _fig3(_: Effort) -> Ours:
     for degree in (2, 4, 8, 16, 32):
         case = DistcaCase("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
-        gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), group_on(case, degree))
+        gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), _group_on(case, degree))
         yield f"{degree} nodes: all-gather", gather_s / layer_s(case, share)[0]
         sharding, others = Sharding(TENSOR, optimizer=degree), case.num_tokens - TOKENS_PER_NODE
         held = rank_memory(case.model, TOKENS_PER_NODE, others, sharding, Holding())
@@ -508,7 +508,7 @@ def _fig4(effort: Effort) -> Ours:
         tokens: list[float] = []
         idle: list[tuple[float, float]] = []
         for batch in case.batches("pretrain", effort.batches):
-            work = [document_s(case, n) for n in batch]
+            work = [_document_s(case, n) for n in batch]
             loads: list[list[float]] = []
             for limit in (inf, number("distca", "fig4", "diverges") * case.tokens_per_rank):
                 bins = deal(work, [float(n) for n in batch], replicas, limit)
@@ -543,7 +543,7 @@ def fig5(effort: Effort) -> Ours:
 def _fig6(effort: Effort) -> Ours:
     """Documents dealt to replicas and cut in their groups (8B, 64 GPUs, chunks of 512K)."""
     case = DistcaCase("8B", 8, 1024 * K, 512 * K)
-    samples: dict[int, list[float]] = {degree: [] for degree in degrees(8)}
+    samples: dict[int, list[float]] = {degree: [] for degree in _degrees(8)}
     for batch in case.batches("pretrain", effort.batches):
         by_degree: dict[int, float] = {}
         for config, seconds in wlb_by_config(case, batch).items():
@@ -643,7 +643,7 @@ def _cells(found: Speedups) -> Ours:
 
 
 def fig9(effort: Effort) -> Ours:
-    others: dict[str, Seconds] = {"Megatron": megatron_s, GREEDY: flexsp_s, "WLB-ideal": wlb_s}
+    others: dict[str, Seconds] = {"Megatron": _megatron_s, GREEDY: _flexsp_s, "WLB-ideal": _wlb_s}
     found = _speedups(effort, "fig9", grid(TABLE_4, NODES), others)
     for system in others:
         finite = [each[system] for each in found.values() if each[system] < inf]
@@ -659,7 +659,7 @@ def fig9(effort: Effort) -> Ours:
 
 def fig10(effort: Effort) -> Ours:
     """Speedups with pipelines, model by model."""
-    others: dict[str, Seconds] = {"Megatron": megatron_s, "WLB-ideal": wlb_s}
+    others: dict[str, Seconds] = {"Megatron": _megatron_s, "WLB-ideal": _wlb_s}
     found = _speedups(effort, "fig10", grid(TABLE_5, NODES_5, STAGES), others)
     for model, system in product(NODES_5, others):
         finite = [each[system] for (case, _), each in found.items() if case.model_name == model and each[system] < inf]

@@ -119,11 +119,11 @@ def seconds(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) -
 
 def chosen(source: str, job: TrainedCase, batch: Lengths) -> tuple[Strategy, float]:
     """The candidate that Hydraulis takes for a step, and its seconds."""
-    strategy, _, found_s = chosen_step(source, job, batch)
+    strategy, _, found_s = _chosen_step(source, job, batch)
     return strategy, found_s
 
 
-def chosen_step(
+def _chosen_step(
     source: str, job: TrainedCase, batch: Lengths, base: Strategy | None = None
 ) -> tuple[Strategy, Microbatches, float]:
     """The candidate that Hydraulis takes for a step, its microbatches, and its seconds."""
@@ -132,22 +132,22 @@ def chosen_step(
     known = costs(source, job.size)
     pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
     held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
-    ways = [moving(job, base, each, overlap=True) for each in held] if base is not None else []
+    ways = [_moving(job, base, each, overlap=True) for each in held] if base is not None else []
     best, made, found = fastest(batch, [pipelines[each] for each in held], moving=ways)
     added_s = ways[best].added_s(batch, made, pipelines[held[best]]) if ways else 0.0
     return held[best], made, max(found) + added_s
 
 
-def exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
+def _exchange_s(source: str, job: TrainedCase, batch: Lengths) -> tuple[float, float]:
     """Seconds of pull and push by links alone from `HOMOGENEOUS`: without overlap, and with it."""
-    strategy, made, _ = chosen_step(source, job, batch)
+    strategy, made, _ = _chosen_step(source, job, batch)
     own = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    ways = (moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
+    ways = (_moving(job, HOMOGENEOUS, strategy, overlap=each) for each in (False, True))
     without, overlapped = (each.added_s(batch, made, own) for each in ways)
     return without, overlapped
 
 
-def moving(job: TrainedCase, base: Strategy, strategy: Strategy, *, overlap: bool) -> CandidateMovement:
+def _moving(job: TrainedCase, base: Strategy, strategy: Strategy, *, overlap: bool) -> CandidateMovement:
     """The way of weights that `base` owns to a strategy, and of gradients back, by links alone."""
     cluster, model = cluster_and_model(job.size, job.num_ranks)
     moved = None if strategy == base else change(base, strategy, model, cluster)
@@ -161,7 +161,7 @@ def megatron(source: str, job: TrainedCase, strategy: Strategy, batch: Lengths) 
     return tuple(pipeline_s(packed[at :: len(pipelines)], cost) for at, cost in enumerate(pipelines))
 
 
-def packed_to_the_most(
+def _packed_to_the_most(
     source: str, job: TrainedCase, strategy: Strategy, batch: Lengths, dispatch: Callable[..., Sequence[Sequence[int]]]
 ) -> tuple[float, ...]:
     """Seconds of each pipeline; sequences are dispatched, then packed to the context length."""
@@ -285,7 +285,7 @@ def hotspa(source: str, job: TrainedCase, strategies: Sequence[str], batch: Leng
 def exchanged_s(job: TrainedCase, strategies: Sequence[str]) -> float:
     """Seconds of weights to each strategy from what the first one owns, and of gradients back."""
     base, *_ = each = [Strategy.parse(text) for text in strategies]
-    return sum(moving(job, base, strategy, overlap=False).least_s for strategy in each)
+    return sum(_moving(job, base, strategy, overlap=False).least_s for strategy in each)
 
 
 def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths], *, whole: bool) -> tuple[float, float]:
@@ -304,7 +304,7 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
         degree, recompute = ULYSSES[job.longest], job.size == "32b"
         others_s.append(fmean(deepspeed(job, degree, batch, recompute=recompute) for batch in batches))
     base = base_for(candidates(source, job), job.num_ranks) if whole else None
-    return min(others_s), fmean(chosen_step(source, job, batch, base)[2] for batch in batches)
+    return min(others_s), fmean(_chosen_step(source, job, batch, base)[2] for batch in batches)
 
 
 def fig13(effort: Effort) -> Ours:
@@ -391,7 +391,7 @@ def fig16(effort: Effort) -> Ours:
         widest = candidates(source, B32)[0]
         base_s = fmean(max(megatron(source, B32, HOMOGENEOUS, batch)) for batch in batches)
         steps = {
-            "(a) dispatch": [max(packed_to_the_most(source, B32, HOMOGENEOUS, batch, dispatch)) for batch in batches],
+            "(a) dispatch": [max(_packed_to_the_most(source, B32, HOMOGENEOUS, batch, dispatch)) for batch in batches],
             "(b) and packing": [max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches],
             "(c) and a heterogeneous strategy": [max(seconds(source, B32, widest, batch)) for batch in batches],
             "(d) and one chosen every step": [chosen(source, B32, batch)[1] for batch in batches],
@@ -433,8 +433,8 @@ def table1(effort: Effort) -> Ours:
         homo_s = fmean(max(seconds(source, B32, HOMOGENEOUS, batch)) for batch in batches)
         mixed_s = fmean(max(seconds(source, B32, HETEROGENEOUS, batch)) for batch in batches)
         hetero_s = fmean(chosen(source, B32, batch)[1] for batch in batches)
-        without_s, overlapped_s = map(fmean, zip(*(exchange_s(source, B32, batch) for batch in batches), strict=True))
-        counted_s = fmean(chosen_step(source, B32, batch, HOMOGENEOUS)[2] for batch in batches)
+        without_s, overlapped_s = map(fmean, zip(*(_exchange_s(source, B32, batch) for batch in batches), strict=True))
+        counted_s = fmean(_chosen_step(source, B32, batch, HOMOGENEOUS)[2] for batch in batches)
         exchanges_s = (homo_exchange_s, without_s, overlapped_s)
         steps_s = [
             own_s + each + optimizer_s for own_s, each in zip((homo_s, hetero_s, hetero_s), exchanges_s, strict=True)

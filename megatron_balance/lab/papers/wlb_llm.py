@@ -222,7 +222,7 @@ class WlbSystem:
     def blocks(self, case: WlbCase, dataset: str, num_batches: int) -> list[Block]:
         """The steps of the run in order, in `BLOCKS` blocks (of fewer steps: one each)."""
         steps = self.steps(case, dataset, case.batches(dataset, num_batches))
-        return in_blocks([(sum(map(sum, step)), self.step_s(case, step)) for step in steps])
+        return _in_blocks([(sum(map(sum, step)), self.step_s(case, step)) for step in steps])
 
     def step_s(self, case: WlbCase, step: Sequence[Lengths]) -> float:
         """Simulated seconds of a step: of its slowest replica."""
@@ -254,7 +254,7 @@ def fixed_blocks(case: WlbCase, dataset: str, num_batches: int) -> list[Block]:
     return min(each, key=lambda found: sum(seconds for _, seconds in found))
 
 
-def in_blocks(each: Sequence[Block]) -> list[Block]:
+def _in_blocks(each: Sequence[Block]) -> list[Block]:
     """Steps, summed in their order to `BLOCKS` blocks, or fewer."""
     borders = [len(each) * at // BLOCKS for at in range(BLOCKS + 1)]
     parts = [each[begin:end] for begin, end in pairwise(borders) if begin < end]
@@ -464,7 +464,7 @@ def fig15(effort: Effort) -> Ours:
 
 def _speedups(seconds: Mapping[str, Sequence[float]], system: str, over: str) -> list[float]:
     """Of all microbatches together, then of each block of them."""
-    of, by = (in_blocks([(1, each) for each in seconds[name]]) for name in (system, over))
+    of, by = (_in_blocks([(1, each) for each in seconds[name]]) for name in (system, over))
     return speedups(of, by)
 
 

@@ -95,7 +95,7 @@ def read(path: Path, option: str = "--steps") -> LoggedRun:
     return LoggedRun(label, str(file), tuple(steps), tuple(notes), missing)
 
 
-def read_all(paths: Sequence[Path]) -> list[LoggedRun]:
+def _read_all(paths: Sequence[Path]) -> list[LoggedRun]:
     """Several runs, whose labels differ."""
     runs = [read(path) for path in paths]
     if len({Path(run.path).resolve() for run in runs}) < len(runs):
@@ -302,7 +302,7 @@ WARM_UP = 2
 
 def document(paths: Sequence[Path]) -> Figures:
     """The figures of one run, or of two side by side."""
-    runs = read_all(paths)
+    runs = _read_all(paths)
     described_runs = [_described(run) for run in runs]
     compared = _compared(runs) if len(runs) > 1 else None
     limited = {run.label: limits(each) for run, each in zip(runs, described_runs, strict=True)}
