@@ -117,7 +117,6 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 
 
 def _runs_as(row: dict[str, Any]) -> str:
-    """The mode of its steps, in a word or two."""
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
     replicas = [] if row["context_parallel"] is None else [f"CP {row['context_parallel']}"]
     return ", ".join([*replicas, *["nano-batches interleaved"] * row["ping_pong"], *stages])

@@ -52,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build or describe a corpus."""
     report = _build(args) if args.action == "build" else {}
     from megatron_balance.workloads.idx import read_index
 

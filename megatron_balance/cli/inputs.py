@@ -153,7 +153,6 @@ class StepShape:
     microbatches: int = 1
 
     def capacity(self, cluster: Cluster, model: Model) -> int:
-        """Tokens that a rank can hold (`planning.choice.capacity`)."""
         stages = stages_of(
             in_stages(model, self.pipeline * self.interleave),
             cluster.num_ranks,
@@ -384,7 +383,6 @@ def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequen
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Reject options below 1."""
     for name in names:
         _positive(f"--{name.replace('_', '-')}", getattr(args, name))
 

@@ -31,7 +31,6 @@ def check(args: argparse.Namespace, option: str = "--out") -> bool:
 
 
 def write(path: Path, text: str, option: str = "--out") -> None:
-    """Write a text to a file, or to standard output."""
     if path == STDOUT:
         sys.stdout.write(text)
         return

@@ -56,7 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan every batch by every planner."""
     alone = output.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:

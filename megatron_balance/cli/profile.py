@@ -57,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write and show."""
     inputs.check_positive(args, "repeats", "threads", "ranks_per_node")
     if args.ranks_per_node and not args.links:
         raise ConfigError("--ranks-per-node goes with --links, which is not given")

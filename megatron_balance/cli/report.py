@@ -57,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page."""
     from megatron_balance.lab.report import page
 
     alone = output.check(args)
@@ -148,7 +147,6 @@ def _real(args: argparse.Namespace) -> RealBatches:
 
 
 def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
-    """Source of the lengths, in words."""
     drawn = given.config.dataset
     if args.trained is not None:
         return f"the training run {args.trained}"

@@ -31,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and simulate every batch by every planner."""
     alone = output.check(args, "--trace")
     given = simulation.read(args)
     bench = simulation.bench(args, given)

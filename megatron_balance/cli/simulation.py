@@ -34,7 +34,6 @@ quarter of what they work, at most."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the machine and of the step."""
     add = parser.add_argument
     add(
         "--costs",
@@ -109,7 +108,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    """Options of how training would run the plans."""
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
@@ -208,7 +206,6 @@ def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
 
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
-    """The machine and the step that the options say."""
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup

@@ -68,7 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Propose, rank, write and show."""
     from megatron_balance.planning.strategies import propose, rank
     from megatron_balance.workloads.lengths import draw
 

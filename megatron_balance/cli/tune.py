@@ -37,7 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search the thresholds and print the trade-off."""
     from megatron_balance.planners.base import StepContext, Tuning
 
     if args.planner:

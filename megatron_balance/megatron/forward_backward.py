@@ -251,7 +251,6 @@ def _run_ticks(
 
 
 def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
-    """By microbatch, lengths of the sequences that this rank's replica read."""
     return tuple(
         np.array(lengths, dtype=np.int64)[owners == reader]
         for lengths, owners in zip(shared.lengths, shared.owners, strict=True)

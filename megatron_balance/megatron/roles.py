@@ -535,7 +535,6 @@ def _only(found: Sequence[Any], what: str) -> Any:
 
 
 def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
-    """Send what `source` gives to all ranks of the world."""
     told: list[Any] = [body]
     dist.broadcast_object_list(told, source)
     return told[0]

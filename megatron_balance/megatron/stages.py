@@ -383,7 +383,6 @@ class TickRun:
 
 
 def _num_tasks(bound: Bound) -> int:
-    """The number of tasks of a rank in one attention call."""
     return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
 
 

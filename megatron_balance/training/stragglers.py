@@ -127,7 +127,6 @@ def median_of_others(values: Floats) -> Floats:
 
 
 def _waiting_share(ranks: Sequence[RankTimes]) -> float:
-    """Share of the step that ranks wait for transfers, on average."""
     longest = max(each.step_s for each in ranks)
     return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
 

@@ -262,7 +262,6 @@ def _replica_configs(case: DistcaCase) -> list[ReplicaConfig]:
 
 
 def _degrees(num_ranks: int) -> list[int]:
-    """Powers of two that divide the ranks."""
     return [1 << i for i in range(num_ranks.bit_length()) if num_ranks % (1 << i) == 0]
 
 
@@ -397,7 +396,6 @@ def distca_s(case: DistcaCase, documents: Sequence[int]) -> float:
 
 
 def _sizes(case: DistcaCase, stages: int) -> list[int]:
-    """Samples of a microbatch that are tried."""
     # The most that fit without recomputation, one for a rank at most; without a pipeline half as
     # many, too.
     ranks, samples = case.num_nodes // stages, case.num_tokens // case.max_doc
@@ -413,7 +411,6 @@ def _sizes(case: DistcaCase, stages: int) -> list[int]:
 
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
-    """Tokens that the first stage holds."""
     # In ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.ticks`).
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")

@@ -465,7 +465,6 @@ SOLVED_JOBS = {"64 GPUs, 200K tokens": B32, "1024 GPUs, 3.2M tokens": TrainedCas
 
 
 def _timed_s(run: Callable[[], T]) -> tuple[T, float]:
-    """Result of a call, and its processor time."""
     begin = process_time()
     made = run()
     return made, process_time() - begin

@@ -579,7 +579,6 @@ def fig9(effort: Effort) -> Ours:
 
 
 def _growth(by_case: RatesByCase, dataset: str, name: str) -> float:
-    """A system's throughput on the most GPUs over that on the fewest."""
     return by_case[dataset, SCALES[-1]][name] / by_case[dataset, SCALES[0]][name]
 
 

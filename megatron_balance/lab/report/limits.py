@@ -135,7 +135,6 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
-    """Parts that add up to the step."""
     # Seconds by which idealising one thing made another worse count as imbalance, or reduce the
     # largest part.
     left = seconds["imbalance"] + step_s - sum(seconds.values())

@@ -101,7 +101,6 @@ def _stacked(names: Sequence[str], height: int, **more: Any) -> Json:
 
 
 def lengths(histogram: Figures) -> Figure:
-    """Shares of sequences, tokens and attention by length."""
     bins = histogram["bins"]
     names = [length_range(each["from"], each["below"]) for each in bins]
     data: list[Json] = []
@@ -332,7 +331,6 @@ FEW = 40
 
 
 def _curve(runs: Sequence[Figures], key: str, title: str, **axis: Any) -> Figure:
-    """One figure of every step."""
     data = [
         _line(run, key, run["label"], colour)
         for run, colour in zip(runs, COLOURS, strict=False)

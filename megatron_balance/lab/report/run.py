@@ -276,7 +276,6 @@ def real_batches(path: Path) -> RealBatches:
 
 
 def _is_lengths(given: Any) -> bool:
-    """Whether this is a list of lists of tokens, with some in it."""
     if not isinstance(given, list) or not given:
         return False
     microbatches = cast("list[Any]", given)
@@ -347,7 +346,6 @@ def _described(run: LoggedRun) -> Figures:
 
 
 def _config(run: LoggedRun) -> str | None:
-    """The resolved configuration beside the log."""
     file = Path(run.path).parent / "config.yaml"
     return str(file) if file.is_file() else None
 

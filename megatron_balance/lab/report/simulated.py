@@ -347,7 +347,6 @@ SAME = 0.0005
 
 
 def _limits(study: Figures) -> Section:
-    """The parts of a step."""
     of_planners = study["limits"]
     caption = (
         "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
@@ -400,7 +399,6 @@ def _kernels(study: Figures) -> list[Item]:
 
 
 def _what_next(study: Figures) -> Section:
-    """Suggestions, and all that was tried."""
     tried = study["try_next"]
     rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
     best = study["shown"]
@@ -447,7 +445,6 @@ def _shown(study: Figures) -> list[str]:
 
 
 def _places(study: Figures) -> Section:
-    """Zone by zone, and the longest sequences on their ranks."""
     items: list[Item] = [
         Text(
             "A planner may give a sequence to one rank, which then needs nobody; cut it over the ranks of one node, "
@@ -513,7 +510,6 @@ def _span(low: int, high: int) -> str:
 
 
 def _loads(study: Figures) -> Section:
-    """Before and after."""
     shown = _shown(study)
     cluster = study["asked"]["cluster"]
     sentences = [_load(study, name) for name in shown]
@@ -555,7 +551,6 @@ def _load(study: Figures, name: str) -> str:
 
 
 def _timeline(study: Figures) -> Section:
-    """One layer, or why there is none."""
     timelines = study["timeline"]
     if not timelines:
         return Section(

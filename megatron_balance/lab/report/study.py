@@ -155,7 +155,6 @@ LOADS = (
 
 
 def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
-    """Exact loads by rank, one layer, forward."""
     loads = plan_statistics(plan, model, ranks_per_nic)
     return {
         "kind": "exact",

@@ -39,8 +39,6 @@ Where = Literal["planner", "step", "machine"]
 
 
 class _Case(NamedTuple):
-    """A planner on a bench."""
-
     bench: Bench
     choice: PlannerChoice
 
@@ -277,7 +275,6 @@ def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
 
 
 def _merged(bench: Bench) -> Bench:
-    """Two microbatches at a time become one."""
     batches = bench.given.batches
     pairs = tuple(Batch(a.lengths + b.lengths) for a, b in zip(batches[::2], batches[1::2], strict=True))
     return replace(bench, given=replace(bench.given, batches=pairs), group=bench.group // 2)
