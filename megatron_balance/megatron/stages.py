@@ -109,6 +109,10 @@ class PlannedTransfers(P2PCommunicator):
         # torch 1.13): a request's wait makes the stream wait for the transfer.
         told.batch_p2p_sync = False
         super().__init__(group, told)
+        self.expect(shapes, crossings)
+
+    def expect(self, shapes: StageShapes, crossings: Crossings) -> None:
+        """Take a step's shapes, of what is received and of what is sent."""
         # Hidden states come from the stage before and go to the one behind; gradients the other
         # way, in the same order.
         self._received = _Due(shapes, crossings.with_previous), _Due(shapes, crossings.with_next)
