@@ -256,7 +256,7 @@ class Bench:
             for key, found in plans.items()
         }
 
-    def play(self, choice: PlannerChoice) -> Played:
+    def play(self, choice: PlannerChoice) -> PlayedCase:
         planned = self.plan(choice)
         found = self.simulate(planned)
         peak = max(found["peak_bytes_per_rank"])
@@ -277,16 +277,16 @@ class Bench:
             "hides": self.group * planned.plan_ms <= 1e3 * found["step_s"]["median"],
             **planned.described(),
         }
-        return Played(self, planned, found, row)
+        return PlayedCase(self, planned, found, row)
 
     def compare(
         self, choices: Sequence[PlannerChoice], baseline: str, *, explicit: bool
-    ) -> tuple[list[Played], dict[str, str]]:
+    ) -> tuple[list[PlayedCase], dict[str, str]]:
         """Planners' steps held against those of `baseline`, and why planners that nobody named
         (`explicit`: somebody did) were left out. ConfigError: the baseline cannot plan, or a named
         planner cannot run as asked. InfeasibleError: a named planner cannot place the batches.
         """
-        played: list[Played] = []
+        played: list[PlayedCase] = []
         left_out: dict[str, str] = {}
         for choice in self.progress(choices, "planners"):
             try:
@@ -354,7 +354,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedCase:
     """A planner's simulated steps. `found`: their statistics; `row`: what a table has of them, and
     what `hold_against` adds.
     """
@@ -377,7 +377,7 @@ class Played:
         """The first microbatch of the first step."""
         return self.steps[0].plans[0]
 
-    def first_steps(self) -> Played:
+    def first_steps(self) -> PlayedCase:
         """A copy with the first few steps only; the row stays that of all steps."""
         planned = replace(self.planned, steps=self.steps[:MOST_STEPS])
         return replace(self, bench=self.bench.first_steps(), planned=planned)

@@ -23,7 +23,7 @@ from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.lab.bench import Figures, Played
+from megatron_balance.lab.bench import Figures, PlayedCase
 from megatron_balance.lab.report import numbers
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
 from megatron_balance.simulator.machine import Machine
@@ -73,7 +73,7 @@ def mean_step_s(figures: Figures) -> float:
     return float(sum(figures["phases_s"].values()))
 
 
-def of(played: Played) -> Figures:
+def of(played: PlayedCase) -> Figures:
     """Seconds of a step by part, mean over steps, with a sentence on the largest."""
     machine, steps = played.bench.machine, played.steps
     setup = settled(steps[0].plans, StageSetup(machine, played.bench.setup))
@@ -256,7 +256,7 @@ def _busiest_nic(layer: _LayerLoads, machine: Machine) -> Figures | None:
 # In words
 
 
-def _sentence(played: Played, seconds: dict[str, float], limits: tuple[str, str], layer: _LayerLoads) -> str:
+def _sentence(played: PlayedCase, seconds: dict[str, float], limits: tuple[str, str], layer: _LayerLoads) -> str:
     limit, other = limits
     step_s = sum(seconds.values())
     mean = f", in the mean of the first {len(played.steps)}" if len(played.steps) > 1 else ""
@@ -275,7 +275,7 @@ def _sentence(played: Played, seconds: dict[str, float], limits: tuple[str, str]
     return f"{what}. Computing limits it: {share}. The largest loss beside it is {PARTS[other]}: {lost}. {why}"
 
 
-def _why(part: str, played: Played, layer: _LayerLoads) -> str:
+def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
     machine, spread = played.bench.machine, layer.spread()
     match part:
         case "nic" | "remap":

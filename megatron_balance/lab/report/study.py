@@ -19,7 +19,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.lab.bench import (
     Bench,
     Figures,
-    Played,
+    PlayedCase,
     best_of,
     in_the_mean,
     named,
@@ -81,7 +81,7 @@ def study(
     }
 
 
-def _best(played: Sequence[Played], base: Played) -> Played:
+def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
     """The fastest beside the baseline that a job can run, or the nearest to that."""
     # Where there is none: the baseline if a job can run it, else the fastest that fits if any does.
     others = [each for each in played if each is not base]
@@ -90,7 +90,7 @@ def _best(played: Sequence[Played], base: Played) -> Played:
     return min(others, key=lambda each: standing(each.row), default=base)
 
 
-def _timelines(shown: Sequence[Played], bench: Bench) -> tuple[Figures, str]:
+def _timelines(shown: Sequence[PlayedCase], bench: Bench) -> tuple[Figures, str]:
     if bench.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
     if bench.machine.num_ranks > MOST_RANKS:

@@ -36,7 +36,7 @@ def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
     return " ".join(filter(None, (sentence(run) for run in document["runs"])))
 
 
-class _Curve(NamedTuple):
+class _StepCurve(NamedTuple):
     """A section of one plot of every step, where a run's log has `key`. Its caption: `words`, then a
     `sentence` on each run.
     """
@@ -51,7 +51,7 @@ class _Curve(NamedTuple):
     words: str = ""
 
 
-def _section(document: Figures, curve: _Curve) -> Section:
+def _section(document: Figures, curve: _StepCurve) -> Section:
     runs, key = document["runs"], curve.key
     lacking = [run["label"] for run in runs if key in run["missing"]]
     caption = curve.words + _each(document, curve.sentence) + _behind(document, key)
@@ -219,22 +219,22 @@ def _predicted(run: Figures) -> str:
 
 
 CURVES = (
-    _Curve("loss", "Loss", "loss", "Loss of every step", "measured", plots.loss, _loss),
-    _Curve("time", "Time of a step", "step_ms", "Time of every step", "measured", plots.step_ms, _time),
-    _Curve(
+    _StepCurve("loss", "Loss", "loss", "Loss of every step", "measured", plots.loss, _loss),
+    _StepCurve("time", "Time of a step", "step_ms", "Time of every step", "measured", plots.step_ms, _time),
+    _StepCurve(
         *("balance", "Balance, before and after", "imbalance_after"),
         *("The most loaded rank's load over the mean rank's", "exact", plots.imbalance, _balance),
         "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. ",
     ),
-    _Curve(
+    _StepCurve(
         *("traffic", "Keys and values on the way", "kv_tokens_received"),
         *("Tokens whose keys and values a rank receives, one layer", "exact", plots.keys_and_values, _traffic),
     ),
-    _Curve(
+    _StepCurve(
         *("planning", "Planning", "plan_wait_ms", "Planning, and waiting for it", "measured"),
         *(plots.planning, _planning),
     ),
-    _Curve(
+    _StepCurve(
         *("predicted", "Predicted and measured", "predicted_ms", "Measured steps over predicted computing"),
         *(("measured", "simulated"), plots.predicted, _predicted),
         "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no "
