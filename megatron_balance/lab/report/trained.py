@@ -36,6 +36,9 @@ def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
     return " ".join(filter(None, (sentence(run) for run in document["runs"])))
 
 
+BOTH: tuple[Kind, ...] = ("measured", "simulated")
+
+
 class _StepCurve(NamedTuple):
     """A section of one plot of every step, where a run's log has `key`. Its caption: `words`, then a
     `sentence` on each run.
@@ -66,7 +69,8 @@ def _section(document: Figures, curve: _StepCurve) -> Section:
 def _behind(document: Figures, key: str) -> str:
     """The end of a caption, on both runs or on the points of the curve."""
     if key == "loss":
-        apart = (document["compared"] or {}).get("largest_loss_difference")
+        compared: Figures = document["compared"] or {}
+        apart = compared.get("largest_loss_difference")
         return (
             ""
             if apart is None
@@ -236,7 +240,7 @@ CURVES = (
     ),
     _StepCurve(
         *("predicted", "Predicted and measured", "predicted_ms", "Measured steps over predicted computing"),
-        *(("measured", "simulated"), plots.predicted, _predicted),
+        *(BOTH, plots.predicted, _predicted),
         "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no "
         "transfers, nothing around the layers. ",
     ),
@@ -270,10 +274,8 @@ def _limits(document: Figures) -> Section:
         "What limits the step, as far as the log tells",
         (
             Bullets(tuple(each["sentence"] for each in of_runs.values())),
-            Plot(
-                "plot-limits", "What a mean step is made of", caption, ("measured", "simulated"), *plots.parts(of_runs)
-            ),
-            HtmlTable("the same as a table", ("part", *of_runs), rows, ("measured", "simulated")),
+            Plot("plot-limits", "What a mean step is made of", caption, BOTH, *plots.parts(of_runs)),
+            HtmlTable("the same as a table", ("part", *of_runs), rows, BOTH),
             *closest,
         ),
     )
