@@ -1,5 +1,5 @@
-"""What a machine lacks: a Makefile for Megatron's dataset helpers, a GPU for the experts' split sizes,
-Apex or Transformer Engine for norms under sequence parallelism.
+"""Patches where a machine lacks a Makefile of Megatron's dataset helpers, a GPU for the experts' split
+sizes, or Apex and Transformer Engine for norms under sequence parallelism.
 """
 
 from __future__ import annotations

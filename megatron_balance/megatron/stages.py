@@ -1,4 +1,4 @@
-"""What goes between pipeline stages; and Megatron's step in ticks, all stages attending together.
+"""Transfers between pipeline stages; and Megatron's step in ticks, all stages attending together.
 
 Shapes of transfers come from the plan: Megatron's way to know them (`variable_seq_lengths`) sends
 each shape ahead of its tensor and synchronises the device. A transfer does not say which microbatch
