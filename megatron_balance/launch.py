@@ -33,9 +33,9 @@ def main() -> None:
     if not script.is_file():
         raise ConfigError(f"{script}: no such training script")
     from megatron_balance.patches import applied
-    from megatron_balance.patches.selection import for_script
+    from megatron_balance.patches.training_loop import ENTRY
 
-    with applied(for_script()):
+    with applied(ENTRY):
         sys.argv = sys.argv[1:]
         sys.path.insert(0, str(script.resolve().parent))  # as python itself does; scripts import their neighbours
         runpy.run_path(str(script), run_name="__main__")

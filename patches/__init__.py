@@ -1,23 +1,26 @@
-"""Replacements in Megatron-LM and Transformer Engine at run time, one module per target.
+"""Replacements in Megatron-LM and Transformer Engine at run time.
 
 A patch is the last resort, after a subclass, a layer spec and a documented hook (docs/adr: seams
-before patches). Every module here ends in `PATCHES`; `selection` names those that a run needs.
-`applied` checks all of them before it changes any, and undoes all of them on exit.
+before patches). `training_loop`, `layers` and `machine` hold them, by what needs them; `selection`
+names those of a run. `applied` checks all of them before it changes any, and undoes all on exit.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
 import importlib
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches.digest import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +59,38 @@ def read(original: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+def handed_on(change: Callable[[Any], Any]) -> Wrap:
+    """A wrap that gives `change` of what the original returns."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return change(original(*args, **kwargs))
+
+        return changed
+
+    return wrap
+
+
+def followed_by(then: Callable[[Any, Mapping[str, Any]], None]) -> Wrap:
+    """A wrap that calls `then` behind the original, with its result and its arguments by name."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            then(result, signature.bind(*args, **kwargs).arguments)
+            return result
+
+        return both
+
+    return wrap
+
+
+class _Found(NamedTuple):
+    patch: Patch
     owner: Any
     name: str
     original: Callable[..., Any]
@@ -90,12 +123,12 @@ def applied(
         raise PatchError(fault)
     undo: list[tuple[Any, str, Any]] = []
     try:
-        for patch, at in found:
+        for patch, owner, name, original in found:
             # A staticmethod or classmethod object where there is one, which getattr would unwrap.
-            kept = vars(at.owner)[at.name]
-            replacement = patch.wrap(at.original)
-            setattr(at.owner, at.name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
-            undo.append((at.owner, at.name, kept))
+            kept = vars(owner)[name]
+            replacement = patch.wrap(original)
+            setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
+            undo.append((owner, name, kept))
             log.info("patched %s: %s", patch.target, patch.why)
         yield unreviewed
     finally:
@@ -112,13 +145,12 @@ def fault_of(
 
 def _check(
     patches: Sequence[Patch], accepted: Mapping[str, str], source: str, *, tell: bool = True
-) -> tuple[list[tuple[Patch, _Found]], tuple[str, ...], str | None]:
+) -> tuple[list[_Found], tuple[str, ...], str | None]:
     """The targets, those of them that were accepted without review, and why not all can be patched.
-
     `tell`: whether the log names those that may be patched unreviewed.
     """
     warn = log.warning if tell else log.debug
-    found: list[tuple[Patch, _Found]] = []
+    found: list[_Found] = []
     unreviewed: list[str] = []
     faults: list[str] = []
     unknown: dict[str, str] = {}
@@ -131,8 +163,8 @@ def _check(
             else:
                 faults.append(str(error))
             continue
-        found.append((patch, at))
-        digest = "" if patch.role == "wrapped" else digest_of(at.original)
+        found.append(at)
+        digest = "" if patch.role == "wrapped" else _digest_of(at.original)
         if patch.role == "wrapped" or digest in patch.reviewed:
             continue
         if patch.role == "observed":
@@ -160,11 +192,7 @@ def _advice(unknown: Mapping[str, str], source: str) -> str:
 
 
 def _find(patch: Patch) -> _Found:
-    """The target of a patch.
-
-    Raises:
-        PatchError: there is none, it is inherited, or it lacks a parameter.
-    """
+    """The target of a patch; PatchError: there is none, it is inherited, or it lacks a parameter."""
     module, _, qualname = patch.target.partition(":")
     *parents, name = qualname.split(".")
     try:
@@ -172,7 +200,7 @@ def _find(patch: Patch) -> _Found:
         for parent in parents:
             owner = getattr(owner, parent)
         original = getattr(owner, name)
-        digest_of(original)
+        _digest_of(original)
     except (ImportError, AttributeError, TypeError, OSError) as error:
         raise PatchError(f"{patch.target}: not found ({error})") from error
     if name not in vars(owner):
@@ -181,4 +209,34 @@ def _find(patch: Patch) -> _Found:
     missing = [each for each in patch.parameters if each not in taken]
     if missing:
         raise PatchError(f"{patch.target}: expected a parameter {', '.join(missing)}, it takes {', '.join(taken)}")
-    return _Found(owner, name, original)
+    return _Found(patch, owner, name, original)
+
+
+_NOT_CODE = ("kind", "type_comment", "type_ignores")
+"""Fields of the syntax tree that say how something was written."""
+
+
+@functools.cache  # finding a source reads its whole file
+def _digest_of(function: Callable[..., Any]) -> str:
+    """`source_digest` of a function; OSError, TypeError: Python does not find its source."""
+    return source_digest(inspect.getsource(function))
+
+
+def source_digest(source: str) -> str:
+    """First 12 hex digits of the sha256 of a function's syntax tree: of what it does, not of comments,
+    docstrings, layout or quotes. It is the same in every version of Python that reads the same tree.
+    """
+    return hashlib.sha256(_canonical(ast.parse(textwrap.dedent(source))).encode()).hexdigest()[:12]
+
+
+def _canonical(node: object) -> str:
+    if isinstance(node, list):
+        return f"[{', '.join(map(_canonical, node))}]"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _NOT_CODE}
+    documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    if documented and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = node.body[1:]
+    told = (f"{name}={_canonical(value)}" for name, value in fields.items() if value not in (None, []))
+    return f"{type(node).__name__}({', '.join(told)})"

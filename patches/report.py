@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches import Patch
-from megatron_balance.patches.digest import source_digest
+from megatron_balance.patches import Patch, source_digest
 
 
 def find_source(root: Path, target: str) -> str:

@@ -111,7 +111,7 @@ class RingClock:
         """
         clocks = self.clocks
         target = np.roll(self.ranks, -step)
-        num_bytes = tokens * float(clocks.row_bytes(kind))
+        num_bytes = (tokens * float(clocks.row_bytes(kind))).astype(np.float64)
         seconds = np.full(num_bytes.shape, np.nan)
         cross = self.machine.crosses(self.ranks, target)
         alpha = self.machine.alpha_s(self.ranks, target)

@@ -55,7 +55,6 @@ class _UsageError(Exception):
 
 
 def build_parser() -> _Parser:
-    """The parser of all verbs."""
     parser = _Parser(
         prog="megatron-balance",
         description="Plan, prove and inspect balanced distributed attention.",
@@ -73,7 +72,6 @@ def build_parser() -> _Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code."""
     try:
         return _main(argv)
     except MemoryError as error:

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_balance.cli import inputs, output, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
-from megatron_balance.lab.report.ranking import best_of, gpu_hours, hold_against, named, saving, standing
+from megatron_balance.lab.bench import Bench, best_of, named, saving, standing
 from megatron_balance.planners import PLANNERS
-
-if TYPE_CHECKING:
-    from megatron_balance.planning.choice import PlannerChoice
 
 BASELINES = ("megatron", "te_ring")
 """Planners that others are held against unless somebody says another: what most jobs run, and what
@@ -46,12 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if baseline not in args.planner:
         raise ConfigError(f"--baseline {baseline} is not among the planners of this run: {', '.join(args.planner)}")
     bench = simulation.bench(args, given)
-    rows, left_out = _rows(bench, given, explicit=len(args.planner) < len(PLANNERS))
-    base = next((row for row in rows if row["planner"] == baseline), None)
-    if base is None:
-        raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
-    hold_against(rows, base)
-    rows.sort(key=standing)
+    played, left_out = bench.compare(given.planners, baseline, explicit=len(args.planner) < len(PLANNERS))
+    rows = sorted((each.row for each in played), key=standing)
+    base = next(row for row in rows if row["planner"] == baseline)
     if args.json:
         found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
         print(json_text({**found, "baseline_sizes": base["sizes"], **bench.described()}))
@@ -83,62 +77,7 @@ def baseline_of(planners: Sequence[str]) -> str:
     return next((name for name in BASELINES if name in planners), planners[0])
 
 
-def _rows(
-    bench: simulation.Bench, given: inputs.Inputs, *, explicit: bool
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each planner, and reasons of those left out."""
-    # Of planners that nobody named, one that cannot place the batch, or run as asked, is left out.
-    from megatron_balance.errors import InfeasibleError
-
-    rows: list[dict[str, Any]] = []
-    left_out: dict[str, str] = {}
-    for choice in given.planners:
-        reason = None if explicit else _refusal(bench, choice)
-        try:
-            if reason is None:
-                planned = bench.plan(choice)
-                rows.append(row(bench, planned, bench.simulate(planned)))
-        except InfeasibleError as error:
-            if explicit:
-                raise
-            reason = str(error)
-        if reason is not None:
-            left_out[choice.name] = reason
-    return rows, left_out
-
-
-def _refusal(bench: simulation.Bench, choice: PlannerChoice) -> str | None:
-    """The reason for which a planner's plans cannot be run as asked; None: they can."""
-    try:
-        bench.mode(choice)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def row(bench: simulation.Bench, planned: simulation.Planned, found: dict[str, Any]) -> dict[str, Any]:
-    """The row of a planner; `found`: its simulated statistics. What it saves is added later."""
-    peak = max(found["peak_bytes_per_rank"])
-    return {
-        "planner": planned.name,
-        "step_s": found["step_s"]["median"],
-        "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
-        "tokens_per_s": found["tokens_per_s"],
-        "mfu": bench.mfu(found),
-        "gpu_hours": gpu_hours(found["tokens_per_s"], bench.num_gpus),
-        "over_bound": found["mean_step_s"] / bench.bound_s(),
-        "imbalance": bench.imbalance(planned),
-        "plan_ms": planned.plan_ms,
-        "peak_bytes": peak,
-        "changes": found.get("changes"),  # pull and push of steps of another strategy than the base layout
-        "fits": peak <= bench.given.cluster.memory_bytes,
-        # Plans are made while the step before runs.
-        "hides": bench.group * planned.plan_ms <= 1e3 * found["step_s"]["median"],
-        **planned.described(),
-    }
-
-
-def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: simulation.Bench) -> None:
+def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: Bench) -> None:
     console = output.console()
     console.print(bench.headline())
     by_name = {row["planner"]: row for row in rows}
@@ -178,7 +117,6 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 
 
 def _runs_as(row: dict[str, Any]) -> str:
-    """The mode of its steps, in a word or two."""
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
     replicas = [] if row["context_parallel"] is None else [f"CP {row['context_parallel']}"]
     return ", ".join([*replicas, *["nano-batches interleaved"] * row["ping_pong"], *stages])

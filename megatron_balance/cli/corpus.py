@@ -29,24 +29,21 @@ HELP = "turn documents into a Megatron corpus (.bin/.idx), or describe one"
 def add_options(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|describe")
     build = actions.add_parser("build", help="one document per file, one token per byte, end-of-document token 256")
-    build.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
-    build.add_argument(
-        "paths", metavar="FILE|FOLDER", nargs="*", type=Path, help="files, and folders to search for files"
-    )
-    build.add_argument(
-        "--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages"
-    )
-    build.add_argument("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
-    build.add_argument("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
-    build.add_argument(
+    add = build.add_argument
+    add("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
+    add("paths", metavar="FILE|FOLDER", nargs="*", type=Path, help="files, and folders to search for files")
+    add("--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages")
+    add("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
+    add("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
+    add(
         "--tokenizer",
         metavar="FILE|FOLDER",
         type=Path,
         help="a tokenizer.json: FILEs are JSONL, a document a line, in its tokens",
     )
-    build.add_argument("--key", default="text", help="under which a line of JSONL has its text (default: text)")
-    build.add_argument("--force", action="store_true", help="replace another corpus of this name")
-    build.add_argument("--limit", type=int, metavar="N", help="at most N documents")
+    add("--key", default="text", help="under which a line of JSONL has its text (default: text)")
+    add("--force", action="store_true", help="replace another corpus of this name")
+    add("--limit", type=int, metavar="N", help="at most N documents")
     describe = actions.add_parser("describe", help="check the two files against each other and print the lengths")
     describe.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
     for action in (build, describe):
@@ -55,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build or describe a corpus."""
     report = _build(args) if args.action == "build" else {}
     from megatron_balance.workloads.idx import read_index
 

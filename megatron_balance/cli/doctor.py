@@ -83,7 +83,8 @@ HELP = "what of the stack is here and what is missing"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_json(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--write-cluster",
         type=Path,
         metavar="FILE",
@@ -92,19 +93,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "configuration"
         ),
     )
-    parser.add_argument(
+    add(
         "--config",
         type=Path,
         metavar="FILE",
         help="also predict the memory of a step of this configuration, and how its backward would run",
     )
-    parser.add_argument(
+    add(
         "--patches",
         action="store_true",
         help="list the functions of the installed Megatron that are patched or relied on, and whether they were "
         "reviewed",
     )
-    parser.add_argument(
+    add(
         "--reviewed",
         type=Path,
         metavar="DIR",

@@ -23,24 +23,15 @@ from megatron_balance.config import (
     load_model,
     names,
 )
-from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, Solver, When
 from megatron_balance.ir.model import Model
+from megatron_balance.lab.bench import Inputs
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import (
-    PlannerChoice,
-    Run,
-    capacity,
-    choose_layers,
-    choose_planner,
-    load_config,
-    planning_cost,
-)
+from megatron_balance.planning.choice import PlannerChoice, Run, capacity, choose_layers, choose_planner, load_config
 from megatron_balance.solvers.groups import check_pool
 from megatron_balance.strict_yaml import parse_yaml
 
@@ -48,34 +39,10 @@ REMAP_SOLVERS = get_args(Solver)
 LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The inputs of a verb. `assumed` says in words which parts nobody gave."""
-
-    batches: tuple[Batch, ...]
-    cluster: Cluster
-    model: Model
-    planners: tuple[PlannerChoice, ...]
-    tokens_per_rank: int
-    config: Run
-    assumed: str
-    plan_costs: Path | None = None
-    tensor_parallel: int = 1
-    """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
-
-    def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
-        """The cost model that planners plan by; `cluster`: other ranks of the same kind."""
-        cluster = cluster or self.cluster
-        if self.plan_costs is None:
-            return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
-        return planning_cost(cluster, self.model, self.plan_costs)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable")
+    add(
         "-o",
         dest="options",
         action="append",
@@ -83,71 +50,69 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="planner option; PLANNER.KEY=VALUE reaches one of several",
     )
-    parser.add_argument(
+    add(
         "--routing",
         choices=get_args(When),
         help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or "
         f"never (default: {_own(lambda layers: layers.routing)})",
     )
-    parser.add_argument(
+    add(
         "--remap",
         action=argparse.BooleanOptionalAction,
         help=f"balance tokens outside attention, whatever attention needs (default: {_own(_remap_words)})",
     )
-    parser.add_argument(
+    add(
         "--remap-solver",
         choices=REMAP_SOLVERS,
         help=f"what finds the remap's moves; all find equally good ones (default {Layers().solver})",
     )
-    parser.add_argument(
+    add(
         "--once-per-node",
         action=argparse.BooleanOptionalAction,
         help="rows that several ranks of a node need cross its NICs once, where that pays: of tasks that are "
         f"dispatched, and of head exchanges (default: {_own(lambda layers: 'yes' if layers.once_per_node else 'no')})",
     )
-    parser.add_argument(
+    add(
         "--cluster",
         metavar="NAME|FILE",
         help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
-    parser.add_argument(
+    add("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
+    add("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
+    add(
         "--model",
         metavar="NAME|FILE",
         help=f"one of {', '.join(names('model'))}, a YAML, or Transformers' config.json (default {DEFAULT_MODEL})",
     )
-    parser.add_argument(
+    add(
         "--accept",
         action="append",
         metavar="NAME",
         default=[],
         help="go on with this model type or key of a config.json, which is refused as not known; repeatable",
     )
-    parser.add_argument(
-        "--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072"
-    )
-    parser.add_argument(
+    add("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072")
+    add(
         "--lengths-file",
         type=Path,
         metavar="FILE",
         help="JSON: [lengths] or [[lengths], ...], one list per batch; or CSV, or lines; .gz and .zst too",
     )
-    parser.add_argument(
+    add(
         "--dataset",
         metavar="NAME|PATH",
         help="draw lengths from a known distribution, data codes, or the documents of a file or folder",
     )
-    parser.add_argument("--tokens", type=tokens, metavar="N", help="with --dataset: tokens of a batch")
-    parser.add_argument("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
-    parser.add_argument("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
-    parser.add_argument(
+    add("--tokens", type=tokens, metavar="N", help="with --dataset: tokens of a batch")
+    add("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
+    add("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
+    add(
         "--tokens-per-rank",
         type=tokens,
         metavar="L",
         help="tokens a rank can hold (default: what the model leaves of its memory)",
     )
-    parser.add_argument(
+    add(
         "--context-parallel",
         type=int,
         metavar="C",
@@ -155,15 +120,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(name for name, planner in PLANNERS.items() if planner.replicas)} (default: the fewest that hold "
         "the longest sequence; simulate, compare and report: of the sizes that hold it, the fastest that fits)",
     )
-    parser.add_argument(
+    add(
         "--plan-costs",
         type=Path,
         metavar="FILE",
         help="plan by a cost table measured by 'profile' (default: data sheets)",
     )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win"
-    )
+    add("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
 
 
 def _remap_words(layers: Layers) -> str:
@@ -190,7 +153,6 @@ class StepShape:
     microbatches: int = 1
 
     def capacity(self, cluster: Cluster, model: Model) -> int:
-        """Tokens that a rank can hold (`planning.choice.capacity`)."""
         stages = stages_of(
             in_stages(model, self.pipeline * self.interleave),
             cluster.num_ranks,
@@ -229,10 +191,7 @@ def read(
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
     full = replace(shape, recompute="full")
     _check_capacity(
-        batches,
-        cluster,
-        planners,
-        "" if told else _whence(tokens_per_rank, shape, full.capacity(cluster, model)),
+        batches, cluster, planners, "" if told else _whence(tokens_per_rank, shape, full.capacity(cluster, model))
     )
     plan_costs = args.plan_costs or config.plan_costs
     assumed, width = _assumed(args, config, cluster, model), shape.tensor_parallel
@@ -424,7 +383,6 @@ def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequen
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Reject options below 1."""
     for name in names:
         _positive(f"--{name.replace('_', '-')}", getattr(args, name))
 

@@ -31,7 +31,6 @@ def check(args: argparse.Namespace, option: str = "--out") -> bool:
 
 
 def write(path: Path, text: str, option: str = "--out") -> None:
-    """Write a text to a file, or to standard output."""
     if path == STDOUT:
         sys.stdout.write(text)
         return
@@ -68,10 +67,7 @@ def console(width: int = 158) -> Console:
 
 
 def table(
-    title: str | None,
-    columns: Iterable[str],
-    left: Collection[str],
-    overflow: Literal["fold", "ellipsis"] = "ellipsis",
+    title: str | None, columns: Iterable[str], left: Collection[str], overflow: Literal["fold", "ellipsis"] = "ellipsis"
 ) -> Table:
     """A table without rows, whose columns are set on the right but for those in `left`."""
     from rich.table import Table

@@ -12,16 +12,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_balance.cli import inputs, output, verify
-from megatron_balance.cli.inputs import Inputs
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import json_text
+from megatron_balance.lab.bench import Inputs
 
 if TYPE_CHECKING:
     from megatron_balance.analysis.backward import Decision, Stage
-    from megatron_balance.ir.plan import MicrobatchPlan
-
-if TYPE_CHECKING:
     from megatron_balance.ir.plan import MicrobatchPlan
     from megatron_balance.planning.choice import PlannerChoice
 
@@ -59,7 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan every batch by every planner."""
     alone = output.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
@@ -85,9 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0
 
 
-def _run_planner(
-    choice: PlannerChoice, given: inputs.Inputs, *, verify: bool
-) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
+def _run_planner(choice: PlannerChoice, given: Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
     from megatron_balance.analysis.statistics import plan_statistics
     from megatron_balance.compile.proof.structure import verify_plan
 
@@ -112,7 +106,7 @@ def _run_planner(
     return results
 
 
-def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
+def _verified(plan: MicrobatchPlan, given: Inputs, batch: int) -> bool:
     try:
         for policy in _policies(given):
             verify.prove(plan, policy)
@@ -122,13 +116,13 @@ def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
     return True
 
 
-def _policies(given: inputs.Inputs) -> tuple[Policy, ...]:
+def _policies(given: Inputs) -> tuple[Policy, ...]:
     """The policies that layers may have; with `auto` some keep and some replay."""
     return POLICIES if given.config.backward == "auto" else (given.config.backward,)
 
 
 def _report(
-    choice: PlannerChoice, given: inputs.Inputs, planned: list[tuple[MicrobatchPlan, dict[str, Any]]]
+    choice: PlannerChoice, given: Inputs, planned: list[tuple[MicrobatchPlan, dict[str, Any]]]
 ) -> dict[str, Any]:
     results = [result for _, result in planned]
     return {
@@ -161,7 +155,7 @@ def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
+def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
     console = output.console(120)
     reports = list(reports)
     cluster = given.cluster

@@ -29,44 +29,34 @@ HELP = "measure this machine's attention kernel and links into a cost table"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)")
+    add(
         "--model",
         metavar="NAME|FILE",
         help="whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cost table here")
-    parser.add_argument("--quick", action="store_true", help="a coarse grid and few samples: seconds")
-    parser.add_argument(
-        "--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)"
-    )
-    parser.add_argument("--repeats", type=int, metavar="N", help="samples of a figure")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels (default: torch's)")
-    parser.add_argument("--q-tokens", metavar="128,512,...", help="grid of attention: queries of an entry")
-    parser.add_argument("--k-tokens", metavar="128,512,...", help="grid of attention: keys of an entry without a mask")
-    parser.add_argument(
-        "--before-tokens", metavar="0,512,...", help="grid of attention: keys before a causal entry's first query"
-    )
-    parser.add_argument(
-        "--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging"
-    )
-    parser.add_argument("--pack-bytes", metavar="16384,...", help="sizes of packing")
-    parser.add_argument("--message-bytes", metavar="1024,...", help="sizes of messages")
-    parser.add_argument(
+    add("--out", type=Path, metavar="FILE", help="write the cost table here")
+    add("--quick", action="store_true", help="a coarse grid and few samples: seconds")
+    add("--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)")
+    add("--repeats", type=int, metavar="N", help="samples of a figure")
+    add("--threads", type=int, metavar="N", help="threads of the CPU kernels (default: torch's)")
+    add("--q-tokens", metavar="128,512,...", help="grid of attention: queries of an entry")
+    add("--k-tokens", metavar="128,512,...", help="grid of attention: keys of an entry without a mask")
+    add("--before-tokens", metavar="0,512,...", help="grid of attention: keys before a causal entry's first query")
+    add("--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging")
+    add("--pack-bytes", metavar="16384,...", help="sizes of packing")
+    add("--message-bytes", metavar="1024,...", help="sizes of messages")
+    add(
         "--links",
         action="store_true",
         help="measure links too: the launched world's under torchrun, else gloo between two processes of this machine",
     )
-    parser.add_argument(
-        "--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)"
-    )
+    add("--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write and show."""
     inputs.check_positive(args, "repeats", "threads", "ranks_per_node")
     if args.ranks_per_node and not args.links:
         raise ConfigError("--ranks-per-node goes with --links, which is not given")

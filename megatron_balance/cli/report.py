@@ -7,7 +7,6 @@ Of a simulated comparison of planners, or, with --steps, of what a training run 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,8 @@ from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
-    from megatron_balance.ir.step import StepPlan
-    from megatron_balance.lab.report.cases import Asked, Case, PlayedCase
-    from megatron_balance.lab.report.steps import RealBatches
-    from megatron_balance.planning.choice import PlannerChoice
+    from megatron_balance.lab.bench import Inputs
+    from megatron_balance.lab.report.run import RealBatches
 
 MOST_RUNS = 2
 
@@ -30,10 +27,9 @@ HELP = "one HTML page: where the time goes, what limits it, what would help"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network")
+    add(
         "--steps",
         type=Path,
         action="append",
@@ -41,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side",
     )
-    parser.add_argument(
+    add(
         "--run",
         dest="trained",
         type=Path,
@@ -51,19 +47,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     inputs.add_options(parser)
     simulation.add_options(parser)
-    parser.add_argument(
+    add(
         "--baseline",
         metavar="NAME",
         help=f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="also print the page's figures as one JSON document on stdout"
-    )
+    add("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page."""
     from megatron_balance.lab.report import page
 
     alone = output.check(args)
@@ -94,9 +87,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# A training run
-
-
 def _trained(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.lab.report import run
 
@@ -110,11 +100,9 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
     return run.document(args.steps)
 
 
-# A simulation
-
-
 def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_balance.lab.report.study import study
+    from megatron_balance.planning.choice import choose_planner
 
     explicit = bool(args.planner)
     if not explicit:
@@ -122,14 +110,15 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     real = None if args.trained is None else _real(args)
     given = simulation.read(args, None if real is None else real.lengths)
     bench = simulation.bench(args, given)
-    _check_baseline(args.baseline)
-    desk = _Desk(bench)
+    if args.baseline is not None and args.baseline not in PLANNERS:
+        raise ConfigError(f"--baseline {args.baseline}: no such planner; one of {', '.join(PLANNERS)}")
     of_run = given.config.planner if real is not None else None
     baseline = args.baseline or (of_run.name if of_run is not None else baseline_of(tuple(PLANNERS)))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
-        choices.insert(0, _plain(baseline, given.tokens_per_rank))
-    found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), output.progress)
+        choices.insert(0, choose_planner(baseline, {"tokens_per_rank": given.tokens_per_rank}))
+    costs = "" if args.costs is None else str(args.costs)
+    found = study(bench, choices, baseline, explicit=explicit, lengths=_lengths_from(args, given), costs=costs)
     base = next(row for row in found["rows"] if row["planner"] == baseline)
     said = of_sizes(found["rows"], base)
     first, *others = found["answer"]
@@ -141,7 +130,7 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 def _real(args: argparse.Namespace) -> RealBatches:
     """The batches of a run; cluster, model and configuration are the run's unless given."""
-    from megatron_balance.lab.report.steps import real_batches
+    from megatron_balance.lab.report.run import real_batches
 
     for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
         if getattr(args, name) is not None:
@@ -157,68 +146,7 @@ def _real(args: argparse.Namespace) -> RealBatches:
     return real
 
 
-def _check_baseline(name: str | None) -> None:
-    if name is not None and name not in PLANNERS:
-        raise ConfigError(f"--baseline {name}: no such planner; one of {', '.join(PLANNERS)}")
-
-
-def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
-    from megatron_balance.planning.choice import choose_planner
-
-    return choose_planner(name, {"tokens_per_rank": tokens_per_rank})
-
-
-@dataclass(frozen=True, slots=True)
-class _Desk:
-    """Plans and simulates the cases of a report on a bench."""
-
-    bench: simulation.Bench
-
-    def asked(
-        self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool
-    ) -> Asked:
-        from megatron_balance.lab.report.cases import Asked, Case
-
-        bench, given = self.bench, self.bench.given
-        cases = tuple(
-            Case(choice, given.batches, bench.group, given.cluster, bench.machine, bench.setup) for choice in choices
-        )
-        costs = "" if args.costs is None else str(args.costs)
-        return Asked(
-            cases,
-            baseline,
-            self.plan,
-            self.play,
-            given.assumed,
-            _lengths_from(args, given),
-            costs,
-            explicit,
-            given.tensor_parallel,
-            bench.price,
-        )
-
-    def plan(self, case: Case) -> tuple[StepPlan, ...]:
-        return self._at(case).plan(case.choice).steps
-
-    def play(self, case: Case) -> PlayedCase:
-        from megatron_balance.cli.compare import row
-        from megatron_balance.lab.report.cases import PlayedCase
-
-        bench = self._at(case)
-        planned = bench.plan(case.choice)
-        simulated = bench.simulate(planned)
-        more = {name: simulated[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
-        return PlayedCase(
-            case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more}
-        )
-
-    def _at(self, case: Case) -> simulation.Bench:
-        given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)
-        return replace(self.bench, given=given, machine=case.machine, setup=case.setup, group=case.group)
-
-
-def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
-    """Source of the lengths, in words."""
+def _lengths_from(args: argparse.Namespace, given: Inputs) -> str:
     drawn = given.config.dataset
     if args.trained is not None:
         return f"the training run {args.trained}"

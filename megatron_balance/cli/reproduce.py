@@ -32,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute the rows of the tables that are asked for."""
     from megatron_balance.lab.papers import paper_of
     from megatron_balance.lab.papers.base import Effort
 

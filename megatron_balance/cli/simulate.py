@@ -7,15 +7,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_balance.cli import inputs, output, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
-
-if TYPE_CHECKING:
-    from megatron_balance.cli.simulation import Planned
-
+from megatron_balance.lab.bench import Bench, Planned
 
 HELP = "step time, phases, memory and utilisation on a cluster"
 
@@ -34,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and simulate every batch by every planner."""
     alone = output.check(args, "--trace")
     given = simulation.read(args)
     bench = simulation.bench(args, given)
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_trace(path: Path, bench: simulation.Bench, planned: Planned) -> None:
+def _write_trace(path: Path, bench: Bench, planned: Planned) -> None:
     from megatron_balance.simulator.timeline import layer_trace, step_trace
 
     step = planned.steps[0]
@@ -91,7 +87,7 @@ def _changed(changes: dict[str, float]) -> str:
     return f"{count} step{'s' * (count > 1)} of another strategy than the base layout: {pull}, {push}, by links alone"
 
 
-def _show(reports: dict[str, dict[str, Any]], bench: simulation.Bench, runs: dict[str, str]) -> None:
+def _show(reports: dict[str, dict[str, Any]], bench: Bench, runs: dict[str, str]) -> None:
     from rich.table import Table
 
     console = output.console()

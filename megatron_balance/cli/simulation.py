@@ -1,37 +1,24 @@
-"""The bench that `simulate` and `compare` share: options of the machine and of the step, planning
-and simulating with progress.
-"""
+"""The bench that `simulate`, `compare` and `report` share: options of the machine and of the step."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_balance.cli import inputs, output
-from megatron_balance.cli.inputs import Inputs
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.lab.bench import Bench, Inputs
 
 if TYPE_CHECKING:
-    from megatron_balance.cost.experts import ExpertLoad
-    from megatron_balance.ir.model import Model
-
-if TYPE_CHECKING:
-    from megatron_balance.analysis.change import Layouts
-    from megatron_balance.analysis.machine import Machine
-    from megatron_balance.analysis.step_memory import StepMemory
     from megatron_balance.cost.base import MachineCost
+    from megatron_balance.cost.experts import ExpertLoad
     from megatron_balance.ir.cluster import Cluster
-    from megatron_balance.ir.step import StepPlan
-    from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages, StepMode
-    from megatron_balance.simulator.report import Perturbation
-    from megatron_balance.simulator.setup import Setup
-    from megatron_balance.simulator.step import Step
+    from megatron_balance.ir.model import Model
+    from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages
 
 PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
 MOST_MICROBATCHES = 1 << 16
@@ -46,282 +33,47 @@ PER_STAGE = 4
 quarter of what they work, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One planner's steps, and how they run; `plan_ms`: of a batch, on average."""
-
-    name: str
-    mode: StepMode
-    steps: tuple[StepPlan, ...]
-    plan_ms: float
-    context_parallel: int | None = None
-    """Ranks of a replica, where the planner keeps replicas."""
-    layouts: Layouts | None = None
-    """The owner of weights, where the planner changes between strategies."""
-    sizes: tuple[dict[str, Any], ...] = ()
-    """Where nobody said `context_parallel`: every size that was simulated, ascending."""
-
-    def described(self) -> dict[str, Any]:
-        """The mode for JSON, by the keys of a configuration."""
-        mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
-        return {**mode, "context_parallel": self.context_parallel, "sizes": list(self.sizes)}
-
-    def in_words(self) -> str:
-        """The mode in words; empty where microbatches run whole, on one stage."""
-        others = ", ".join(str(each["context_parallel"]) for each in self.sizes)
-        fastest = f" (fastest of {others})" if len(self.sizes) > 1 else ""
-        parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}{fastest}"]
-        parts += ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
-        parts += {
-            "joint": ["all pipeline stages attending together"],
-            "stages": ["each pipeline stage attending for itself"],
-            None: [],
-        }[self.mode.pipeline]
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The machine and the kind of step that plans are simulated on."""
-
-    # `group`: batches of a step. `pool`: the machine of all pipeline stages' ranks; `machine` where
-    # there is one stage. `ping_pong`, `stages`: as the keys `ping_pong` and `pipeline` of a
-    # configuration.
-
-    given: Inputs
-    machine: Machine
-    setup: Setup
-    perturbation: Perturbation
-    group: int
-    pool: Machine
-    ping_pong: PingPong = False
-    stages: Stages = "stages"
-    price: float | None = None
-    """Of a GPU-hour."""
-
-    @property
-    def num_gpus(self) -> int:
-        return self.pool.cluster.num_ranks * self.given.tensor_parallel
-
-    def mfu(self, found: dict[str, Any]) -> float:
-        """A step's FLOPs over what its GPUs could compute by their data sheet meanwhile."""
-        from megatron_balance.cost.modules import model_flops
-
-        flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
-        seconds = sum(batch.num_tokens for batch in self.given.batches) / found["tokens_per_s"]
-        pool = self.pool.cluster
-        return flops / (seconds * pool.num_ranks * pool.flops_per_s)
-
-    def mode(self, choice: PlannerChoice) -> StepMode:
-        """The mode in which a planner's steps run."""
-        from megatron_balance.planning.choice import step_mode
-
-        found = step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
-        if found.joint and self.given.model.other_layers:
-            raise ConfigError(
-                f"{self.given.model.name} has layers of two masks, and pipeline stages that attend together have one; "
-                f"{choice.name} runs them with --stages stages"
-            )
-        return found
-
-    def memory(self, mode: StepMode) -> StepMemory:
-        """The memory of a step around its plans, as it is simulated."""
-        from megatron_balance.simulator.setup import StageSetup, step_memory
-
-        found = step_memory(StageSetup(self.machine, self.setup))
-        return replace(found, asked="replay") if mode.joint else found
-
-    def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps; replicas have one size: where nobody says which, the fastest that fits."""
-        from megatron_balance.solvers.groups import context_sizes, least_context
-
-        given, options = self.given, choice.options
-        if not choice.planner.replicas or options.strategy is not None or options.context_parallel is not None:
-            return self._plan(choice)
-        least = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
-        found: list[tuple[dict[str, Any], Planned]] = []
-        refused: list[InfeasibleError] = []
-        for size in (each for each in context_sizes(given.cluster) if each >= least):
-            try:
-                planned = self._plan(replace(choice, options=replace(options, context_parallel=size)))
-                simulated = self.simulate(planned)
-            except InfeasibleError as error:
-                refused.append(error)
-                continue
-            fits = max(simulated["peak_bytes_per_rank"]) <= given.cluster.memory_bytes
-            step_s = simulated["step_s"]["median"]
-            found.append(({"context_parallel": size, "step_s": step_s, "fits": fits}, planned))
-        if not found:
-            raise refused[0]
-        fastest = min(found, key=lambda each: (not each[0]["fits"], each[0]["step_s"]))[1]
-        return replace(fastest, sizes=tuple(size for size, _ in found))
-
-    def _plan(self, choice: PlannerChoice) -> Planned:
-        from megatron_balance.compile.proof.structure import verify_plans
-        from megatron_balance.ir.step import EMPTY
-        from megatron_balance.planners.base import JointStages, StepContext
-        from megatron_balance.planning.strategies import with_proposed
-
-        given, mode = self.given, self.mode(choice)
-        degrees = choice.planner.pipelines and (choice.given.get("strategies") or choice.given.get("strategy"))
-        if degrees and given.tensor_parallel > 1:
-            raise ConfigError(
-                f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
-            )
-        joint = JointStages(self.pool.cluster, self.setup.interleave) if mode.joint else None
-        context = StepContext(
-            given.cluster,
-            given.model,
-            given.planning_cost(),
-            joint=joint,
-            ping_pong=mode.ping_pong,
-            memory=self.memory(mode),
-        )
-        groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
-        lengths = [tuple(batch.lengths for batch in group) for group in groups]
-        choice = with_proposed(choice, lengths, context)
-        begin = time.perf_counter()
-        steps: list[StepPlan] = []
-        carry = EMPTY
-        for group in output.progress(lengths, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(group, context, carry)
-            steps.append(step)
-        plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
-        for step in steps:
-            verify_plans(step)
-        context_parallel = choice.options.context_parallel if choice.planner.replicas else None
-        layouts = None
-        if choice.planner.layouts is not None:
-            layouts = choice.planner.layouts(choice.options, given.cluster.num_ranks, None)
-        return Planned(choice.name, mode, tuple(steps), plan_ms, context_parallel, layouts)
-
-    def simulate(self, planned: Planned) -> dict[str, Any]:
-        """The statistics of all steps (`simulator.report.summary`)."""
-        # `step_with_host_s`: where devices wait for their hosts, too; None where the costs have no
-        # prices of a host.
-        from megatron_balance.simulator.report import summary
-
-        found = summary(self._steps(planned, self.machine, self.pool))
-        host, with_host = self.machine.cost.host, None
-        if host.is_modelled:
-            stage, pool = (replace(each, host=host) for each in (self.machine, self.pool))
-            with_host = summary(self._steps(planned, stage, pool))["step_s"]
-        return {**found, "step_with_host_s": with_host, **planned.described()}
-
-    def _steps(self, planned: Planned, stage: Machine, pool: Machine) -> list[Step]:
-        from megatron_balance.simulator.training import simulate_planned
-
-        machines = list(zip(self.perturbation.machines(stage), self.perturbation.machines(pool), strict=True))
-        setup = replace(self.setup, layouts=planned.layouts)
-        return [
-            simulate_planned(step, *each, setup)
-            for step in output.progress(planned.steps, f"{planned.name}: simulate")
-            for each in machines
-        ]
-
-    def imbalance(self, planned: Planned) -> dict[str, float]:
-        """Largest over mean load of the ranks, mean over microbatches."""
-        from megatron_balance.analysis.statistics import plan_statistics
-
-        plans = {
-            "tokens": [plan for step in planned.steps for plan in step.plans],
-            "attention": [plan for step in planned.steps for plan in step.attention],
-        }
-        return {
-            key: fmean(plan_statistics(plan, self.given.model)["imbalance"][key] for plan in found)
-            for key, found in plans.items()
-        }
-
-    def bound_s(self) -> float:
-        """Seconds of even computation of a step (`simulator.step`): the mean over the steps."""
-        return fmean(self.bound_s_per_step())
-
-    def bound_s_per_step(self) -> list[float]:
-        from megatron_balance.simulator.step import bound_s
-
-        batches = self.given.batches
-        groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
-        return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
-
-    def described(self) -> dict[str, Any]:
-        given = self.given
-        return {
-            "bound_s": self.bound_s(),
-            "bound_s_per_step": self.bound_s_per_step(),
-            "cluster": given.cluster.name,
-            "model": given.model.name,
-            "num_ranks": given.cluster.num_ranks,
-            "gpus_per_rank": given.tensor_parallel,
-            "num_gpus": self.num_gpus,
-            "price_per_gpu_hour": self.price,
-            "assumed": given.assumed or None,
-            "capacity_tokens_per_rank": given.tokens_per_rank,
-        }
-
-    def headline(self) -> str:
-        given = self.given
-        cluster = given.cluster
-        assumed = f" ({given.assumed})" if given.assumed else ""
-        count = len(given.batches) // self.group
-        tokens = fmean(batch.num_tokens for batch in given.batches)
-        ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
-        what = (
-            f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
-            f"{cluster.name}{assumed}"
-        )
-        steps = f"{count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
-        return f"{what}; {steps}; bound {self.bound_s():.3f} s: even computation, nothing moves"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the machine and of the step."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--costs",
         type=Path,
         metavar="FILE",
         help="simulate with a cost table measured by 'profile' (default: data sheets)",
     )
-    parser.add_argument(
+    add(
         "--slow",
         action="append",
         default=[],
         metavar="RANK=FACTOR",
         help="a rank that computes FACTOR times slower; repeatable",
     )
-    parser.add_argument(
-        "--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))"
-    )
-    parser.add_argument(
-        "--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)"
-    )
-    parser.add_argument("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
-    parser.add_argument(
+    add("--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))")
+    add("--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)")
+    add("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
+    add(
         "--policy",
         choices=("auto", "keep", "replay"),
         help="hold received keys and values for the backward, bring them again, or hold them in as many layers as fit "
         "memory (default auto)",
     )
-    parser.add_argument(
-        "--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)"
-    )
-    parser.add_argument(
+    add("--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)")
+    add(
         "--microbatches",
         type=int,
         metavar="M",
         help="batches of a step (default 1; with --global-tokens: as many as the ranks need, and at least "
         f"{PER_STAGE} a pipeline stage)",
     )
-    parser.add_argument(
+    add(
         "--global-tokens",
         type=inputs.tokens,
         metavar="N",
         help="with --dataset: tokens of a step, in place of --tokens of each of its batches; --batches then counts "
         "steps",
     )
-    parser.add_argument(
-        "--price-per-gpu-hour", type=float, metavar="P", help="also say what saved GPU-hours cost, in any currency"
-    )
-    parser.add_argument(
+    add("--price-per-gpu-hour", type=float, metavar="P", help="also say what saved GPU-hours cost, in any currency")
+    add(
         "--tensor-parallel",
         type=int,
         default=1,
@@ -332,24 +84,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     _add_expert_options(parser)
-    parser.add_argument(
+    add(
         "--pipeline",
         type=int,
         default=1,
         metavar="P",
         help="pipeline stages, each with the cluster's ranks (default 1)",
     )
-    parser.add_argument(
-        "--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)"
-    )
-    parser.add_argument("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
-    parser.add_argument(
+    add("--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)")
+    add("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
+    add(
         "--transport",
         choices=("streams", "sockets"),
         default="streams",
         help="what carries transfers: streams as NCCL's (default), or sockets as gloo's on CPUs",
     )
-    parser.add_argument(
+    add(
         "--engine",
         choices=("auto", "events", "rounds"),
         default="auto",
@@ -358,7 +108,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    """Options of how training would run the plans."""
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
@@ -457,7 +206,6 @@ def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
 
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
-    """The machine and the step that the options say."""
     from megatron_balance.analysis.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
@@ -482,29 +230,20 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     )
     perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
     slow = _slowdown(args.slow, given.cluster.num_ranks)
-    given_stages = args.pipeline * args.interleave
-    machine = Machine(
-        given.cluster, inputs.in_stages(given.model, given_stages), _cost(args, given, given.cluster), slow
-    )
+    # The ranks of all pipeline stages, stage by stage; a slow rank is so in every stage.
+    pool = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)
+    model = inputs.in_stages(given.model, args.pipeline * args.interleave)
     return Bench(
         given,
-        machine,
+        Machine(given.cluster, model, _cost(args, given, given.cluster), slow),
         setup,
         perturbation,
         args.microbatches,
-        _pool(args, given, slow),
+        Machine(pool, model, _cost(args, given, pool), slow * args.pipeline),
+        output.progress,
         *_mode_keys(args, given),
         price=args.price_per_gpu_hour,
     )
-
-
-def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> Machine:
-    """The ranks of all pipeline stages, stage by stage; a slow rank is so in every stage."""
-    from megatron_balance.analysis.machine import Machine
-
-    cluster = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)
-    model = inputs.in_stages(given.model, args.pipeline * args.interleave)
-    return Machine(cluster, model, _cost(args, given, cluster), slow * args.pipeline)
 
 
 def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
@@ -546,7 +285,6 @@ def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:
 
 
 def _add_expert_options(parser: argparse.ArgumentParser) -> None:
-    """Add them."""
     parser.add_argument(
         "--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)"
     )

@@ -30,48 +30,44 @@ HELP = "pipelines of unlike degrees that suit a data set"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dataset", metavar="NAME|PATH", required=True, help="whose lengths: a known distribution, or a file or folder"
     )
-    parser.add_argument("--tokens", type=inputs.tokens, metavar="N", required=True, help="tokens of a step")
-    parser.add_argument(
-        "--seq-length", type=inputs.tokens, metavar="L", help="cut longer documents to L tokens (default: none)"
-    )
-    parser.add_argument(
-        "--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})"
-    )
-    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the steps (default 0)")
-    parser.add_argument(
+    add("--tokens", type=inputs.tokens, metavar="N", required=True, help="tokens of a step")
+    add("--seq-length", type=inputs.tokens, metavar="L", help="cut longer documents to L tokens (default: none)")
+    add("--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})")
+    add("--seed", type=int, metavar="S", default=0, help="seed of the steps (default 0)")
+    add(
         "--cluster",
         metavar="NAME|FILE",
         default=DEFAULT_CLUSTER,
         help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="GPUs of a node (default: the cluster's)")
-    parser.add_argument(
+    add("--ranks", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
+    add("--ranks-per-node", type=int, metavar="P", help="GPUs of a node (default: the cluster's)")
+    add(
         "--model",
         metavar="NAME|FILE",
         default=DEFAULT_MODEL,
         help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})",
     )
-    parser.add_argument(
+    add(
         "--plan-costs",
         type=Path,
         metavar="FILE",
         help="predict by a cost table measured by 'profile' (default: data sheets)",
     )
-    parser.add_argument(
+    add(
         "--schemes",
         metavar="NAME|FILE",
         help=f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
+    add("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Propose, rank, write and show."""
     from megatron_balance.planning.strategies import propose, rank
     from megatron_balance.workloads.lengths import draw
 

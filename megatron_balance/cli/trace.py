@@ -28,7 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the joined trace."""
     files = _files(args.folder)
     step = _chosen(args, sorted(files))
     traces = [_read(path) for path in files[step]]

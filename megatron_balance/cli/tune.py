@@ -26,21 +26,17 @@ HELP = "thresholds for documents that wait"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tuned", metavar="PLANNER", help=f"one of {', '.join(_tunable())}")
+    add = parser.add_argument
+    add("tuned", metavar="PLANNER", help=f"one of {', '.join(_tunable())}")
     inputs.add_options(parser)
-    parser.add_argument("--microbatches", type=int, default=4, metavar="M", help="batches of a step (default 4)")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a rank; --ranks counts GPUs (default 1)"
-    )
-    parser.add_argument(
-        "--most-delay", type=float, default=0.5, metavar="D", help="mean steps that a token may wait (default 0.5)"
-    )
-    parser.add_argument("--queues", type=int, default=3, metavar="N", help="most queues (default 3)")
+    add("--microbatches", type=int, default=4, metavar="M", help="batches of a step (default 4)")
+    add("--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a rank; --ranks counts GPUs (default 1)")
+    add("--most-delay", type=float, default=0.5, metavar="D", help="mean steps that a token may wait (default 0.5)")
+    add("--queues", type=int, default=3, metavar="N", help="most queues (default 3)")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search the thresholds and print the trade-off."""
     from megatron_balance.planners.base import StepContext
 
     if args.planner:

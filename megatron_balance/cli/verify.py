@@ -35,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prove every plan of the file."""
     results = [_prove(entry, args.policy) for entry in read(args.plan)]
     failed = [number for number, result in enumerate(results) if not result["verified"]]
     if args.json:
@@ -110,7 +109,6 @@ def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:
 
 
 def read(path: Path) -> list[_PlanEntry]:
-    """The plans of a file that `write` made."""
     try:
         document: object = read_json(path)
     except OSError as error:

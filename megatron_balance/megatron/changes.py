@@ -29,11 +29,10 @@ from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_s
 from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement, base_layout, optimizers_of
 from megatron_balance.megatron.session import RankPlace, Session
-from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
+from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import StrategyRanks, TensorParallel
-from megatron_balance.training.sequences import PoolLengths, Sequences
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange
+from megatron_balance.training.tokens import LocalMicrobatch, PoolLengths, Sequences, TokenExchange
 from megatron_balance.training.weights import Apart
 
 log = logging.getLogger(__name__)
@@ -45,11 +44,9 @@ class Changes:
     """
 
     def __init__(self, job: Session, model: list[Any], optimizer: Any, model_config: Any) -> None:
-        """Make all roles. Collective over the world, when Megatron has built model and optimizer.
-
-        Raises:
-            ConfigError: a Megatron whose all-gather cannot be put off, or whose layout or model is
-                not one that strategies know.
+        """Make all roles, when Megatron has built model and optimizer. Collective over the world.
+        ConfigError: a Megatron whose all-gather cannot be put off, or a layout or model unknown to
+        strategies.
         """
         self._job, self._model = job, model
         if not hasattr(model_config, "get_builder_cls"):
@@ -81,7 +78,7 @@ class Changes:
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)
-        # `step_with_ready_grads` gathers no weights then (patches/strategies.py pins its source).
+        # `step_with_ready_grads` gathers no weights then (patches/training_loop.py pins its source).
         for each in optimizers_of(optimizer):
             each._defer_param_sync = True
         ddp = model[0].ddp_config
@@ -114,14 +111,12 @@ class Changes:
     def run(
         self, planned: PlannedStep, shared: PoolLengths, mine: Sequence[Sequences], apart: PoolLengths
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Pull weights, run this rank's role, push gradients. Collective over the world.
+        """Pull weights, run this rank's role, push gradients. Collective over the world. `mine`,
+        `apart`: what this rank and the base layout's pool have read, a microbatch for each
+        nano-batch.
 
-        `mine`, `apart`: the sequences that this rank and the base layout's pool have read, a
-        microbatch for each nano-batch of the plan.
-
-        Returns:
-            For each microbatch what Megatron reports of it: on the base layout's last stage one, of
-            the whole step on its first rank.
+        Returns, for each microbatch, what Megatron reports of it: on the base layout's last stage
+        one, of the whole step on its first rank.
         """
         job, strategy = self._job, planned.step.strategy
         assert strategy is not None, "a step without strategy runs on the base layout"
@@ -165,9 +160,7 @@ class Changes:
 
     def gather_weights(self, *, for_step: bool = False) -> None:
         """Bring today's weights to Megatron's own model, unless it has them. Collective over the
-        world.
-
-        `for_step`: a training step on that model, behind which they are old again.
+        world. `for_step`: a training step on that model, behind which they are old again.
         """
         if self._weights_are_old:
             self.own_weights.restore()
@@ -180,10 +173,9 @@ class Changes:
         self.roles.close()
 
     def _pull(self, strategy: Strategy) -> Role:
-        """The role of this rank in a step, with today's weights. Collective over the world.
-
-        Gradients of the base layout give their memory back until they are pushed, and weights until
-        they are gathered.
+        """The role of this rank in a step, with today's weights. Collective over the world. The
+        base layout's gradients give their memory back until they are pushed, weights until they are
+        gathered.
         """
         self.own_weights.give_back()
         for chunk in self._model:
@@ -199,9 +191,7 @@ class Changes:
             chunk.restore_grad_buffers(synchronize=False)
 
     def _push(self, num_tokens: torch.Tensor) -> None:
-        """Bring the role's gradients to the owners' buffers, a mean over the step's tokens.
-        Collective over the world.
-        """
+        """Bring the role's gradients to their owners, a mean over the step's tokens. Collective."""
         self.roles.push()
         with self.roles.stopwatch.measured("push"):
             scale = 1.0 / num_tokens.clamp(min=1).float()
@@ -233,10 +223,9 @@ class Changes:
         return exchange, exchange.to_ranks(mine if ranks.reads else (), NUM_COLUMNS, peers, job_device())
 
     def _summed(self, role: Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the world.
-
-        A pipeline's last stage knows them, on each context-parallel rank its part; of ranks that have
-        the same one counts.
+        """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the
+        world. A pipeline's last stage knows them, each context-parallel rank its part; one TP
+        rank's count.
         """
         found = torch.zeros(2, dtype=torch.float64, device=job_device())
         if role.seat is not None and role.seat.tensor == 0:
@@ -258,16 +247,12 @@ def _transfers(role: Role, config: Any, shapes: StageShapes) -> PlannedTransfers
 
 class _OwnWeights:
     """The flat buffers of the weights of Megatron's own model, which give their memory back while
-    roles compute.
-
-    Where the optimizer has fp32 weights of its own (bf16 training), those of the model are copies, and
-    are made again before the model runs. In fp32 they are the optimizer's own, and stay.
+    roles compute. In bf16 training they are copies of the optimizer's fp32 ones, made again before
+    the model runs; in fp32 they are the optimizer's own, and stay.
     """
 
     def __init__(self, model: Sequence[Any], optimizers: Sequence[Any], *, stay: bool) -> None:
-        """Leave them where they are. `stay`: somebody else reads them at any time, such as an
-        asynchronous checkpoint.
-        """
+        """Leave them where they are. `stay`: others read them any time (asynchronous checkpoint)."""
         buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._data: list[torch.Tensor] = []
         self._copies: list[Callable[[], None]] = []
@@ -292,9 +277,7 @@ class _OwnWeights:
         self._given_back = bool(self._data)
 
     def restore(self) -> None:
-        """Bring this rank's part of today's weights back, if they were given back; an all-gather
-        brings the others'.
-        """
+        """Bring this rank's part of today's weights back, if given back; an all-gather the rest."""
         if not self._given_back:
             return
         self._given_back = False

@@ -1,13 +1,17 @@
-"""Planned attention as Megatron's core attention module, over keys and values or over latents."""
+"""Planned attention as Megatron's core attention module, over keys and values or over latents; and the
+plans on their way to it through Megatron's layers, with their microbatch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -21,10 +25,99 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
-from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.planned_model import mask_of
-from megatron_balance.runtime.attention import balanced_attention, latent_attention
+from megatron_balance.megatron.planning import mask_of
+from megatron_balance.runtime.attention import BackwardSlot, balanced_attention, latent_attention
 from megatron_balance.runtime.bind import Bound
+from megatron_balance.training.binding import MaskBounds
+
+
+class CountedMask(torch.Tensor):
+    """A loss mask whose `sum` is a count that it was given, in place of its own. Results of
+    operations are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, count: torch.Tensor) -> CountedMask:
+        counted = mask.as_subclass(cls)
+        counted.count = count
+        return counted
+
+    def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Megatron weights a rank's share of a loss by the sum of its mask.
+        return super().sum(*args, **kwargs) if args or kwargs else self.count
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """Values of the tokens that lie ahead of each row in its own sequence, for multi-token
+    prediction.
+
+    By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros. A
+    mask is weighted: its sum over the pool is that of depth 0. `count`: the mean of a rank, as a
+    scalar tensor; every mask says that it is its sum.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    masks: tuple[torch.Tensor, ...]
+    count: torch.Tensor
+
+    def rolled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One of these tensors, one token ahead, and a count, as Megatron's `roll_tensor` gives
+        them. Labels of depth 0 come as a copy. Padding stays where it is.
+        """
+        if tensor.dtype == torch.bool:
+            return tensor, self.count
+        # Megatron hands back the very tensors that it was given, so identity says which one this
+        # is.
+        for by_depth in (self.tokens, self.positions, self.labels, self.masks):
+            for depth, each in enumerate(by_depth):
+                if each is tensor:
+                    return by_depth[depth + 1], self.count
+        # Only the labels of depth 0 come as a copy.
+        assert not tensor.is_floating_point(), "only the mask of the microbatch is rolled"
+        return self.labels[1], self.count
+
+
+@dataclass
+class BalancedSeqParams(PackedSeqParams):
+    """PackedSeqParams that carry the bound plan of one microbatch."""
+
+    bound: Bound | None = None
+    """The plan that `balanced_attention` runs for this rank, in all layers."""
+    layers: MaskBounds | None = None
+    """Or the plan bound for layers of each mask, of those that keep and those that replay."""
+    backward: BackwardSlot | None = None
+    """The slot for the backward tick's plan, if the pipeline stages attend together."""
+    position_ids: torch.Tensor | None = None
+    """[T] int64: position of each local token, padding included; nano-batch by nano-batch."""
+    samples: torch.Tensor | None = None
+    """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
+    num_samples: int = 0
+    alone: tuple[int, ...] = ()
+    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan."""
+    ahead: Ahead | None = None
+    """Of a model that predicts further tokens."""
+    nano_batches: tuple[BalancedSeqParams, ...] = ()
+    """The parameters of each ping-pong nano-batch, in place of `bound`."""
+
+    def __post_init__(self) -> None:
+        """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
+
+    def bound_now(self, number: int, mask: Mask) -> Bound:
+        """The plan that attention runs now in the layer of this number (`held_layers`) and mask: its
+        own, or the backward tick's once that has begun.
+        """
+        if self.layers is not None:
+            return self.layers.of_layer(number, mask)
+        # The other stages of the backward tick are in its plan alone, whose layers all have one mask.
+        bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
+        assert bound is not None, "a planned microbatch is bound before the model sees it"
+        return bound
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -100,9 +193,7 @@ class BalancedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """Attention of query and key [T, 1, H or G, D] and value [T, 1, G, V]: [T, 1, H * V]. See
-        `attend`.
-        """
+        """`attend` of query and key [T, 1, H or G, D] and value [T, 1, G, V]: [T, 1, H * V]."""
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
                 f"layer {self.layer_number}: core attention was called without a plan. The forward step must come "
@@ -205,11 +296,7 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def held_number(core_attention: Any) -> int:
-    """The number of a core attention's layer by what keeping costs (`gpt.number_layers`).
-
-    Raises:
-        ConfigError: it was never numbered.
-    """
+    """The number of a layer by what keeping costs (`gpt.number_layers`); ConfigError: it has none."""
     number = getattr(core_attention, "held_number", None)
     if number is None:
         raise ConfigError(
@@ -238,9 +325,7 @@ def sink_of(core_attention: Any) -> torch.Tensor | None:
 
 
 class _Latent(NamedTuple):
-    """Of one layer and microbatch: the normalised latent [T, C] or [T, 1, C], and the weight of its
-    up projection.
-    """
+    """Of a layer and microbatch: the normalised latent [T, (1,) C], its up projection's weight."""
 
     rows: torch.Tensor
     weight: torch.Tensor

@@ -1,9 +1,18 @@
 """The document data set: whole documents of the corpora that the command line names, as samples for
-Megatron's samplers.
+Megatron's samplers; a script's own batches as columns; and a step's microbatches as this rank reads
+them, before they are planned.
 
-Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding. A sample is a
-dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, or a piece
-of a cut document, -1 is padding.
+Every replica's context-parallel rank 0 reads samples; with pipeline stages on the first and the
+last one, each its own copy of the same samples.
+
+Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding, N = entries of
+cu_seqlens. A sample is a dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens
+a sequence, or a piece of a cut document, -1 is padding. Packed samples (`--sft`,
+`--dataloader-inter-document-masking`) come with cu_seqlens [B, N] int32: a row begins with 0,
+rises, and ends with S, which is repeated to fill it, or with -1 behind it, as NeMo and
+Megatron-Bridge do, where cu_seqlens_argmin [B, 1] counts the entries in front. Megatron-Bridge's
+are named cu_seqlens_q, and may be [N] for a batch of one row. Samples of unequal lengths
+(`--use-varlen-dataset`) come as a list of dicts, each one sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
@@ -24,7 +34,10 @@ from torch.utils.data import Dataset
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.megatron import flags
-from megatron_balance.training.sequences import Sequences, to_bits
+from megatron_balance.training.ledger import HeldDocument
+from megatron_balance.training.plans import Draw
+from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.training.tokens import NOTHING, Recalled, Sequences, to_bits
 from megatron_balance.workloads.documents import (
     DEFAULT_FILLING,
     Blend,
@@ -65,9 +78,7 @@ DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Options of the way from documents to samples. `vocab_size`: ids from here on cannot be
-    embedded; None: not checked.
-    """
+    """How documents become samples. `vocab_size`: ids from here on are errors; None: not checked."""
 
     seq_length: int
     seed: int
@@ -78,9 +89,7 @@ class DataOptions:
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents, asked for in any order, on any
-    rank.
-    """
+    """Samples 0 to num_samples - 1 of a stream of whole documents, in any order, on any rank."""
 
     def __init__(
         self,
@@ -165,9 +174,7 @@ class DocumentBlend(Dataset[dict[str, Tensor]]):
     """Samples of several corpora in turn, in proportion to weights; each sample is of one corpus."""
 
     def __init__(self, parts: Sequence[DocumentDataset], weights: Sequence[float] | None, num_samples: int) -> None:
-        """Deal samples of `parts`, of one split. `weights`: in samples; None: as many as an epoch
-        of each has.
-        """
+        """Deal samples of `parts`, of one split. `weights`: in samples; None: an epoch of each."""
         self.parts = tuple(parts)
         self.split = parts[0].split
         self.blend = Blend([part.stream.num_samples(0) for part in parts] if weights is None else shares(weights))
@@ -235,10 +242,7 @@ def _ahead(rows: Tensor, positions: Tensor, depths: int) -> Iterator[Tensor]:
 
 
 def make_provider(policy: CutPolicy, filling: Filling = DEFAULT_FILLING) -> Callable[..., DatasetTriple]:
-    """Megatron's data set provider: train, validation and test sets of whole documents.
-
-    It raises ConfigError for arguments that it cannot follow, DataError for a damaged corpus.
-    """
+    """Megatron's data set provider: train, validation and test sets. Errors as of `build_datasets`."""
 
     def provide(train_val_test_num_samples: Sequence[int], vp_stage: int | None = None) -> DatasetTriple:  # noqa: ARG001  every stage reads the same documents
         from megatron.training import get_args
@@ -258,11 +262,7 @@ def build_datasets(
     args: Any, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments; None for a split that no samples are asked of, or without
-    documents.
-
-    Raises:
-        ConfigError: arguments that cannot work with whole documents.
-        DataError: a corpus is damaged or empty.
+    documents. ConfigError: arguments that do not go with whole documents. DataError: a damaged corpus.
     """
     reasons = data_reasons(args)
     if reasons:
@@ -277,7 +277,7 @@ def build_datasets(
     )
     opened: dict[str, Corpus] = {}
     datasets: list[Documents | None] = []
-    for source, wanted, split in zip(sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
+    for source, wanted, split in zip(_sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
         parts: list[DocumentDataset] = []
         weights: list[float] = []
         for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
@@ -324,11 +324,9 @@ class _SplitSource:
 WHOLE = (1.0, 0.0, 0.0)
 
 
-def sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
+def _sources(args: Any) -> tuple[_SplitSource, _SplitSource, _SplitSource]:
     """The corpora of training, validation and test, as Megatron reads them from the command line.
-
-    Raises:
-        ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
+    ConfigError: a file of paths that cannot be read, or weights for some of the corpora only.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -366,9 +364,7 @@ CACHED_FROM = 100_000
 
 
 def _open_corpus(prefix: str, args: Any) -> Corpus:
-    """A corpus, and the cache of its orders where it is large. DataError: the corpus is damaged or
-    empty.
-    """
+    """A corpus, a large one with a cache of its orders. DataError: it is damaged or empty."""
     index = map_index(prefix)
     if index.num_documents + index.num_tokens // args.seq_length < CACHED_FROM:
         check_index(index)
@@ -397,14 +393,12 @@ def data_reasons(args: Any) -> list[str]:
 
 
 def corpus_reasons(args: Any) -> list[str]:
-    """The reasons why the corpora that the command line names cannot be read, as far as opening the
-    files shows.
-    """
+    """Why the corpora of the command line cannot be read, as far as opening the files shows."""
     reasons: list[str] = []
     try:
         # Opening the files costs the same whatever their size: an index that is damaged inside is
         # found when its documents are numbered.
-        named = sources(args)
+        named = _sources(args)
     except BalanceError as error:
         return [str(error)]
     wanted = (not getattr(args, "skip_train", False), bool(args.eval_iters), False)
@@ -453,3 +447,204 @@ def parse_split(split: str | None) -> tuple[float, float, float]:
 
 def names_corpus(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CORPUS_OPTIONS)
+
+
+def read(
+    data_iterator: Iterator[Mapping[str, torch.Tensor]],
+    num_microbatches: int,
+    reader: Reader,
+    depths: int,
+    first_sample: int | None,
+) -> tuple[list[Sequences], Exception | None]:
+    """The sequences of this rank's microbatches, on the host, or the error that prevented it;
+    `depths`, `first_sample`: of `unpack`.
+    """
+    microbatches: list[Sequences] = []
+    try:
+        for _ in range(num_microbatches):
+            microbatches.append(unpack(reader.columns(next(data_iterator)), depths, first_sample))
+    except Exception as error:  # raised again by share_lengths, on all ranks
+        return [], error
+    return microbatches, None
+
+
+def numbered(data: Documents, draw: Draw, micro_batch_size: int, pool: Pool) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The microbatches of this rank's replica by the numbers of their samples, in place of
+    Megatron's iterator, which counts on where a step drew less.
+    """
+    assert draw.first is not None
+    for microbatch in range(draw.num_microbatches):
+        # As Megatron's sampler deals them: `micro_batch_size` samples to each replica in turn.
+        start = draw.first + (microbatch * pool.num_replicas + pool.replica) * micro_batch_size
+        samples = [data[index] for index in range(start, start + micro_batch_size)]
+        yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def recall(
+    wanted: Sequence[HeldDocument],
+    data: Documents | None,
+    pool: Pool,
+    parallel: TensorParallel,
+    device: torch.device,
+    depths: int,
+) -> Recalled:
+    """Read documents of earlier steps again, each on one of the ranks that read. Collective over
+    the joint pool where there are some. DataError on every rank: one could not read.
+    """
+    if not wanted:
+        return NOTHING
+    assert data is not None, "documents wait only where they can be read again"
+    # Each on another rank that reads, in turn.
+    owners = tuple(pool.readers[at % len(pool.readers)] for at in range(len(wanted)))
+    rows: list[tuple[int, torch.Tensor]] = []
+    failure: Exception | None = None
+    if pool.reads and pool.has_tokens and parallel.is_source:
+        try:
+            for held, owner in zip(wanted, owners, strict=True):
+                if owner == pool.rank:
+                    rows.append((held.number, _read_again(data, held, depths)))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+    # All ranks raise, so none waits for another.
+    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
+    if pool.joint.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=pool.joint.pool)
+    if parallel.size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=parallel.group)
+    if int(failed):
+        if isinstance(failure, BalanceError):
+            raise failure
+        raise DataError("a rank could not read a document that waited; the reason is in its log") from failure
+    return Recalled(tuple((held.number, held.length) for held in wanted), owners, tuple(rows))
+
+
+def _read_again(data: Documents, held: HeldDocument, depths: int) -> torch.Tensor:
+    sample = unpack({name: tensor[None] for name, tensor in data[held.sample].items()}, depths)
+    lengths = sample.lengths
+    if held.place >= len(lengths) or lengths[held.place] != held.length:
+        raise DataError(
+            f"document {held.place} of sample {held.sample}: expected {held.length} tokens that waited, got a sample "
+            f"of {list(lengths)}; the corpus has changed since it was drawn"
+        )
+    first = sum(lengths[: held.place])
+    return sample.rows[first : first + held.length]
+
+
+BOUNDARIES = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens", "cu_seqlens_q")
+"""Where a batch may say them, the first that is there taking precedence."""
+
+
+COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How batches are read. Those of samples with positions of their own stay as they are.
+
+    `leave_out_tails`: tokens of a sub-sequence behind the last one whose loss counts are not read.
+    `learned`: positions are embedded by position_ids, which have to agree.
+    """
+
+    leave_out_tails: bool = True
+    learned: bool = False
+
+    def columns(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The columns of a batch, whose position_ids say where sequences open. DataError:
+        cu_seqlens that are none of the batch's, or with learned positions that are others.
+        """
+        if not isinstance(batch, Mapping):
+            return self._without_tails(_side_by_side(batch))
+        found = {name: batch[name] for name in COLUMNS}
+        # With cu_seqlens_padded beside it, Megatron attends by that one, and so do we.
+        name = next((name for name in BOUNDARIES if batch.get(name) is not None), None)
+        if name is None:
+            return found
+        positions = positions_of(batch[name], found["tokens"].shape, batch.get(f"{name}_argmin"))
+        if self.learned and not positions.equal(found["position_ids"]):
+            raise DataError(
+                "cu_seqlens and position_ids open sub-sequences at different tokens: learned positions would be "
+                "others than Megatron's; let position_ids begin with 0 at each entry of cu_seqlens"
+            )
+        return self._without_tails({**found, "position_ids": positions})
+
+    def _without_tails(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self.leave_out_tails:
+            return columns
+        positions = columns["position_ids"]
+        # No other token attends to them and no loss comes of them, so no number of a dense model
+        # depends on them: padding up to --seq-length costs nothing.
+        kept = _counts_or_precedes(positions == 0, columns["loss_mask"] != 0)
+        return {**columns, "position_ids": positions.masked_fill(~kept, PADDING)}
+
+
+def _side_by_side(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Columns [B, longest] of samples [n], one sequence each, without padding; DataError: an empty
+    one.
+    """
+    lengths = [int(sample.get("original_seq_len", sample["padded_seq_len"])) for sample in samples]
+    if not lengths or min(lengths) < 1:
+        raise DataError(
+            f"samples of {lengths} tokens (original_seq_len): expected at least one sample, and no empty one"
+        )
+    made = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [sample[name].reshape(-1)[:length] for sample, length in zip(samples, lengths, strict=True)],
+            batch_first=True,
+        )
+        for name in COLUMNS
+    }
+    at = torch.arange(max(lengths)).expand_as(made["tokens"])
+    made["position_ids"] = at.masked_fill(at >= torch.tensor(lengths)[:, None], PADDING)
+    return made
+
+
+def positions_of(cu_seqlens: Tensor, shape: torch.Size, argmin: Tensor | None = None) -> Tensor:
+    """Positions [B, S] of tokens in the sub-sequences of cu_seqlens [B, N], or [N] of one row;
+    DataError: these do not rise from 0 to S. `argmin`: how many entries of each row count [B];
+    None: those in front of the first -1.
+    """
+    batch, size = shape
+    ends = cu_seqlens.long()
+    if ends.dim() == 1 and batch == 1:
+        ends = ends[None]
+    right = ends.dim() == 2 and ends.shape[0] == batch and ends.shape[1] > 1
+    if right:
+        # [B, N]: the first -1 and all behind it, or what argmin does not count.
+        fill = (ends == -1).cummax(dim=1).values if argmin is None else _behind(argmin, ends)
+        # Entries that do not count become S, behind which no sequence opens.
+        ends = ends.masked_fill(fill, size)
+        right = not (fill[:, :2].any() or (ends.diff(dim=1) < 0).any())
+        right = right and not ((ends[:, 0] != 0).any() or (ends.masked_fill(fill, 0).amax(dim=1) != size).any())
+    if not right:
+        counted = "" if argmin is None else f"; entries that count (cu_seqlens_argmin): {argmin.reshape(-1).tolist()}"
+        raise DataError(
+            f"cu_seqlens of shape {list(cu_seqlens.shape)}: expected a row for each of {batch} samples, rising from 0 "
+            f"to {size}, and filled with {size} or -1; first row: {cu_seqlens.reshape(-1)[:8].tolist()} ...{counted}"
+        )
+    # [B, S + 1] marks, whose last column takes the ends; a token's position is its column less that
+    # of the last mark up to it.
+    opens = torch.zeros(batch, size + 1, dtype=torch.bool).scatter_(1, ends, True)[:, :size]
+    at = torch.arange(size).expand(batch, size)
+    return at - at.masked_fill(~opens, 0).cummax(dim=1).values
+
+
+def _behind(argmin: Tensor, ends: Tensor) -> Tensor:
+    """Entries [B, N] that do not count; all where `argmin` is not a count of entries for each row."""
+    counts = argmin.reshape(-1, 1).long()
+    if counts.shape[0] != ends.shape[0] or (counts > ends.shape[1]).any():
+        return torch.ones_like(ends, dtype=torch.bool)
+    return torch.arange(ends.shape[1]) >= counts
+
+
+def _counts_or_precedes(opens: Tensor, counts: Tensor) -> Tensor:
+    """Tokens [B, S] that count, precede one that does in their sub-sequence, or open it."""
+    size = opens.shape[1]
+    at = torch.arange(size).expand_as(opens)
+    # [B, S]: the next column that counts, and the next sub-sequence's opening, from each on.
+    next_count = _nearest_from(at.masked_fill(~counts, size))
+    next_open = torch.nn.functional.pad(_nearest_from(at.masked_fill(~opens, size))[:, 1:], (0, 1), value=size)
+    return opens | (next_count < next_open)
+
+
+def _nearest_from(marks: Tensor) -> Tensor:
+    return marks.flip(1).cummin(dim=1).values.flip(1)

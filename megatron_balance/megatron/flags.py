@@ -250,9 +250,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 
 def device_of(argv: Sequence[str]) -> Device:
-    """The device that the command line asks for, read before Megatron is imported. ConfigError:
-    neither.
-    """
+    """The device that the command line asks for, before Megatron is imported. ConfigError: neither."""
     # Megatron's parser is not at hand: it looks at the device while it is imported.
     device = "cuda"
     for at, word in enumerate(argv):
@@ -322,9 +320,7 @@ def row_multiple(args: argparse.Namespace, tensor: int) -> int:
 
 
 def check_arguments(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
-    """Reject arguments under which a plan cannot run, for the reasons here and `others`, all in one
-    ConfigError.
-    """
+    """Reject arguments under which plans cannot run, these reasons and `others` in one ConfigError."""
     if not getattr(args, "balance_config", None) and args.yaml_cfg is None:
         raise ConfigError("--balance-config is missing: name a YAML with a planner, such as configs/experiment/*.yaml")
     against = [*reasons(args), *others]

@@ -21,7 +21,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_balance.errors import ConfigError, SelfCheckError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import session
-from megatron_balance.megatron.data import PADDING, unpack
+from megatron_balance.megatron.data import PADDING, numbered, read, recall, unpack
 from megatron_balance.megatron.forward_step import (
     LOSS,
     MakeLocal,
@@ -33,13 +33,20 @@ from megatron_balance.megatron.forward_step import (
     planned_microbatch,
 )
 from megatron_balance.megatron.groups import job_device, schedule_groups, tensor_parallel
-from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
-from megatron_balance.megatron.tokens import numbered, read, recall
+from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes, TickRun, given_group
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, share_lengths
-from megatron_balance.training.tokens import LocalMicrobatch, TokenExchange, assemble
+from megatron_balance.training.tokens import (
+    LocalMicrobatch,
+    PoolLengths,
+    Sequences,
+    TokenExchange,
+    assemble,
+    by_nano_batch,
+    share_lengths,
+)
+
+log = logging.getLogger(__name__)
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +88,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 return job.changes.run(planned, shared, mine, apart)
             if job.changes is not None:
                 job.changes.gather_weights(for_step=True)
-        own = own_plans_of(planned, pool, num_microbatches)
+        own = _own_plans_of(planned, pool, num_microbatches)
         exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
         rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
@@ -174,7 +181,7 @@ def _check_self(
     check_self(job, planned, alone, chunks)
 
 
-def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
+def _own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
     """By microbatch that this rank runs, its plans; ConfigError as `check_number`."""
     own = planned.own_plans_of(pool.pipeline)
     # Pipelines side by side have as many microbatches as each needs.
@@ -184,9 +191,7 @@ def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tup
 
 
 def check_number(planned: int, num_microbatches: int) -> None:
-    """Reject a plan of another number of microbatches than the schedule runs, on this and all
-    ranks.
-    """
+    """Reject a plan of another number of microbatches than the schedule runs, on all ranks."""
     if planned != num_microbatches:
         raise ConfigError(
             f"the planner made {planned} microbatches of a step in which every rank runs {num_microbatches} "
@@ -246,7 +251,6 @@ def _run_ticks(
 
 
 def _own_sequences(shared: PoolLengths, reader: int) -> tuple[Ints, ...]:
-    """By microbatch, lengths of the sequences that this rank's replica read."""
     return tuple(
         np.array(lengths, dtype=np.int64)[owners == reader]
         for lengths, owners in zip(shared.lengths, shared.owners, strict=True)
@@ -262,9 +266,6 @@ def _count_flops(sequences: Sequence[Ints]) -> None:
         update_seqlen_stats_from_cu_seqlens(
             torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]]))
         )
-
-
-log = logging.getLogger(__name__)
 
 
 Forward = Callable[[Any, int], list[dict[str, torch.Tensor]]]

@@ -20,24 +20,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_balance.analysis.backward import Recomputed, held_layers
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.core_attention import BalancedCoreAttention
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.core_attention import BalancedCoreAttention, BalancedSeqParams
 from megatron_balance.megatron.router import check_router, give_router
 
 PROVIDER = "model_provider"
-
-
-def _takes_provider(pretrain: Callable[..., Any]) -> bool:
-    """Whether this Megatron's `pretrain` must be handed a function that builds the model."""
-    given = inspect.signature(pretrain).parameters.get(PROVIDER)
-    return given is not None and given.default is inspect.Parameter.empty
 
 
 def start(pretrain: Callable[..., Any], args: argparse.Namespace) -> tuple[Any, Sequence[Callable[..., Any]]]:
     """The configuration of a GPT for `pretrain`, and its model provider where it takes one."""
     from megatron.training import argument_utils
 
-    if _takes_provider(pretrain):
+    # Whether this Megatron's `pretrain` must be handed a function that builds the model.
+    given = inspect.signature(pretrain).parameters.get(PROVIDER)
+    if given is not None and given.default is inspect.Parameter.empty:
         return argument_utils.pretrain_cfg_container_from_args(args), (functools.partial(_build, args),)
     model = argument_utils.gpt_config_from_args(args)
     return argument_utils.pretrain_cfg_container_from_args(args, model), ()
@@ -83,9 +78,7 @@ def _build(
 
 
 def give_layer_spec(cfg_container: Any) -> None:
-    """Put our core attention into the model config, where this Megatron has one. ConfigError: the
-    model is not a GPT.
-    """
+    """Put our core attention into a Megatron's model config, if it has one. ConfigError: no GPT."""
     from megatron.training import models
 
     config, gpt = getattr(cfg_container, "model", None), getattr(models, "GPTModelConfig", None)
@@ -182,9 +175,7 @@ def _layer_spec_of(model_config: Any) -> Callable[..., Any]:
 
 
 def give_core_attention(model: torch.nn.Module) -> None:
-    """Put our core attention in place of Megatron's own in a model that was built past the layer
-    spec, with its sinks.
-    """
+    """Put ours, with its sinks, in place of Megatron's in a model built past the layer spec."""
     for attention in list(model.modules()):
         core = vars(attention)["_modules"].get("core_attention")
         if type(core) is DotProductAttention:
@@ -279,9 +270,7 @@ class _PositionRotary(torch.nn.Module):
 
 
 def rotate_by_position(model: torch.nn.Module, max_positions: int) -> None:
-    """Give every GPT model inside `model` rotary embeddings by position. ConfigError: a kind that
-    cannot be.
-    """
+    """Give GPT models inside `model` rotary embeddings by position. ConfigError: of another kind."""
     for module in list(model.modules()):
         rotary = vars(module)["_modules"].get("rotary_pos_emb")
         if rotary is None or isinstance(rotary, _PositionRotary):

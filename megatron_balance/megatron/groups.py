@@ -23,6 +23,8 @@ from megatron_balance.profiling import hardware
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
 
+log = logging.getLogger(__name__)
+
 
 def make_pool(
     ranks_per_node: int | None,
@@ -55,9 +57,7 @@ def make_pool(
 
 
 def ranks_on_a_node() -> int:
-    """Ranks of the job on each node, by host name. Collective over the world. ConfigError: as
-    `node_size`.
-    """
+    """Ranks of the job on each node, by host name. Collective (world). ConfigError: as `node_size`."""
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return pool.node_size(hosts, range(len(hosts)))
@@ -78,9 +78,6 @@ def job_device() -> torch.device:
     """The device of this rank's tensors."""
     # Asked of a tensor: with `--balance-device cpu` those made on "cuda" are on the CPU.
     return torch.empty(0, device="cuda").device
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,7 @@ def cluster_of_machine(
 
 
 def cluster_of(given: ClusterChoice | None, readings: Sequence[Reading]) -> ClusterChoice | None:
-    """The cluster of all ranks' readings: rank 0's, if they are alike; else the least of each
-    number, since the slowest is waited for.
-    """
+    """Rank 0's cluster if all readings are alike, else the least of each number, which counts."""
     failed = next(((rank, each.failure) for rank, each in enumerate(readings) if each.failure), None)
     if failed is not None:
         log.warning(

@@ -22,11 +22,11 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.megatron import flags, session
+from megatron_balance.megatron.data import BOUNDARIES, COLUMNS
 from megatron_balance.megatron.entry import te_available
 from megatron_balance.megatron.forward_backward import balanced_schedule, first_iterator
 from megatron_balance.megatron.forward_step import LOSS
 from megatron_balance.megatron.gpt import give_core_attention
-from megatron_balance.megatron.tokens import BOUNDARIES, COLUMNS
 from megatron_balance.megatron.ways import log_reasons, way_reasons
 from megatron_balance.model_config import refusal
 from megatron_balance.patches import applied
@@ -86,12 +86,8 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
 
     def __call__(self, *, num_microbatches: int, data_iterator: Any, forward_only: bool = False, **kwargs: Any) -> Any:
         """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces.
-
-        A training step that Megatron's rerun state machine runs again in place is the same step.
-
-        Raises:
-            ConfigError: process groups that are not those of Megatron's `parallel_state`.
-            DataError: a batch that is none, on all ranks.
+        ConfigError: process groups that are not those of `parallel_state`. DataError: a batch that is
+        none, on all ranks.
         """
         groups = kwargs.get("pg_collection")
         if groups is not self._groups:

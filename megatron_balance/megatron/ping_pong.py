@@ -2,7 +2,7 @@
 
 Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Megatron's layer is taken apart at
 core attention: everything before and after is its own submodules, called as `TransformerLayer` and
-`Attention` call them; patches/ping_pong.py pins the sources that were read for it. A layer that
+`Attention` call them; patches/layers.py pins the sources that were read for it. A layer that
 cannot be taken apart so is refused.
 """
 
@@ -31,9 +31,15 @@ from megatron_balance.analysis.backward import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
-from megatron_balance.megatron.core_attention import held_number, padded, rows_of, sink_of, softmax_scale_of
-from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.planned_model import mask_of, recompute_of
+from megatron_balance.megatron.core_attention import (
+    BalancedSeqParams,
+    held_number,
+    padded,
+    rows_of,
+    sink_of,
+    softmax_scale_of,
+)
+from megatron_balance.megatron.planning import mask_of, recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.attention import AttentionCall
@@ -42,11 +48,8 @@ log = logging.getLogger(__name__)
 
 
 def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool:
-    """Whether microbatches run as two nano-batches; by default with planners made for it, where
-    every flag allows it.
-
-    `tell`: whether the log says why they do not. ConfigError: they shall be, and something does not
-    allow it.
+    """Whether microbatches run as two nano-batches; by default with planners made for it, where every
+    flag allows it. `tell`: the log says why not. ConfigError: they shall be, and cannot.
     """
     if config.ping_pong is False or config.planner is None:
         return False
@@ -63,9 +66,7 @@ def wanted(args: argparse.Namespace, config: Run, *, tell: bool = False) -> bool
 
 
 def able(model: torch.nn.Module, config: Run) -> bool:
-    """Whether every layer of a model can be taken apart at core attention. ConfigError: it shall
-    be, and one cannot.
-    """
+    """Whether layers can be taken apart at core attention. ConfigError: they shall be, and cannot."""
     for name, block in model.named_modules():
         for layer in block.layers if isinstance(block, TransformerBlock) else ():
             foreign = _foreign(layer)
@@ -226,9 +227,7 @@ class _PingPongRun:
 def before(
     layer: TransformerLayer, state: Tensor, rotary: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Run a layer up to core attention: query, key and value [T, 1, heads, D], and the residual
-    state.
-    """
+    """Run a layer up to core attention: query, key and value [T, 1, heads, D]; the residual state."""
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:

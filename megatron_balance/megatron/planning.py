@@ -1,7 +1,10 @@
-"""Plans for Megatron's steps: Megatron's facts, handed to `training.plans`."""
+"""Plans for Megatron's steps: the model and the memory of a job as planners see them, by Megatron's
+arguments, and Megatron's facts, handed to `training.plans`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -11,27 +14,240 @@ from math import lcm
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_balance.analysis.backward import Recomputed, Stage
+from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Sharding, parameters_of_rank
+from megatron_balance.analysis.step_memory import StepMemory
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
-from megatron_balance.megatron.groups import tensor_parallel
-from megatron_balance.megatron.planned_model import step_memory
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.planners import megatron_dynamic
 from megatron_balance.planners.base import JointStages
 from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
 from megatron_balance.planning.ahead import PlanAhead
-from megatron_balance.planning.choice import PlannerChoice
+from megatron_balance.planning.choice import PlannerChoice, Run
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.training.keeping import Keeping, RankMemory, agree_memory
 from megatron_balance.training.plans import Samples, StepPlans, check_agreement
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def planned_model(args: argparse.Namespace, config: Run, shape: AttentionShape, tensor: int) -> Model:
+    """One tensor-parallel rank's share of heads and MLP; `shape`: its heads, `tensor`: such ranks."""
+    first, *others = masks_of(args)
+    inner = (args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size
+    further = args.mtp_num_layers or 0
+    return Model(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        **_latents(args, tensor),
+        latent_travels=shape.latent is not None,
+        num_layers=args.num_layers + further,
+        mtp_layers=further,
+        hidden_size=args.hidden_size,
+        ffn_size=max(1, inner // tensor),
+        gated_ffn=bool(args.swiglu),
+        name="job",
+        bytes_per_element=args.params_dtype.itemsize,
+        num_experts=args.num_experts or 0,
+        **_experts(args, tensor),
+        vocab_size=args.padded_vocab_size or args.vocab_size or 1,
+        gradient_wire=config.gradient_wire,
+        attention=first.name,
+        other_attention=others[0].name if others else "",
+        other_layers=_with_other_mask(args, first) if others else 0,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def _experts(args: argparse.Namespace, tensor: int) -> dict[str, int]:
+    if not args.num_experts:
+        return {}
+    every = args.moe_layer_freq
+    dense = (
+        [at % every != 0 for at in range(args.num_layers)] if isinstance(every, int) else [not each for each in every]
+    )
+    return {
+        "experts_per_token": args.moe_router_topk,
+        "expert_split": args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) / tensor,
+        "shared_ffn_size": (args.moe_shared_expert_intermediate_size or 0) // tensor,
+        "dense_layers": sum(dense),
+    }
+
+
+def _with_other_mask(args: argparse.Namespace, first: Mask) -> int:
+    further = args.mtp_num_layers or 0
+    # Layers that predict further tokens are numbered from 1 again.
+    numbers = [*range(1, args.num_layers + 1), *range(1, further + 1)]
+    return sum(_mask_of_layer(args, number) != first for number in numbers)
+
+
+def _latents(args: argparse.Namespace, tensor: int) -> dict[str, Any]:
+    if not args.multi_latent_attention:
+        return {}
+    return {
+        "latent_rank": args.kv_lora_rank,
+        "latent_rope": args.qk_pos_emb_head_dim,
+        "query_rank": args.q_lora_rank or 0,
+        # Projections down to latents are not split by tensor-parallel ranks, but under sequence
+        # parallelism each has a part of the rows.
+        "latent_split": tensor if args.sequence_parallel else 1,
+    }
+
+
+def _mask_of_layer(config: Any, layer_number: int) -> Mask:
+    """The mask of a layer, numbered from 1; `config`: Megatron's arguments or its model config."""
+    # --window-size L,R: L keys before a query's own and R behind it; without negative numbers or
+    # keys behind, a sliding window of L + 1 keys. --window-attn-skip-freq: which layers see all.
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return SlidingWindow(config.window_size[0] + 1)
+    return CAUSAL
+
+
+def masks_of(args: Any) -> tuple[Mask, ...]:
+    """Masks of the model's layers: the one that plans are made for, then any other."""
+    # Layers that predict further tokens are numbered from 1 again.
+    numbers = range(1, max(args.num_layers, getattr(args, "mtp_num_layers", None) or 0) + 1)
+    found = {_mask_of_layer(args, number) for number in numbers}
+    return tuple(sorted(found, key=lambda mask: (mask != CAUSAL, mask.name)))
+
+
+def mask_of(core_attention: Any) -> Mask:
+    """The mask of a core attention, ours or patched Transformer Engine's."""
+    return _mask_of_layer(core_attention.config, core_attention.layer_number)
+
+
+def recompute_of(config: Any) -> Recomputed:
+    """The forwards that a backward computes again, by a `TransformerConfig` or the arguments."""
+    if config.recompute_granularity == "full":
+        what = "block" if config.recompute_method == "block" else "uniform"
+        return Recomputed(what, config.recompute_num_layers or 1)
+    # Of selective recomputation only core attention matters here: other modules lie between
+    # attention calls.
+    if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ("core_attn",)):
+        return Recomputed("core_attention")
+    return Recomputed()
+
+
+def keeping(job: Session, model: Any) -> Keeping:
+    """The decision maker of a job: how many layers keep in each step. Collective over the world."""
+    chunks = model if isinstance(model, list) else [model]
+    device, args = job_device(), job.args
+    mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))
+
+    def of_strategy(strategy: Strategy | None) -> list[StepMemory]:
+        if strategy is None or strategy == job.layout:
+            return []
+        return [_memory(job, scheme.tensor, scheme.pipeline) for scheme in strategy.pipelines]
+
+    return Keeping(
+        agree_memory(mine),
+        step_memory(job),
+        job.pool.joint,
+        lambda: float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
+        agreement_every=job.config.agreement_every,
+        of_strategy=of_strategy,
+    )
+
+
+def step_memory(job: Session) -> StepMemory:
+    """The memory of a training step around its plans, by Megatron's arguments alone: what every
+    rank tells its planner is the same.
+    """
+    found = _memory(job, job.args.tensor_model_parallel_size, job.pool.num_stages)
+    # Stages that attend together replay.
+    return dataclasses.replace(found, asked="replay") if job.joint else found
+
+
+def _memory(job: Session, tensor: int, num_stages: int) -> StepMemory:
+    args, model = job.args, job.model(tensor)
+    return StepMemory(
+        _activations(model, args, tensor), stages_of(args, model, tensor, num_stages), job.config.backward
+    )
+
+
+def stages_of(args: Any, model: Model, tensor: int, num_stages: int) -> tuple[Stage, ...]:
+    """The pipeline stages with their predicted state, on a TP rank of `tensor`, which has `model`."""
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    # The last stage has the layers of multi-token prediction, too.
+    further = [0] * (num_stages - 1) + [args.mtp_num_layers or 0]
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    ranks *= args.context_parallel_size * args.data_parallel_size
+    shares = ranks // (tensor * num_stages) if args.use_distributed_optimizer else 1
+    found: list[Stage] = []
+    for at, more in enumerate(further):
+        sharding = Sharding(pipeline=num_stages, stage=at, optimizer=shares, experts=model.expert_split)
+        layers = args.num_layers // num_stages + more
+        state = _predicted_state(args, model, tensor, sharding)
+        found.append(Stage(layers, sharding, recompute_of(args), virtual, state))
+    return tuple(found)
+
+
+def _predicted_state(args: Any, model: Model, tensor: int, sharding: Sharding) -> float:
+    """Bytes of parameters, gradients and optimizer of a rank that has `model`."""
+    # Tables are split by tensor-parallel ranks, projections down to latents are not.
+    own = dataclasses.replace(model, vocab_size=max(1, model.vocab_size // tensor), latent_split=1)
+    others, experts = parameters_of_rank(own, sharding)
+    each = model.bytes_per_element + _gradient_bytes(args)
+    of_experts = sharding.optimizer_of_experts if args.use_distributed_optimizer else 1
+    shared = others / sharding.optimizer + experts / of_experts
+    return each * (others + experts) + OPTIMIZER_BYTES * shared
+
+
+def _gradient_bytes(args: Any) -> int:
+    return 2 if args.grad_reduce_in_bf16 else 4
+
+
+def _device_bytes(job: Session, device: torch.device) -> float | None:
+    """Bytes that tensors may have on this rank's device; on a CPU as the configuration says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device))
+    given = {} if job.config.cluster is None else job.config.cluster.given
+    return float(given["memory_bytes"]) if "memory_bytes" in given else None
+
+
+def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
+    """Bytes of parameters, gradients and optimizer on this rank: predicted from its parameters, or
+    what the device counts already, if that is more.
+    """
+    gradient = _gradient_bytes(args)
+    shares = mpu.get_data_parallel_world_size(with_context_parallel=True) if args.use_distributed_optimizer else 1
+    of_experts = mpu.get_expert_data_parallel_world_size() if args.use_distributed_optimizer else 1
+    total = 0.0
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        shared = shares if getattr(parameter, "allreduce", True) else of_experts
+        each = parameter.element_size() + (gradient + OPTIMIZER_BYTES / shared) * parameter.requires_grad
+        total += parameter.numel() * each
+    return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
+
+
+def _activations(model: Model, args: Any, size: int) -> Model:
+    # A tensor-parallel rank has its share of logits, and of hidden states with sequence
+    # parallelism.
+    return dataclasses.replace(
+        model,
+        hidden_size=model.hidden_size // (size if args.sequence_parallel else 1),
+        vocab_size=max(1, model.vocab_size // size),
+    )
 
 
 def step_plans(job: Session, *, ahead: bool, evaluation: bool = False, joint: bool | None = None) -> StepPlans:
@@ -69,6 +285,7 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
     choice = job.config.planner
     assert choice is not None
     changes = bool(job.candidates) and not evaluation
+    mode: dict[str, Any]
     # A rank is a tensor-parallel group, and a single GPU where strategies differ in them.
     gpus = job.args.tensor_model_parallel_size if job.candidates else 1
     options = dataclasses.asdict(choice.options)
@@ -87,43 +304,24 @@ def plan_spec(job: Session, *, joint: bool, evaluation: bool = False) -> PlanSpe
     if changes:
         options["strategies"] = tuple(map(str, job.candidates))
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
-        layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
-        return PlanSpec(
-            choice.name,
-            job.gpus(),
-            job.model(1),
-            layers,
-            options,
-            table,
-            changes=True,
-            base=str(job.layout),
-            memory=step_memory(job),
-        )
-    if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
-        options["strategies"] = ()
-        full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
-        options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
-    layers = dataclasses.replace(choice.layers, align=job.row_multiple)
-    pipeline = JointStages(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
-    strategy = str(job.layout) if choice.planner.pipelines else None
-    return PlanSpec(
-        choice.name,
-        job.cluster(),
-        job.model(),
-        layers,
-        options,
-        table,
-        pipeline,
-        job.ping_pong,
-        strategy,
-        memory=step_memory(job),
-    )
+        align = lcm(*shares) if job.args.sequence_parallel else 1
+        cluster, model, mode = job.gpus(), job.model(1), {"changes": True, "base": str(job.layout)}
+    else:
+        if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
+            options["strategies"] = ()
+            full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
+            options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
+        align, cluster, model = job.row_multiple, job.cluster(), job.model()
+        chunks = job.args.virtual_pipeline_model_parallel_size or 1
+        pipeline = JointStages(job.joint_cluster(), chunks) if joint else None
+        strategy = str(job.layout) if choice.planner.pipelines else None
+        mode = {"pipeline": pipeline, "ping_pong": job.ping_pong, "strategy": strategy}
+    layers = dataclasses.replace(choice.layers, align=align)
+    return PlanSpec(choice.name, cluster, model, layers, options, table, **mode, memory=step_memory(job))
 
 
 def check_holds(spec: PlanSpec, seq_length: int) -> None:
-    """Reject candidates none of which holds a whole sample; ConfigError names the one that holds
-    most.
-    """
+    """Reject candidates none of which holds a whole sample; ConfigError names the largest."""
     known = StepPlanner(spec).candidates()
     best = max(known, key=lambda each: each.max_tokens)
     if best.max_tokens < seq_length:
@@ -134,9 +332,7 @@ def check_holds(spec: PlanSpec, seq_length: int) -> None:
 
 
 def first_lengths(job: Session) -> Lengths:
-    """The lengths of the step that comes first, where the samples are ours; else of a microbatch of
-    whole samples.
-    """
+    """The lengths of the first step, where samples are ours; else of a microbatch of full samples."""
     known = samples(job)
     found = None
     if known.lengths is not None:
@@ -169,9 +365,6 @@ def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_siz
             f"{context_parallel_size} ranks"
         )
     return tokens
-
-
-log = logging.getLogger(__name__)
 
 
 PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -104,15 +103,8 @@ class Roles:
         moving: WeightMovement = WeightMovement(),
     ) -> None:
         """Make groups, models and exchanges of all strategies that the run may change to.
-        Collective over the world, once.
-
-        Args:
-            model_config: Megatron's config of the base model (`GPTModelConfig`).
-            layout: the base layout.
-            strategies: all that the run may change to.
-            timeout: of the groups.
-            attention: makes those of planned attention; None: models attend by themselves.
-            moving: how weights and gradients move.
+        Collective over the world, once. `model_config`: of the base model (`GPTModelConfig`).
+        `attention`: makes groups of planned attention; None: models attend by themselves.
         """
         for strategy in strategies:
             check_strategy(strategy, layout, model_config.transformer)
@@ -342,9 +334,7 @@ class AttentionGroups:
         return next((groups for groups in found if groups is not None), None)
 
     def _rows(self, strategy: Strategy) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Context-parallel ranks of every stage and TP rank, and how many of them a node has, as
-        planners take it.
-        """
+        """Context-parallel ranks of every stage and TP rank; and ranks per node, for planners."""
         for pipeline, scheme in enumerate(strategy.pipelines):
             shape = (scheme.pipeline, scheme.context, scheme.tensor)
             # [stages, CP, TP] to rows of CP neighbours: [stages * TP, CP].
@@ -425,11 +415,8 @@ class _BaseLayout:
 
 def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLayout:
     """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer. Collective
-    over the world: each stage's first rank describes the stage to all.
-
-    Raises:
-        ConfigError: several model chunks, buffers or optimizers, or an optimizer that does not keep
-            fp32 shards.
+    over the world: each stage's first rank describes it to all. ConfigError: several model chunks,
+    buffers or optimizers, or an optimizer that does not keep fp32 shards.
     """
     chunk, chained = _only(model, "model chunks"), _only(optimizers_of(optimizer), "optimizers")
     buffer = _only([*chunk.buffers, *chunk.expert_parallel_buffers], "parameter buffers")
@@ -482,9 +469,7 @@ def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> _BaseLa
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a stage by their name in the whole model; a tied embedding's is the first
-    stage's.
-    """
+    """A stage's parameters by name in the whole model; a tied embedding's is the first stage's."""
     layers = {
         # Layers are numbered in the whole model by their own `layer_number`, from 1.
         f"{name}.": f"{LAYERS}{module.layer_number - 1}."
@@ -521,9 +506,7 @@ def _described_parameter(name: str, parameter: Any, model: Any, tensor: int) -> 
 
 
 def check_shards(mine: Ints, weights: Flat, parameters: ParameterTable) -> None:
-    """Compare the shards that were computed for this rank with the optimizer's; ConfigError: they
-    differ.
-    """
+    """Compare the computed shards of this rank with the optimizer's; ConfigError: they differ."""
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
     for number in range(len(parameters)):
         expected = int(sizes[mine[:, Shard.PARAMETER] == number].sum())
@@ -552,11 +535,6 @@ def _only(found: Sequence[Any], what: str) -> Any:
 
 
 def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
-    """Send what `source` gives to all ranks of the world, as JSON."""
-    text = torch.frombuffer(bytearray(json.dumps(body, allow_nan=False).encode()), dtype=torch.uint8).to(job_device())
-    size = torch.tensor([len(text)], device=job_device())
-    dist.broadcast(size, source)
-    if dist.get_rank() != source:
-        text = torch.empty(int(size.item()), dtype=torch.uint8, device=job_device())
-    dist.broadcast(text, source)
-    return json.loads(bytes(text.cpu().numpy()))
+    told: list[Any] = [body]
+    dist.broadcast_object_list(told, source)
+    return told[0]

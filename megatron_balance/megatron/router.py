@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.core_attention import BalancedSeqParams
 
 
 @dataclass(slots=True)

@@ -48,9 +48,7 @@ class ScriptData:
         self._identity: DataIdentity | None = None
 
     def identity(self, args: argparse.Namespace) -> DataIdentity:
-        """Identity of its samples; unknown where it is not kept. Collective over the world at the
-        first call.
-        """
+        """Identity of its samples; unknown if not kept. Collective (world) at the first call."""
         if self._identity is None:
             self._identity = agreed(self.dataset, args) if self.kept else DataIdentity()
         return self._identity
@@ -83,12 +81,7 @@ def agreed(dataset: Any, args: argparse.Namespace) -> DataIdentity:
 
 
 def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
-    """Identity of a training set: its facts, and digests of some samples.
-
-    A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`, `dataset`),
-    the sequences that it draws from (`indices`) and its settings (`config`). Of another data set the
-    class is known, and what the command line says.
-    """
+    """Identity of a training set: its facts, and digests of some samples."""
     # A blend of Megatron's has parts (`datasets`), and each part its corpus (`dataset_path`,
     # `dataset`), the sequences that it draws from (`indices`) and its settings (`config`).
     parts = list(getattr(dataset, "datasets", None) or [dataset])
@@ -106,17 +99,13 @@ def identify(dataset: Any, args: argparse.Namespace) -> DataIdentity:
     for number, part in enumerate(parts, 1):
         if not hasattr(part, "dataset_path"):
             # Of another data set the class is known, and what the command line says.
-            facts |= {_flag(name): _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
+            facts |= {f"--{name.replace('_', '-')}": _of_option(getattr(args, name, None)) for name in PATH_OPTIONS}
             continue
         name = f"corpus {number}"
         facts[name] = _of_corpus(part)
         if part.dataset_path is not None:
             places[name] = str(part.dataset_path)
     return DataIdentity.of_script(facts, places, _of_samples(dataset, args, config))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _order(dataset: Any, args: argparse.Namespace) -> str:
@@ -148,9 +137,7 @@ def _of_corpus(part: Any) -> str:
 
 
 def content(prefix: str) -> str | None:
-    """The bytes of the files at a path or prefix, and a digest of their pieces; None: there are
-    none.
-    """
+    """Bytes of the files at a path or prefix, and a digest of pieces of them; None: no file there."""
     found = [path for path in (Path(f"{prefix}{end}") for end in FILES) if path.is_file()]
     digest, total = hashlib.sha256(), 0
     for path in found:

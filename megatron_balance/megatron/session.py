@@ -30,14 +30,21 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import gpt, ping_pong
 from megatron_balance.megatron.core_attention import hand_latents_on, latent_model_reasons
-from megatron_balance.megatron.data import Documents, num_columns
+from megatron_balance.megatron.data import Documents, Reader, num_columns
 from megatron_balance.megatron.flags import averages_evaluation, balances_by_sample, row_multiple
 from megatron_balance.megatron.groups import cluster_of_machine, job_device, make_pool, ranks_on_a_node
-from megatron_balance.megatron.planned_model import keeping, masks_of, planned_model, recompute_of
-from megatron_balance.megatron.planning import check_holds, first_lengths, plan_spec, step_plans
+from megatron_balance.megatron.planning import (
+    check_holds,
+    first_lengths,
+    keeping,
+    masks_of,
+    plan_spec,
+    planned_model,
+    recompute_of,
+    step_plans,
+)
 from megatron_balance.megatron.router import tell_samples
 from megatron_balance.megatron.script_data import ScriptData
-from megatron_balance.megatron.tokens import Reader
 from megatron_balance.megatron.ways import (
     attends_jointly,
     candidates_of,
@@ -58,11 +65,10 @@ from megatron_balance.training.binding import BindAhead, Binder
 from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import DataIdentity, Ledger
-from megatron_balance.training.log import LogTarget, ScalarWriter, StepLog
+from megatron_balance.training.log import LogTarget, ScalarWriter, StepLog, StepTracer
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.roll_call import RollCall
-from megatron_balance.training.tracing import StepTracer
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.changes import Changes
@@ -76,9 +82,7 @@ class Session:
     def __init__(
         self, args: argparse.Namespace, config: Run, te_patched: bool, writers: Sequence[ScalarWriter] | None = None
     ) -> None:
-        """Take Megatron's validated `args`; pools and planners are made later. `writers`: of
-        scalars; None: Megatron's own.
-        """
+        """Take validated `args`; pools and planners come later. `writers`: None: Megatron's own."""
         self.args = args
         self.config = config
         self.te_patched = te_patched
@@ -143,7 +147,10 @@ class Session:
         if (idle := idle_reason(self.args, self.config, attends)) is not None and self.args.rank == 0:
             log.warning("%s", idle)
         self._describe()
-        self.steps.tracer.place(lambda: self.args.rank // self.gpus_per_node, _device_streams)
+        self.steps.tracer.place(
+            lambda: self.args.rank // self.gpus_per_node,
+            lambda: CudaStreams({}, ()) if job_device().type == "cuda" else None,
+        )
         if self.candidates:
             check_holds(plan_spec(self, joint=False), self.args.seq_length)
 
@@ -275,9 +282,7 @@ class Session:
 
     @cached_property
     def gpus_per_node(self) -> int:
-        """Ranks of the job on a node. Collective over the world at the first call, unless the
-        configuration says so.
-        """
+        """Ranks of a node, as configured; else collective over the world at the first call."""
         cluster = self.config.cluster
         per_node = cluster.ranks_per_node if cluster is not None else None
         return min(per_node, self.args.world_size) if per_node is not None else ranks_on_a_node()
@@ -408,10 +413,6 @@ class Session:
             self._roll.failed(error)
 
 
-def _device_streams() -> CudaStreams | None:
-    return CudaStreams({}, ()) if job_device().type == "cuda" else None
-
-
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
     # A pool has one rank of each tensor-parallel group, whose ranks share its NICs.
@@ -458,9 +459,7 @@ def _agreed(mine: bool) -> bool:
 
 
 def _log_target(args: argparse.Namespace, config: Run, writers: Sequence[ScalarWriter] | None = None) -> LogTarget:
-    """The target of this rank's records, from Megatron's arguments and ours. `writers`: of scalars;
-    None: Megatron's own.
-    """
+    """Where this rank's records go. `writers`: of scalars; None: Megatron's own."""
     folder, writes = Path(args.balance_log) if args.balance_log else None, args.rank == 0
     return LogTarget(
         folder=folder,

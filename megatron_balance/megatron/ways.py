@@ -46,9 +46,7 @@ def _check_strategies(args: argparse.Namespace, config: Run) -> None:
 
 
 def idle_reason(args: argparse.Namespace, config: Run, cluster: Cluster) -> str | None:
-    """Why the planner has nothing to do in this layout, for the log; `cluster`: the ranks that
-    attend together.
-    """
+    """Why the planner has nothing to do here, for the log; `cluster`: ranks that attend together."""
     chosen = config.planner
     if chosen is None:
         return None
@@ -119,9 +117,7 @@ def check_samples(args: argparse.Namespace, config: Run) -> None:
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
-    """Whether the attention of all pipeline stages is planned together; ConfigError: it shall be,
-    and cannot.
-    """
+    """Whether all stages' attention is planned together; ConfigError: it shall be, and cannot."""
     if args.pipeline_model_parallel_size == 1 or config.planner is None:
         return False
     if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
@@ -132,9 +128,7 @@ def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
 
 
 def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
-    """Whether every data-parallel replica is a pipeline with microbatches of its own; ConfigError:
-    it shall be, and cannot.
-    """
+    """Whether each replica has microbatches of its own; ConfigError: it shall have, and cannot."""
     if config.planner is None or not config.planner.planner.pipelines:
         return False
     if reasons := flags.reasons(args, "pipelines"):
@@ -149,9 +143,7 @@ def layout_of(args: argparse.Namespace) -> Strategy:
 
 
 def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tuple[Strategy, ...]:
-    """The strategies that training changes between, none: it runs `layout` alone; ConfigError where
-    it cannot.
-    """
+    """The strategies that training changes between, none: `layout` alone; ConfigError: it cannot."""
     chosen = config.planner
     if chosen is None or chosen.planner.strategies is None:
         return ()
@@ -164,9 +156,7 @@ def candidates_of(args: argparse.Namespace, config: Run, layout: Strategy) -> tu
 
 
 def check_strategies(args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
-    """Reject arguments and strategies with which training cannot change from step to step, all in
-    one ConfigError.
-    """
+    """Reject, in one ConfigError, arguments and strategies between which training cannot change."""
     reasons = flags.reasons(args, "strategies")
     for strategy in strategies:
         reasons += [f"{strategy}: {reason}" for reason in _not_cut(args, strategy)]

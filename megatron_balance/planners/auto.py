@@ -73,11 +73,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
         except InfeasibleError as error:
             refused.append(error)
             continue
-        found = estimate(made, bounds.machine)
-        if found is None:
-            passed_over.append(f"{candidate.label} (no closed form)")
-            continue
-        priced.append(_PricedPlan(candidate.label, made, found))
+        priced.append(_PricedPlan(candidate.label, made, estimate(made, bounds.machine)))
     if not priced:
         raise refused[0] if refused else ConfigError(_nothing(candidates, options))
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]

@@ -127,10 +127,7 @@ def _layered(plan: MicrobatchPlan, context: StepContext) -> MicrobatchPlan:
         return made
     stays = with_layers(plan, cluster, cost, replace(layers, remap=False))
     machine = Machine(cluster, context.model, cost, memory=context.memory)
-    moved, still = (estimate(each, machine) for each in (made, stays))
-    if moved is None or still is None:
-        return made
-    return (made, stays)[best_first([moved, still])[0]]
+    return (made, stays)[best_first([estimate(each, machine) for each in (made, stays)])[0]]
 
 
 def _under(plan: MicrobatchPlan, model: Model) -> MicrobatchPlan:

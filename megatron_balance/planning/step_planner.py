@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, NamedTuple
 
 from megatron_balance.analysis.estimate import estimate
@@ -141,6 +140,6 @@ def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
             ranks = stage_cluster(ranks, plan.num_ranks)
         cost = planning_cost(ranks, spec.model, spec.plan_costs)
         found = estimate(plan, Machine(ranks, spec.model, cost, memory=spec.memory))
-        total += inf if found is None else found.layer_s
-        too_large |= found is not None and not found.backward.fits
+        total += found.layer_s
+        too_large |= not found.backward.fits
     return Predicted(too_large, total)

@@ -44,11 +44,19 @@ from megatron_balance.torch.documents import (
 from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of, roll_call
 from megatron_balance.torch.settings import Settings, layers_of, model_of
 from megatron_balance.training.ledger import HeldDocument, Ledger
+from megatron_balance.training.log import StepTracer
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans, check_agreement
 from megatron_balance.training.pool import Pool, TensorParallel
-from megatron_balance.training.sequences import NOTHING, PoolLengths, Recalled, Sequences, by_nano_batch, share_lengths
-from megatron_balance.training.tokens import TokenExchange, assemble
-from megatron_balance.training.tracing import StepTracer
+from megatron_balance.training.tokens import (
+    NOTHING,
+    PoolLengths,
+    Recalled,
+    Sequences,
+    TokenExchange,
+    assemble,
+    by_nano_batch,
+    share_lengths,
+)
 
 T = TypeVar("T")
 ALONE = TensorParallel()

@@ -31,8 +31,7 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths
-from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.tokens import PoolLengths, TokenExchange
 
 Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]
 

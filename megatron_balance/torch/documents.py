@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_balance.errors import DataError
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.tokens import Sequences
 
 Document: TypeAlias = Any
 """Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n, ...]).

@@ -40,8 +40,7 @@ from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.torch.batch import back, exchanged, there
 from megatron_balance.torch.ranks import device_of, shared, shared_pool
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
-from megatron_balance.training.sequences import Sequences, share_lengths
-from megatron_balance.training.tokens import TokenExchange
+from megatron_balance.training.tokens import Sequences, TokenExchange, share_lengths
 
 
 class GroupBalancer:

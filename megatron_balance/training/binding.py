@@ -179,9 +179,7 @@ class MaskBounds:
         return tuple(bound for by_policy in distinct.values() for bound in by_policy.values())
 
     def of_layer(self, number: int, mask: Mask) -> Bound:
-        """The plan that a layer runs; InvalidProgramError where the plan was not bound for its
-        mask.
-        """
+        """The plan that a layer runs; InvalidProgramError: it was not bound for the layer's mask."""
         if mask.name not in self.by_mask:
             raise InvalidProgramError(
                 f"a layer attends under mask {mask.name}, and the plan was bound for {' and '.join(self.by_mask)}"

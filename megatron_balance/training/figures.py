@@ -20,7 +20,7 @@ from megatron_balance.ir.strategy import Strategy
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.tokens import PoolLengths
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -53,9 +53,7 @@ class JobFacts:
 
 
 def step_figures(planned: PlannedStep, shared: PoolLengths, job: JobFacts) -> Json:
-    """The figures of a step, as its record has them: tokens, bytes and transfers of one layer's
-    forward.
-    """
+    """The figures of a step's record: tokens, bytes and transfers of one layer's forward."""
     strategy = planned.step.strategy
     num_pipelines = len(planned.step.pipelines)
     jobs = tuple(job.of_strategy(strategy)) or (job,) * num_pipelines
@@ -143,16 +141,15 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     return {
         "planner": ticks[0].plan.planner,
         "num_ticks": len(nano_batches[0]),
-        "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
-        "kv_tokens_received_inter_node": sum(
-            float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward
-        )
-        / num_chunks,
+        **{
+            name: sum(float(np.mean(f[f"{name}_per_rank"])) for f in forward) / num_chunks
+            for name in ("kv_tokens_received", "kv_tokens_received_inter_node")
+        },
         "routed_transfers": sum(f["routed_transfers"] for f in forward),
-        "bytes_sent_per_nic": (np.sum([f["bytes_sent_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
-        "bytes_received_per_nic": (
-            np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks
-        ).tolist(),
+        **{
+            name: (np.sum([f[name] for f in forward], axis=0) / num_chunks).tolist()
+            for name in ("bytes_sent_per_nic", "bytes_received_per_nic")
+        },
         # All ranks meet twice in every layer of a tick, before attention and behind it.
         "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
         "attention": pairs,
@@ -220,9 +217,7 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
 
 
 def _through_stages(seconds: Sequence[float], job: JobFacts) -> float:
-    """Seconds until the last stage is done, in Megatron's order of microbatches, which take
-    `seconds` in a layer.
-    """
+    """Seconds until the last stage is done, in Megatron's order; `seconds`: of a layer of each."""
     stages, chunks = job.num_stages, job.num_chunks
     if len(seconds) % stages:
         chunks = 1  # groups of another size than Megatron's own: said as if not interleaved

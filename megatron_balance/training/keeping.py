@@ -82,15 +82,10 @@ class Keeping:
         agreement_every: int,
         of_strategy: Callable[[Strategy | None], Sequence[StepMemory]] = lambda _: (),
     ) -> None:
-        """Take the facts of a job.
-
-        Args:
-            agreed: of all ranks.
-            memory: by the job's arguments; the state agreed on takes the place of the predicted one.
-            groups: of all ranks that plan together.
-            counted: the most bytes that this rank's device held at once so far; None: none.
-            agreement_every: steps from one agreement on what devices counted to the next.
-            of_strategy: memory of each of its pipelines, empty where it is the job's.
+        """Take the facts of a job; the state agreed on takes the place of the predicted one of
+        `memory`. `groups`: of all ranks that plan together. `counted`: the most bytes that this
+        rank's device held so far; None: none. `agreement_every`: in steps. `of_strategy`: memory of
+        each of its pipelines, empty where it is the job's.
         """
         self._asked: Backward = memory.asked
         self._agreed = agreed
@@ -106,10 +101,8 @@ class Keeping:
         self._last: tuple[str, Strategy | None, Decision] | None = None
 
     def decide(self, planned: PlannedStep) -> Decision:
-        """Number of layers that keep in this step. Collective in some steps.
-
-        Raises:
-            InfeasibleError: `auto`, and the step does not fit with every layer replayed.
+        """Number of layers that keep in this step. Collective in some steps. InfeasibleError:
+        `auto`, and the step does not fit with every layer replayed.
         """
         strategy = planned.step.strategy
         if self._last is not None:

@@ -49,17 +49,9 @@ class Ledger:
         return bool(self.held) or self.behind > 0
 
     def after(self, step: StepPlan, lengths: Lengths, carry: Carry, samples: Sequence[int], behind: int) -> Ledger:
-        """The ledger behind a step.
-
-        Args:
-            step: its plan.
-            lengths: as drawn, by microbatch.
-            carry: what its planner carries on.
-            samples: of each document drawn, the sample; empty: not known.
-            behind: samples by which the step drew less than Megatron counts.
-
-        Raises:
-            ConfigError: documents wait that nobody can read again.
+        """The ledger behind a step. `lengths`: as drawn, by microbatch; `samples`: of each document
+        drawn, the sample; empty: not known. `behind`: samples that the step drew less than Megatron
+        counts. ConfigError: documents wait that nobody can read again.
         """
         drawn = list(chain.from_iterable(lengths))
         waiting = held_back(step, lengths, self.carry.waiting)

@@ -26,6 +26,7 @@ from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.ledger import BEGINNING, DataIdentity, HeldDocument, Ledger
+from megatron_balance.training.pool import least_and_most
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The plan of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how
-    long the step waited.
-    """
+    """One step's plan. `plan_s`: of planning, wherever it ran; `wait_s`: that the step waited."""
 
     step: StepPlan
     plan_s: float
@@ -142,9 +141,7 @@ class StepPlans:
         ahead: PlanAhead | None = None,
         evaluation: bool = False,
     ) -> None:
-        """Plan by `planner`, ahead in the process `ahead` if there is one; `agree` is collective
-        over all ranks that plan.
-        """
+        """Plan by `planner`, by process `ahead` if there is one; `agree`: collective of who plans."""
         self._planner = planner
         self._samples = samples
         self._agree = agree
@@ -314,9 +311,7 @@ class StepPlans:
         log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)
 
     def coming(self) -> StepPlan | None:
-        """The plan that is likely to come next, if it is made ahead and there already. Any thread
-        may ask.
-        """
+        """The plan likely to come next, if it is made ahead and there already. Any thread may ask."""
         ahead, last = self._ahead, self._last
         if ahead is None or last is None:
             return None
@@ -333,9 +328,7 @@ class StepPlans:
         return self._samples.lengths is not None and (holds or self._ledger.needs_corpus)
 
     def _leaves_enough(self, carry: Carry, lengths: Lengths) -> bool:
-        """Whether the steps left can train what waits behind this one, and what another planner
-        held back is getting less.
-        """
+        """Whether the steps left can train what waits, and less waits of what another planner left."""
         before = self._ledger.carry
         if before.waiting and before.planner != self._planner.choice.name:
             # Numbers below those drawn in this step: the documents that waited before it.
@@ -374,9 +367,7 @@ class StepPlans:
         return PlannedStep(step, seconds, seconds, carry, planner=self._planner.choice.name)
 
     def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths) -> PlannedStep:
-        """The plan made ahead, if it is one of these lengths and of this carry; else one made now.
-        Asks for the coming steps.
-        """
+        """The plan made ahead for these lengths and this carry, else one made now. Asks for more."""
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
         if ahead.proofs.wrong:
@@ -428,9 +419,7 @@ def check_agreement(
     tensor_parallel: dist.ProcessGroup | None = None,
 ) -> None:
     """Compare `fingerprint` (16 hex digits) across the pool and the tensor-parallel group. Collective.
-
-    Raises:
-        PlanMismatchError: on every rank, naming those of the pool that differ from most others.
+    PlanMismatchError: on every rank, naming those of the pool that differ from most others.
     """
     reduced = [group for group in (groups.pool, tensor_parallel) if group is not None]
     if not reduced:
@@ -438,17 +427,11 @@ def check_agreement(
     if dist.get_backend(reduced[0]) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
-    mine = torch.tensor(words, dtype=torch.int64, device=device)
-    # One minimum of both gives the least, and of the negated ones the most: 32 bytes where all is
-    # well.
-    ends = torch.cat([mine, -mine])
-    for group in reduced:
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
-    # ends [2, words]: least of all, and most of all with its sign turned.
-    least, most = ends.view(2, 2).tolist()
-    if least == [-word for word in most]:
+    # 32 bytes where all is well.
+    if all(least == most for least, most in least_and_most(words, reduced, device)):
         return
     # All ranks come here: pools of one stage differ, or their tensor-parallel peers do.
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     every = mine.clone()[None]
     if groups.pool is not None:
         every = torch.empty(groups.size, 2, dtype=torch.int64, device=device)

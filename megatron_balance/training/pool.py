@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
@@ -156,9 +157,7 @@ class StrategyRanks:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Ranks that compute the same tokens; their rank 0, `source` in the world, reads, exchanges and
-    hands on.
-    """
+    """Ranks that compute the same tokens; rank 0, `source` in the world, reads and hands on."""
 
     group: dist.ProcessGroup | None = None
     """None: this rank alone."""
@@ -267,6 +266,19 @@ def make_pool(
     return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size, replica_groups)
 
 
+def least_and_most(
+    numbers: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device | str
+) -> list[tuple[int, int]]:
+    """Of each number its least and its most over the ranks of all `groups`. Collective over each."""
+    if not groups:
+        return [(number, number) for number in numbers]
+    # The least of n and of -n in one reduction: the latter is the most, negated.
+    ends = torch.tensor([(number, -number) for number in numbers], dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    return [(least, -negated) for least, negated in ends.tolist()]
+
+
 def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:
     """A group for each pool, for what is shared over it, and nothing that attention takes."""
     me = dist.get_rank()
@@ -285,9 +297,7 @@ def _common_node_size(pools: Sequence[tuple[int, ...]], nodes: Sequence[int | st
 
 
 def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
-    """Ranks per node of a pool whose ranks lie on `nodes`; ConfigError: they lie unevenly, or are not
-    numbered node by node.
-    """
+    """Ranks per node, of ranks that lie on `nodes`; ConfigError: unevenly, or not node by node."""
     counts = Counter(nodes)
     # Node by node: as many changes from one rank to the next as there are nodes, less one.
     changes = sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))

@@ -82,7 +82,7 @@ class RollCall:
         thread, self._thread = self._thread, None  # it answers until the process ends
         store, size = self._store, self._size
         if _of_communication(error):
-            found = _in_time(lambda: (missing(store, size), reasons(store, size)), 3 * PATIENCE_S)
+            found = _in_time(lambda: (missing(store, size), _reasons(store, size)), 3 * PATIENCE_S)
             log.error("%s", in_words(*(found or (None, {})), size))
         elif not isinstance(error, RankFailedError):
             _in_time(lambda: self._tell(error, "ends"), PATIENCE_S)
@@ -176,7 +176,7 @@ class RollCall:
             news = _news(store)
             return bool(self.found) or (news is not None and news.rank != self._rank and news.what != "over")
 
-        found = _in_time(lambda: (missing(store, size, until=told), reasons(store, size)), 3 * PATIENCE_S)
+        found = _in_time(lambda: (missing(store, size, until=told), _reasons(store, size)), 3 * PATIENCE_S)
         return self.found or in_words(*(found or (None, {})), size)
 
     def _answer(self, store: Any) -> None:
@@ -185,7 +185,7 @@ class RollCall:
             store.wait([_key("call", self._rank)], _FOREVER)
             while True:
                 news = _news(store) if self._watches and not self._closing.is_set() else None
-                reason = reasons(store, self._size, [news.rank]) if news is not None and news.what != "over" else {}
+                reason = _reasons(store, self._size, [news.rank]) if news is not None and news.what != "over" else {}
                 store.set(_key("answer", self._rank), "")
                 if news is not None and news.what == "ends":
                     store.add(_HEARD, 1)
@@ -246,7 +246,7 @@ def missing(
     return waiting
 
 
-def reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[int, str]:
+def _reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[int, str]:
     """By rank (of `ranks`; None: of all) that failed by itself, why."""
     try:
         told = [rank for rank in (range(size) if ranks is None else ranks) if store.check([_key("reason", rank)])]
@@ -256,7 +256,7 @@ def reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[i
 
 
 def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> str:
-    """One sentence on what `missing` and `reasons` found."""
+    """One sentence on what `missing` and `_reasons` found."""
     if silent is None:
         return "the process that holds the job's store has ended, or is frozen: rank 0, or the launcher"
     told = [f"rank {rank} failed ({reason})" for rank, reason in list(failed.items())[:MOST_NAMED]]

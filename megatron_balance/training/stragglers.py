@@ -89,9 +89,7 @@ def own_times(pools: Sequence[Groups], joint: Groups, step_s: float, traced_s: f
 
 
 def times_of(gathered: Ints, names: Sequence[str]) -> list[RankTimes]:
-    """Times by rank. `gathered` [R, counters and times]: each rank's counters, of these `names`,
-    then its `own_times`.
-    """
+    """Times by rank. `gathered` [R, counters of these `names`, then `own_times`]."""
     found: list[RankTimes] = []
     for row in gathered.tolist():
         step, attended, waited, *sources = row[len(names) :]
@@ -129,7 +127,6 @@ def median_of_others(values: Floats) -> Floats:
 
 
 def _waiting_share(ranks: Sequence[RankTimes]) -> float:
-    """Share of the step that ranks wait for transfers, on average."""
     longest = max(each.step_s for each in ranks)
     return sum(each.waited_s for each in ranks) / len(ranks) / longest if longest else 0.0
 

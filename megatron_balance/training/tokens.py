@@ -1,12 +1,15 @@
-"""Tokens from the rank that read them to the ranks that compute them, and results back: one exchange a
-step and direction. And the rows that one rank computes, with positions and padding.
+"""The sequences that ranks read, as rows of integers, the lengths of all that a pool read, and the
+nano-batches in which they are trained; their tokens to the ranks that compute them, and results back,
+one exchange a step and direction; and the rows that one rank computes, with positions and padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +19,267 @@ from torch import Tensor
 
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.pipeline import layout
+from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Fragment, Placed
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel
-from megatron_balance.training.sequences import PoolLengths, Sequences
+from megatron_balance.ir.step import Members, Waiting, dealt
+from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel, least_and_most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The sequences of one microbatch, one after another without padding, on the host. `rows` [T,
+    C] int64: a row a token; its columns are the adapter's. `lengths`: in tokens, summing to T.
+    """
+
+    rows: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[Tensor], num_columns: int = 1) -> Sequences:
+        """Documents [n], or [n, C] for C columns, of integers; none is fine."""
+        rows = [document.reshape(-1, num_columns).long() for document in documents]
+        return cls(torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *rows]), tuple(map(len, rows)))
+
+
+def to_bits(values: Tensor) -> Tensor:
+    """The bits of `values` as float32, in int64: a column that arrives exactly."""
+    return values.float().view(torch.int32).long()
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """The float32 numbers whose bits `to_bits` gave."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+_FAILED = -1
+"""In place of a rank's first number: it could not read."""
+
+
+_HEADER = 6
+"""Numbers before a rank's counts, each as the least and the most over its tensor-parallel ranks:
+microbatches of a step, and two halves of the plan's fingerprint.
+"""
+
+
+_NOT_PLANNED = -1
+"""In place of both halves of a fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLengths:
+    """The sequences that the pool read in one step.
+
+    `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the
+    pool rank that holds each. `announced`: by global rank, the fingerprint of the plan that it made
+    before.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    owners: tuple[Ints, ...]
+    announced: Mapping[int, str] = field(default_factory=dict[int, str])
+
+
+def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and whom to tell
+    mine: Sequence[Sequences],
+    failure: Exception | None,
+    num_microbatches: int,
+    pool: Pool,
+    tensor_parallel: TensorParallel,
+    device: torch.device,
+    *,
+    fingerprint: str = "",
+) -> PoolLengths:
+    """Share the lengths of all sequences. Collective over the joint pool and the tensor-parallel
+    group.
+
+    Args:
+        mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
+        failure: the reason why this rank could not read, told to the others before it is raised.
+        num_microbatches: of a step, on this rank.
+        pool: of this rank.
+        tensor_parallel: its rank 0 shares, and hands on.
+        device: that the process groups work on.
+        fingerprint: of the plan that this rank made for the step (16 hex digits); empty: none yet.
+
+    Raises on every rank, so that none waits for another:
+        DataError: a rank could not read its microbatches, or stages read different ones.
+        ConfigError: ranks that run different numbers of microbatches; each is a collective of all.
+    """
+    table = torch.empty(0)
+    peers = [tensor_parallel.group] if tensor_parallel.group is not None and tensor_parallel.size > 1 else []
+    header = chain.from_iterable(least_and_most((num_microbatches, *_halves(fingerprint)), peers, device))
+    if tensor_parallel.is_source:
+        counts = [len(m.lengths) for m in mine]
+        row = [*header, *counts, *(length for m in mine for length in m.lengths)]
+        if failure is not None:
+            # The header stands before the counts so that a failure needs no collective of its own.
+            row = [_FAILED] * _HEADER
+        width = torch.tensor([len(row)], dtype=torch.int64, device=device)
+        joint = pool.joint
+        if joint.size > 1:  # a pool of one has no process group
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=joint.pool)
+        padded = torch.zeros(int(width), dtype=torch.int64)
+        padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        table = padded[None].to(device)
+        if joint.size > 1:
+            # [joint ranks, widest row]: header, counts by microbatch, lengths. Rows are padded with
+            # zeros.
+            table = torch.empty(joint.size, int(width), dtype=torch.int64, device=device)
+            dist.all_gather(list(table.unbind()), padded.to(device), group=joint.pool)
+    if tensor_parallel.size > 1:
+        # Only a source has the table; its tensor-parallel peers do not know how wide it is.
+        size = torch.tensor([table.numel()], dtype=torch.int64, device=device)
+        dist.broadcast(size, tensor_parallel.source, group=tensor_parallel.group)
+        table = table if tensor_parallel.is_source else torch.empty(int(size), dtype=torch.int64, device=device)
+        dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
+    rows = table.cpu().numpy().reshape(pool.joint.size, -1)
+    # Rows of the other stages say the same as those of the first one, which is checked here.
+    _check_read(rows, failure, pool)
+    announced = {pool.joint.ranks[rank]: _announced(row) for rank, row in enumerate(rows[:, 2:_HEADER].tolist())}
+    return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool, announced)
+
+
+def _halves(fingerprint: str) -> tuple[int, int]:
+    return (int(fingerprint[:8], 16), int(fingerprint[8:], 16)) if fingerprint else (_NOT_PLANNED, _NOT_PLANNED)
+
+
+def _announced(halves: Sequence[int]) -> str:
+    """The fingerprint of one rank and its tensor-parallel peers."""
+    least, most = halves[::2], halves[1::2]
+    if least != most:
+        return "others than its tensor-parallel peers"
+    return "" if _NOT_PLANNED in least else "".join(f"{half:08x}" for half in least)
+
+
+def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
+    failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == _FAILED)]
+    if failed:
+        if isinstance(failure, BalanceError):
+            raise failure
+        if failure is not None:
+            own = pool.joint.ranks[pool.joint.rank]
+            raise DataError(f"rank {own} could not read its microbatches: {_chain_of(failure)}") from failure
+        raise DataError(f"ranks {failed} could not read their microbatches; the error of each of them says why")
+    _check_numbers(rows[:, :2], pool)
+    # Stage by stage in the joint pool, so these are the first and the last stage's pool.
+    first, last = rows[: pool.size, _HEADER:], rows[-pool.size :, _HEADER:]
+    if not np.array_equal(first, last):
+        differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
+        raise DataError(
+            f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the "
+            "same data set"
+        )
+
+
+def _chain_of(error: BaseException) -> str:
+    """An error and its causes, the first cause last, each with the line that raised it."""
+    told: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        frames = traceback.extract_tb(seen.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        told.append(f"{type(seen).__name__}: {' '.join(str(seen).split())}{where}")
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return ", caused by ".join(told)
+
+
+def _check_numbers(numbers: Ints, pool: Pool) -> None:
+    if (numbers == numbers[0, 0]).all():
+        return
+    by_number: dict[str, list[int]] = {}
+    for rank, (fewest, most) in enumerate(numbers.tolist()):
+        of = str(fewest) if fewest == most else f"{fewest} to {most} (with their tensor-parallel ranks)"
+        by_number.setdefault(of, []).append(pool.joint.ranks[rank])
+    told = ", ".join(f"ranks {ranks} run {number}" for number, ranks in by_number.items())
+    raise ConfigError(
+        f"every rank must run the same number of microbatches in a step, but {told}; give all ranks as many (Megatron: "
+        "start all ranks with the same --global-batch-size, --micro-batch-size and --rampup-batch-size)"
+    )
+
+
+def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool, announced: Mapping[int, str]) -> PoolLengths:
+    lengths: list[list[int]] = [[] for _ in range(num_microbatches)]
+    owners: list[list[int]] = [[] for _ in range(num_microbatches)]
+    for reader in pool.readers:
+        # counts [num_microbatches] of the reader, then its lengths, microbatch by microbatch.
+        at = num_microbatches
+        for m, count in enumerate(rows[reader, :num_microbatches].tolist()):
+            lengths[m] += rows[reader, at : at + count].tolist()
+            owners[m] += [reader] * count
+            at += count
+    shared = tuple(np.array(each, dtype=np.int64) for each in owners)
+    return PoolLengths(tuple(map(tuple, lengths)), shared, announced)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recalled:
+    """Sequences of earlier steps that a step trains: their numbers and lengths, the pool rank that
+    read each again, and the rows [n, C] of those that this rank read, by number.
+    """
+
+    waiting: Waiting = ()
+    owners: tuple[int, ...] = ()
+    rows: tuple[tuple[int, Tensor], ...] = ()
+
+
+NOTHING = Recalled()
+
+
+def by_nano_batch(
+    mine: Sequence[Sequences], shared: PoolLengths, members: Members, rank: int, recalled: Recalled = NOTHING
+) -> tuple[list[Sequences], PoolLengths]:
+    """Sequences read here and in the pool, with each nano-batch as a microbatch of its own: two of one
+    microbatch take turns at the link (ping-pong; DistCA, section 4.1).
+
+    Args:
+        mine: by microbatch as read, or empty on ranks whose microbatches do not count.
+        shared: of the pool, by microbatch as read.
+        members: by microbatch and nano-batch, numbers of sequences; below 0 those of `recalled`.
+        rank: this one of the pool.
+        recalled: sequences of earlier steps.
+    """
+    chosen = list(chain.from_iterable(members))
+    if all(len(each) == 1 for each in members) and tuple(chosen) == dealt(shared.lengths):
+        return list(mine), shared
+    # The sequences of the step as one table: those just read by their number, then those of earlier
+    # steps.
+    num_read = sum(map(len, shared.lengths))
+    place = {number: num_read + at for at, (number, _) in enumerate(recalled.waiting)}
+    lengths = np.array([*chain.from_iterable(shared.lengths), *(n for _, n in recalled.waiting)], dtype=np.int64)
+    owners = np.concatenate([np.empty(0, dtype=np.int64), *shared.owners, np.array(recalled.owners, dtype=np.int64)])
+    again = dict(recalled.rows)
+    reads = bool(mine) or bool(again)
+    width = next((each.shape[1] for each in (*(each.rows for each in mine), *again.values())), 1)
+    # Rows [T, C] in the same order as the table's sequences of this rank.
+    rows = torch.cat(
+        [
+            torch.empty(0, width, dtype=torch.int64),
+            *(each.rows for each in mine),
+            *(again[number] for number, _ in recalled.waiting if number in again),
+        ]
+    )
+    # [sequences]: whether this rank holds the rows.
+    here = owners == rank if reads else np.zeros(len(owners), dtype=np.bool_)
+    own = np.where(here, lengths, 0)
+    first = np.cumsum(own) - own
+    assert len(rows) == own.sum(), f"{len(rows)} rows were read here, sequences of this rank have {own.sum()} tokens"
+    read: list[Sequences] = []
+    apart_lengths: list[tuple[int, ...]] = []
+    apart_owners: list[Ints] = []
+    for seqs in chosen:
+        # Places in the table; numbers below 0 are those of earlier steps.
+        at = np.array([seq if seq >= 0 else place[seq] for seq in seqs], dtype=np.int64)
+        apart_lengths.append(tuple(lengths[at].tolist()))
+        apart_owners.append(owners[at])
+        if reads:
+            taken = at[here[at]]
+            # [tokens]: rows of the chosen sequences, one behind the other.
+            tokens = ranges(first[taken], first[taken] + lengths[taken])[1]
+            read.append(Sequences(rows[torch.from_numpy(tokens)], tuple(lengths[taken].tolist())))
+    return read, PoolLengths(tuple(apart_lengths), tuple(apart_owners))
 
 
 class _Routes(NamedTuple):
@@ -110,9 +368,7 @@ class TokenExchange:
         return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
 
     def back(self, given: Tensor) -> Tensor:
-        """The inverse of `there`, over a pool: [rows of this rank's layouts, ...] to [rows read
-        here, ...].
-        """
+        """The inverse of `there`, over a pool: [rows of our layouts, ...] to [rows read here, ...]."""
         routes = self._routes
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         # Scattered, as the inverse of the gather in `there`.
@@ -137,9 +393,7 @@ class TokenExchange:
         return _Routes(*self._sends(), *self._receives())
 
     def _sends(self) -> tuple[list[int], Ints]:
-        """Numbers of rows to send to each pool rank, and the rows read here, destination by
-        destination.
-        """
+        """Numbers of rows to send to each pool rank, and rows read here, by destination."""
         rank, size, shared = self._pool.rank, self._pool.size, self._shared
         if not self._pool.reads:
             return [0] * size, np.empty(0, dtype=np.int64)
@@ -219,9 +473,7 @@ class LocalMicrobatch:
 
 
 def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
-    """Pad the rows [T, C] of this rank, which lie as `layout` (seq, start, stop) says, to a
-    positive multiple of `multiple`.
-    """
+    """Pad rows [T, C], which lie as `layout` (seq, start, stop), to a multiple of `multiple`."""
     # A rank without tokens still takes part in every collective of a layer, so it computes masked
     # padding.
     padding = padded(len(rows), multiple) - len(rows)

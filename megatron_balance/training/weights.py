@@ -160,9 +160,7 @@ class WeightExchange:
             there.add_(message)
 
     def traffic(self, weight_bytes: int, ranks_per_node: int) -> list[list[list[int]]]:
-        """Bytes of a pull and of a push of this rank, as a row of `WeightTraffic`; `weight_bytes`:
-        of a weight.
-        """
+        """Bytes of this rank's pull and push, as `WeightTraffic`; `weight_bytes`: of a weight."""
         me, ranks = self.group.rank(), np.arange(self.group.size())
         # [ranks] bool: on this rank's node.
         near = ranks // ranks_per_node == me // ranks_per_node

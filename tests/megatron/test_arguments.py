@@ -22,7 +22,7 @@ from megatron_balance import launch
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import entry, flags
 from megatron_balance.megatron.flags import add_balance_arguments, check_arguments, device_of, leave_out, row_multiple
-from megatron_balance.megatron.planned_model import masks_of
+from megatron_balance.megatron.planning import masks_of
 
 pytestmark = pytest.mark.megatron
 

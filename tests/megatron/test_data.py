@@ -25,7 +25,7 @@ from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.megatron import data
-from megatron_balance.training.sequences import from_bits
+from megatron_balance.training.tokens import from_bits
 from megatron_balance.workloads.documents import Corpus, CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
 

@@ -15,7 +15,7 @@ import torch
 from megatron.training import training
 
 from megatron_balance.megatron import forward_backward, forward_step
-from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.tokens import PoolLengths
 
 pytestmark = pytest.mark.megatron
 

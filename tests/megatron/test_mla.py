@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import cpp_extension
 
 from megatron_balance.cost.modules import layer_modules
-from megatron_balance.megatron.planned_model import planned_model
+from megatron_balance.megatron.planning import planned_model
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
 from tests.megatron.conftest import Train, assert_same_training, loaded_run

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.training")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, CountedMask
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, PADDING, POSITION, TOKEN, column, unpack
-from megatron_balance.megatron.packed import Ahead, BalancedSeqParams, CountedMask
-from megatron_balance.patches.mtp import looked_up
-from megatron_balance.training.sequences import from_bits
+from megatron_balance.patches.layers import looked_up
+from megatron_balance.training.tokens import from_bits
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_parity import two_nodes
 from tests.megatron.test_ping_pong_experts import logged
 from tests.support.pipeline_runs import worst_gradient
+
+pytest.importorskip("megatron.training")
+
 
 pytestmark = pytest.mark.megatron
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_balance.errors import DataError
-from megatron_balance.megatron.data import PADDING
-from megatron_balance.megatron.tokens import Reader, positions_of
+from megatron_balance.megatron.data import PADDING, Reader, positions_of
 from tests.megatron.conftest import SEQ_LENGTH, Train
 from tests.megatron.test_launch import ON_CPU, STEPS, TWO_NODES, printed_losses
 from tests.megatron.test_training import validation_losses

@@ -12,15 +12,14 @@ import megatron.core
 import pytest
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches import Patch, Role, applied, fault_of, report
-from megatron_balance.patches.digest import source_digest
+from megatron_balance.patches import Patch, Role, applied, fault_of, report, source_digest
 from megatron_balance.patches.selection import every, for_job
 
 pytestmark = pytest.mark.megatron
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 INSTALLED = Path(str(megatron.core.__file__)).parents[2]
-NO_PATCHES = ("__init__", "digest", "report", "selection")
+NO_PATCHES = ("__init__", "report", "selection")
 DENSE = {
     "moe_router_load_balancing_type": "aux_loss",
     "num_experts": None,

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("megatron.training")
-
 import torch
 
 from megatron_balance.errors import DataError
 from megatron_balance.megatron import planning
 from megatron_balance.runtime.groups import Groups, single
-from megatron_balance.training import sequences
+from megatron_balance.training import tokens
 from megatron_balance.training.pool import Pool, TensorParallel
-from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.tokens import Sequences
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_planning import job
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
 
 pytestmark = pytest.mark.megatron
 
@@ -72,12 +72,12 @@ def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.M
             each.copy_(row)
             each[-1] += stage  # the other stage read a longer document
 
-    monkeypatch.setattr(sequences.dist, "all_reduce", lambda *_args, **_kwargs: None)
-    monkeypatch.setattr(sequences.dist, "all_gather", gather)
+    monkeypatch.setattr(tokens.dist, "all_reduce", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(tokens.dist, "all_gather", gather)
     pool = Pool(single(), 1, (0,), (0,), stage=0, num_stages=2, joint_groups=Groups(0, 2, (4, 5), None))
     mine = [Sequences.of([torch.zeros(3)])]
     with pytest.raises(DataError, match=r"ranks \[4\].*last pipeline stage read different samples"):
-        sequences.share_lengths(mine, None, 1, pool, TensorParallel(), torch.device("cpu"))
+        tokens.share_lengths(mine, None, 1, pool, TensorParallel(), torch.device("cpu"))
 
 
 def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:

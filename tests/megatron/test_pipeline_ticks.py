@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.pipeline_ticks import attention_passes, phases
-from megatron_balance.megatron.planned_model import recompute_of
+from megatron_balance.megatron.planning import recompute_of
+from megatron_balance.megatron.stages import attention_passes, phases
 from megatron_balance.megatron.ways import attends_jointly
 from tests.megatron.conftest import (
     SEQ_LENGTH,

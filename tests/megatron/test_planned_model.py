@@ -10,7 +10,7 @@ import torch
 
 from megatron_balance.analysis.backward import Recomputed
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron.planned_model import planned_model, stages_of
+from megatron_balance.megatron.planning import planned_model, stages_of
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.bind import AttentionShape
 

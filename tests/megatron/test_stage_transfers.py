@@ -14,7 +14,7 @@ import torch
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.forward_backward import check_number
-from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
+from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.simulator import pipeline
 from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
 from tests.megatron.test_training import validation_losses

@@ -346,10 +346,10 @@ def _enter(job: Job) -> int:
     if job.entry == "plain":
         import runpy
 
-        from megatron_balance.patches import applied, dataset_helpers
+        from megatron_balance.patches import applied, machine
 
         sys.argv = list(job.argv)
-        with applied(dataset_helpers.PATCHES):
+        with applied(machine.HELPERS):
             runpy.run_path(job.argv[0], run_name="__main__")
         return 0
     sys.argv = [job.entry, *job.argv]

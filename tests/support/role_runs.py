@@ -186,10 +186,10 @@ def main() -> None:
     """Run one rank; prints a line of JSON for each strategy."""
     import torch.distributed as dist
 
-    from megatron_balance.patches import applied, dataset_helpers, torch_norm
+    from megatron_balance.patches import applied, machine
 
     strategies = [Strategy.parse(text) for text in sys.argv.pop(1).split(",")]
-    with applied((*torch_norm.PATCHES, *dataset_helpers.PATCHES)):
+    with applied((*machine.NORM, *machine.HELPERS)):
         checker = Checker(strategies)
         _let_slots_come_late()
         for strategy in strategies:

@@ -19,8 +19,7 @@ from megatron_balance.planning.place import nano_batches_of
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.plans import check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
-from megatron_balance.training.sequences import Sequences, by_nano_batch, share_lengths
-from megatron_balance.training.tokens import TokenExchange, assemble
+from megatron_balance.training.tokens import Sequences, TokenExchange, assemble, by_nano_batch, share_lengths
 from tests.support.pool import World
 
 CPU, ALONE = torch.device("cpu"), TensorParallel()

@@ -20,7 +20,7 @@ from megatron_balance.config import load_cluster
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.files import UnreadableError, json_text, open_lines, parse_json, read_text
-from megatron_balance.lab.report.steps import read as read_steps
+from megatron_balance.lab.report.run import read as read_steps
 from megatron_balance.strict_yaml import read_yaml
 from megatron_balance.workloads.datasets import _of_jsonl  # pyright: ignore[reportPrivateUsage]
 from megatron_balance.workloads.lengths import read_lengths
@@ -183,5 +183,5 @@ def test_no_json_is_written_that_other_readers_refuse() -> None:
                 continue
             if "allow_nan" not in {each.arg for each in node.keywords}:
                 lax.append(f"{path.relative_to(PACKAGE).as_posix()}: {ast.unparse(node)}")
-    quoted = ("lab/report/steps.py", "workloads/datasets.py", "workloads/lengths.py", "cost/table.py")  # in messages
+    quoted = ("lab/report/run.py", "workloads/datasets.py", "workloads/lengths.py", "cost/table.py")  # in messages
     assert [each for each in lax if each.partition(":")[0] not in {*INSIDE, *quoted}] == []

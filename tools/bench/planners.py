@@ -142,11 +142,10 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
     }
 
 
-def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model) -> float | None:
-    """Milliseconds of a layer; None where a plan has no estimate."""
+def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model) -> float:
+    """Milliseconds of a layer."""
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
-    found = [each.forward_s for plan in plans if (each := estimate(plan, machine)) is not None]
-    return 1e3 * fmean(found) if len(found) == len(plans) else None
+    return 1e3 * fmean(estimate(plan, machine).forward_s for plan in plans)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

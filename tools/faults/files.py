@@ -28,7 +28,7 @@ from megatron_balance.cli import trace, verify
 from megatron_balance.cost.table import load_table, save_table
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry
-from megatron_balance.lab.report.steps import read as read_steps
+from megatron_balance.lab.report.run import read as read_steps
 from megatron_balance.planning.choice import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger

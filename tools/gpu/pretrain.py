@@ -129,7 +129,7 @@ def _plain(documents: Documents, *, flash: bool) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_balance.megatron.flags import CPU_DEFAULTS
-    from megatron_balance.patches import applied, dataset_helpers
+    from megatron_balance.patches import applied, machine
 
     def defaults(parser: Any) -> Any:
         from megatron_balance.megatron import cpu
@@ -138,7 +138,7 @@ def _plain(documents: Documents, *, flash: bool) -> None:
             parser.set_defaults(**CPU_DEFAULTS)
         return parser
 
-    with applied(dataset_helpers.PATCHES):
+    with applied(machine.HELPERS):
         args: Any = parse_and_validate_args(extra_args_provider=defaults)
         model = gpt_config_from_args(args)
         if args.transformer_impl == "local":

@@ -132,7 +132,7 @@ class _LaunchPrices:
         """Of each launch, forward and backward."""
         if not self.count:
             return np.zeros(0), np.zeros(0)
-        pairs, launch, later = (np.concatenate(each) for each in (self.pairs, self.launch, self.later))
+        pairs, launch, later = np.concatenate(self.pairs), np.concatenate(self.launch), np.concatenate(self.later)
         forward, backward = (
             launches(pairs, launch, later, machine, backward=b, walked=later > 0).seconds for b in (False, True)
         )
@@ -262,7 +262,7 @@ def _even_zone(
     # [G, groups]; each place of a group has a ring of its own, of the part of the keys that its
     # heads are.
     part = heads[1] / model.num_kv_heads
-    made.hops = HopByHop(*(np.repeat(walk, size, axis=0) * part for walk in walks(placed)))
+    made.hops = HopByHop(*((np.repeat(walk, size, axis=0) * part).astype(np.float64) for walk in walks(placed)))
     of_kind = launches_by_kind(placed, heads)
     first = prices.add(of_kind.pairs, of_kind.launch, of_kind.merging)
     which = np.repeat(first + of_kind.of_round, size, axis=0)

@@ -24,9 +24,10 @@ from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.lab.bench import Figures, PlayedCase
 from megatron_balance.lab.report import numbers
-from megatron_balance.lab.report.cases import Figures, PlayedCase, mean_step_s, simulate
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
+from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Setup
 
@@ -62,15 +63,25 @@ class _FreeTransfers(PerturbedCost):
         return Contention(0, 0, 0)
 
 
+def simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
+    """The summary of some steps on a machine that is as it was planned for."""
+    return summary(simulate_plans(steps, machine, setup, Perturbation()))
+
+
+def mean_step_s(figures: Figures) -> float:
+    """Seconds of a step, mean over the steps of a summary: phases are means, and add up to it."""
+    return float(sum(figures["phases_s"].values()))
+
+
 def of(played: PlayedCase) -> Figures:
     """Seconds of a step by part, mean over steps, with a sentence on the largest."""
-    case, steps = played.case, played.steps
-    setup = settled(steps[0].plans, StageSetup(case.machine, case.setup))
-    seconds = _parts(steps, case.machine, setup)
+    machine, steps = played.bench.machine, played.steps
+    setup = settled(steps[0].plans, StageSetup(machine, played.bench.setup))
+    seconds = _parts(steps, machine, setup)
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])
     computing = sum(seconds[part] for part in COMPUTING)
-    layer = _LayerLoads.of(steps[0].plans[0], case.machine, setup)
+    layer = _LayerLoads.of(played.first_plan, machine, setup)
     limit = "compute" if computing >= seconds[other] else other
     return {
         "kind": "simulated",
@@ -81,7 +92,7 @@ def of(played: PlayedCase) -> Figures:
         "computing_s": computing,
         "limit": limit,
         "largest_loss": other,
-        "busiest_nic": _busiest_nic(layer, case.machine),
+        "busiest_nic": _busiest_nic(layer, machine),
         "computing_ranks": layer.spread(),
         "sentence": _sentence(played, seconds, (limit, other), layer).strip(),
     }
@@ -124,7 +135,6 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
-    """Parts that add up to the step."""
     # Seconds by which idealising one thing made another worse count as imbalance, or reduce the
     # largest part.
     left = seconds["imbalance"] + step_s - sum(seconds.values())
@@ -266,7 +276,7 @@ def _sentence(played: PlayedCase, seconds: dict[str, float], limits: tuple[str, 
 
 
 def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
-    machine, spread = played.case.machine, layer.spread()
+    machine, spread = played.bench.machine, layer.spread()
     match part:
         case "nic" | "remap":
             nic = _busiest_nic(layer, machine)
@@ -292,7 +302,7 @@ def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
                 f"the mean attention work and {balance['tokens']:.2f} times the mean tokens."
             )
         case "bubble":
-            setup = played.case.setup
+            setup = played.bench.setup
             few = numbers.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
             return (
                 f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in "

@@ -35,8 +35,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Bullets:
-    """A list of paragraphs."""
-
     items: tuple[str, ...]
 
 
@@ -52,8 +50,6 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Cards side by side."""
-
     cards: tuple[Card, ...]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import study
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.limits import PARTS
 from megatron_balance.lab.report.page import label
 from megatron_balance.lab.report.study import ACTIVITIES
@@ -101,7 +101,6 @@ def _stacked(names: Sequence[str], height: int, **more: Any) -> Json:
 
 
 def lengths(histogram: Figures) -> Figure:
-    """Shares of sequences, tokens and attention by length."""
     bins = histogram["bins"]
     names = [length_range(each["from"], each["below"]) for each in bins]
     data: list[Json] = []
@@ -331,24 +330,22 @@ FEW = 40
 """Number of points up to which a curve marks them."""
 
 
-def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
-    """One figure of every step."""
+def _curve(runs: Sequence[Figures], key: str, title: str, **axis: Any) -> Figure:
     data = [
         _line(run, key, run["label"], colour)
         for run, colour in zip(runs, COLOURS, strict=False)
         if key in run["curves"]
     ]
-    return data, _layout(
-        330,
-        xaxis=_step_axis(),
-        yaxis=_axis(title, type="log" if log else "linear", rangemode="normal" if log else "tozero"),
-    )
+    return data, _layout(330, xaxis=_step_axis(), yaxis=_axis(title, **axis))
+
+
+def step_ms(runs: Sequence[Figures]) -> Figure:
+    return _curve(runs, "step_ms", "ms of a step", type="linear", rangemode="tozero")
 
 
 def loss(runs: Sequence[Figures]) -> Figure:
     """The loss curve, which does not begin at zero."""
-    data, common = curve(runs, "loss", "loss")
-    return data, {**common, "yaxis": _axis("loss")}
+    return _curve(runs, "loss", "loss")
 
 
 def imbalance(runs: Sequence[Figures]) -> Figure:

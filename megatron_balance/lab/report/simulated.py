@@ -4,12 +4,11 @@ around the figures of `study`.
 
 from __future__ import annotations
 
+from megatron_balance.lab.bench import Figures, named, standing
 from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.limits import COMPUTING, PARTS
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
-from megatron_balance.lab.report.ranking import named, standing
 
 
 def page(study: Figures, library: str) -> str:
@@ -132,7 +131,10 @@ def _question(study: Figures) -> Section:
         ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
-        ("slow ranks", _slow(step)),
+        (
+            "slow ranks",
+            numbers.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
+        ),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
     items: list[Item] = [
@@ -162,10 +164,6 @@ def _pipeline(step: Figures) -> str:
         return "none: one stage"
     chunks = f", {step['interleave']} model chunks each" if step["interleave"] > 1 else ""
     return f"{step['pipeline']} stages{chunks}, each with as many ranks as the cluster has"
-
-
-def _slow(step: Figures) -> str:
-    return numbers.listed([f"rank {rank} ({factor:g} times)" for rank, factor in step["slow_ranks"].items()]) or "none"
 
 
 def _lengths(study: Figures) -> Section:
@@ -349,7 +347,6 @@ SAME = 0.0005
 
 
 def _limits(study: Figures) -> Section:
-    """The parts of a step."""
     of_planners = study["limits"]
     caption = (
         "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
@@ -402,7 +399,6 @@ def _kernels(study: Figures) -> list[Item]:
 
 
 def _what_next(study: Figures) -> Section:
-    """Suggestions, and all that was tried."""
     tried = study["try_next"]
     rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
     best = study["shown"]
@@ -449,7 +445,6 @@ def _shown(study: Figures) -> list[str]:
 
 
 def _places(study: Figures) -> Section:
-    """Zone by zone, and the longest sequences on their ranks."""
     items: list[Item] = [
         Text(
             "A planner may give a sequence to one rank, which then needs nobody; cut it over the ranks of one node, "
@@ -515,7 +510,6 @@ def _span(low: int, high: int) -> str:
 
 
 def _loads(study: Figures) -> Section:
-    """Before and after."""
     shown = _shown(study)
     cluster = study["asked"]["cluster"]
     sentences = [_load(study, name) for name in shown]
@@ -557,7 +551,6 @@ def _load(study: Figures, name: str) -> str:
 
 
 def _timeline(study: Figures) -> Section:
-    """One layer, or why there is none."""
     timelines = study["timeline"]
     if not timelines:
         return Section(

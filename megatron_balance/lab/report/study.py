@@ -11,19 +11,17 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, WAIT
-from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.lab import Progress
-from megatron_balance.lab.report import limits, numbers, variants
-from megatron_balance.lab.report.cases import Asked, Case, Figures, PlayedCase
-from megatron_balance.lab.report.ranking import (
+from megatron_balance.lab.bench import (
+    Bench,
+    Figures,
+    PlayedCase,
     best_of,
-    hold_against,
     in_the_mean,
     named,
     runs,
@@ -31,65 +29,56 @@ from megatron_balance.lab.report.ranking import (
     standing,
     why_not,
 )
+from megatron_balance.lab.report import limits, numbers, variants
 from megatron_balance.lab.report.variants import recommended
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
+from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.simulator.timeline import MOST_RANKS, layer_trace
 
 
-def study(asked: Asked, progress: Progress) -> Figures:
+def study(
+    bench: Bench, choices: Sequence[PlannerChoice], baseline: str, *, explicit: bool, lengths: str, costs: str
+) -> Figures:
     """Compare all planners; of the baseline and the fastest other one (`shown`) also where everything
     goes, when, and what limits them. `best`: as in `compare`; None: no job can run any of them.
+
+    `explicit`: the user named the planners. `lengths`: source of the lengths, in words; `costs`: the
+    file of measured times, empty: data sheets.
     """
-    played, left_out = _play(asked, progress)
-    base = next((each for each in played if each.name == asked.baseline), None)
-    if base is None:
-        raise ConfigError(f"--baseline {asked.baseline} cannot plan this batch: {left_out[asked.baseline]}")
-    hold_against([each.row for each in played], base.row)
+    played, left_out = bench.compare(choices, baseline, explicit=explicit)
+    for each in played:
+        further = {name: each.found[name] for name in ("phases_s", "utilisation", "peak_bytes_per_rank")}
+        each.row.update(spread_s=each.found["step_s"], **further)
+    base = next(each for each in played if each.name == baseline)
     best = _best(played, base)
     shown = [base] if best is base else [base, best]
-    timelines, no_timeline = _timelines(shown, progress)
-    case = best.case
-    ranks_per_nic = case.machine.cluster.ranks_per_nic
+    timelines, no_timeline = _timelines(shown, bench)
+    cluster, model = bench.machine.cluster, bench.machine.model
     rows = sorted((each.row for each in played), key=standing)
-    limiting = {each.name: limits.of(each.first_steps()) for each in progress(shown, "what limits the step")}
-    tried = variants.of(asked, case.first_steps(), progress)
-    memory_bytes = case.machine.cluster.memory_bytes
+    limiting = {each.name: limits.of(each.first_steps()) for each in bench.progress(shown, "what limits the step")}
+    tried = variants.of(bench.first_steps(), best.planned.choice)
     return {
         "report": "simulated",
         "kind": "simulated",
         "answer": [
-            *answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
-            *([saving(best.row, base.row, asked.price) + "."] if best is not base and runs(best.row) else []),
+            *answer(rows, (base.name, best.name), limiting[best.name], tried, cluster.memory_bytes),
+            *([saving(best.row, base.row, bench.price) + "."] if best is not base and runs(best.row) else []),
         ],
-        "asked": _described(asked, case),
-        "lengths": length_histogram(case.batches, case.machine.model.mask),
+        "asked": _described(bench, choices, lengths, costs),
+        "lengths": length_histogram(bench.given.batches, model.mask),
         "rows": rows,
         "baseline": base.name,
         "best": best_of(rows),
         "shown": best.name,
         "left_out": left_out,
         "placement": {each.name: placement(each.first_plan) for each in shown},
-        "load": {each.name: _load(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
+        "load": {each.name: _load(each.first_plan, model, cluster.ranks_per_nic) for each in played},
         "timeline": timelines,
         "timeline_left_out": no_timeline,
         "limits": limiting,
         "try_next": {**tried, "suggestions": suggestions(tried)},
     }
-
-
-def _play(asked: Asked, progress: Progress) -> tuple[list[PlayedCase], dict[str, str]]:
-    """Steps of every planner; one that nobody named is left out if it cannot place the batch."""
-    played: list[PlayedCase] = []
-    left_out: dict[str, str] = {}
-    for case in progress(asked.cases, "planners"):
-        try:
-            played.append(asked.play(case))
-        except InfeasibleError as error:
-            if asked.explicit:
-                raise
-            left_out[case.choice.name] = str(error)
-    return played, left_out
 
 
 def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
@@ -101,32 +90,31 @@ def _best(played: Sequence[PlayedCase], base: PlayedCase) -> PlayedCase:
     return min(others, key=lambda each: standing(each.row), default=base)
 
 
-def _timelines(shown: Sequence[PlayedCase], progress: Progress) -> tuple[Figures, str]:
-    case = shown[0].case
-    if case.setup.transport == "sockets":
+def _timelines(shown: Sequence[PlayedCase], bench: Bench) -> tuple[Figures, str]:
+    if bench.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
-    if case.machine.num_ranks > MOST_RANKS:
+    if bench.machine.num_ranks > MOST_RANKS:
         return (
             {},
             f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for "
             "fewer with --ranks.",
         )
-    made = progress(shown, "timeline")
-    return {each.name: timeline(each.first_plan, each.case.machine, each.case.setup.drawn) for each in made}, ""
+    made = bench.progress(shown, "timeline")
+    return {each.name: timeline(each.first_plan, bench.machine, bench.setup.drawn) for each in made}, ""
 
 
-def _described(asked: Asked, case: Case) -> Figures:
+def _described(bench: Bench, choices: Sequence[PlannerChoice], lengths: str, costs: str) -> Figures:
     """The question, for people who were not there."""
-    machine, setup = case.machine, case.setup
+    machine, setup = bench.machine, bench.setup
     cluster, model = machine.cluster, machine.model
     return {
-        "assumed": asked.assumed or None,
-        "lengths": asked.lengths,
-        "planners": {each.choice.name: each.choice.options.tokens_per_rank for each in asked.cases},
+        "assumed": bench.given.assumed or None,
+        "lengths": lengths,
+        "planners": {choice.name: choice.options.tokens_per_rank for choice in choices},
         "cluster": {
             "name": cluster.name,
             "num_ranks": cluster.num_ranks,
-            "gpus_per_rank": asked.gpus_per_rank,
+            "gpus_per_rank": bench.given.tensor_parallel,
             "num_nodes": cluster.num_nodes,
             "ranks_per_node": cluster.node_size,
             "ranks_per_nic": cluster.ranks_per_nic,
@@ -134,8 +122,8 @@ def _described(asked: Asked, case: Case) -> Figures:
             "intra_bytes_per_s": machine.intra.bytes_per_s,
             "flops_per_s": cluster.flops_per_s,
             "memory_bytes": cluster.memory_bytes,
-            "costs": asked.costs,
-            "kind": "measured" if asked.costs else "published",
+            "costs": costs,
+            "kind": "measured" if costs else "published",
         },
         "model": {
             "name": model.name,
@@ -148,7 +136,7 @@ def _described(asked: Asked, case: Case) -> Figures:
             "kind": "exact",
         },
         "step": {
-            "batches": case.group,
+            "batches": bench.group,
             "policy": setup.policy,
             "recompute": setup.recompute,
             "pipeline": setup.pipeline,
@@ -167,7 +155,6 @@ LOADS = (
 
 
 def _load(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
-    """Exact loads by rank, one layer, forward."""
     loads = plan_statistics(plan, model, ranks_per_nic)
     return {
         "kind": "exact",

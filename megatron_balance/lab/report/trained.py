@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from megatron_balance.lab.bench import Figures
 from megatron_balance.lab.report import numbers, plots
 from megatron_balance.lab.report import page as html
-from megatron_balance.lab.report.cases import Figures
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
 from megatron_balance.lab.report.plots import Figure
 from megatron_balance.lab.report.run import NAMES
@@ -23,31 +24,61 @@ def page(document: Figures, library: str) -> str:
     sections = (
         _short(document),
         _ran(document),
-        _loss(document),
-        _time(document),
-        _balance(document),
-        _traffic(document),
+        *(_section(document, curve) for curve in CURVES),
+        _limits(document),
+        _next(document),
+        _made(),
     )
-    more = (_planning(document), _predicted(document), _limits(document), _next(document), _made())
-    return html.render(f"Training run: {numbers.listed(names)}", lead, [*sections, *more], library)
+    return html.render(f"Training run: {numbers.listed(names)}", lead, sections, library)
 
 
 def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
     return " ".join(filter(None, (sentence(run) for run in document["runs"])))
 
 
-def _section(document: Figures, section: tuple[str, str], key: str, plot: Callable[[], Plot]) -> Section:
-    """A plot, where a run has what it shows; otherwise the reason why there is none."""
-    runs = [run for run in document["runs"] if key not in run["missing"]]
-    lacking = [run["label"] for run in document["runs"] if key in run["missing"]]
-    items: list[Item] = [plot()] if runs else []
+BOTH: tuple[Kind, ...] = ("measured", "simulated")
+
+
+class _StepCurve(NamedTuple):
+    """A section of one plot of every step, where a run's log has `key`. Its caption: `words`, then a
+    `sentence` on each run.
+    """
+
+    id: str
+    heading: str
+    key: str
+    title: str
+    kind: Kind | tuple[Kind, ...]
+    figure: Callable[[Sequence[Figures]], Figure]
+    sentence: Callable[[Figures], str]
+    words: str = ""
+
+
+def _section(document: Figures, curve: _StepCurve) -> Section:
+    runs, key = document["runs"], curve.key
+    lacking = [run["label"] for run in runs if key in run["missing"]]
+    caption = curve.words + _each(document, curve.sentence) + _behind(document, key)
+    items: list[Item] = []
+    if len(lacking) < len(runs):
+        items.append(Plot(f"plot-{curve.id}", curve.title, caption, curve.kind, *curve.figure(runs)))
     if lacking:
         items.append(Text(f"The log of {numbers.listed(lacking)} has no `{key}`, so it is not shown here."))
-    return Section(*section, tuple(items))
+    return Section(curve.id, curve.heading, tuple(items))
 
 
-def _plot(name: str, title: str, caption: str, kind: Kind | tuple[Kind, ...], figure: Figure) -> Plot:
-    return Plot(f"plot-{name}", title, caption, kind, *figure)
+def _behind(document: Figures, key: str) -> str:
+    """The end of a caption, on both runs or on the points of the curve."""
+    if key == "loss":
+        compared: Figures = document["compared"] or {}
+        apart = compared.get("largest_loss_difference")
+        return (
+            ""
+            if apart is None
+            else f" At the same step the two differ by at most {apart:.1e} of their value: balancing must not change "
+            "the loss."
+        )
+    points = max(run["curves"]["steps_per_point"] for run in document["runs"])
+    return f" A point is the mean of {points} steps." if key == "step_ms" and points > 1 else ""
 
 
 def _short(document: Figures) -> Section:
@@ -128,167 +159,92 @@ def _mean(run: Figures, key: str) -> str:
     return "not in the log" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
-def _loss(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        losses = run["loss"]
-        return (
-            ""
-            if losses is None
-            else f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; "
-            f"its lowest is {losses['lowest']:.4f}."
-        )
-
-    compared = document["compared"]
-    apart = compared.get("largest_loss_difference") if compared else None
-    same = (
-        f" At the same step the two differ by at most {apart:.1e} of their value: balancing must not change the loss."
-        if apart is not None
-        else ""
-    )
-    return _section(
-        document,
-        ("loss", "Loss"),
-        "loss",
-        lambda: _plot(
-            "loss", "Loss of every step", _each(document, sentence) + same, "measured", plots.loss(document["runs"])
-        ),
+def _loss(run: Figures) -> str:
+    losses = run["loss"]
+    if losses is None:
+        return ""
+    return (
+        f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; its lowest is "
+        f"{losses['lowest']:.4f}."
     )
 
 
-def _time(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        step = run["step_ms"]
-        return (
-            f"Half the steps of {run['label']} took less than {numbers.seconds(step['median'] / 1e3)}, nine in ten "
-            f"{numbers.seconds(step['p5'] / 1e3)} to {numbers.seconds(step['p95'] / 1e3)}."
-        )
-
-    points = max(run["curves"]["steps_per_point"] for run in document["runs"])
-    thinned = f" A point is the mean of {points} steps." if points > 1 else ""
-    figure = plots.curve(document["runs"], "step_ms", "ms of a step")
-    return Section(
-        "time",
-        "Time of a step",
-        (_plot("time", "Time of every step", _each(document, sentence) + thinned, "measured", figure),),
+def _time(run: Figures) -> str:
+    step = run["step_ms"]
+    return (
+        f"Half the steps of {run['label']} took less than {numbers.seconds(step['median'] / 1e3)}, nine in ten "
+        f"{numbers.seconds(step['p5'] / 1e3)} to {numbers.seconds(step['p95'] / 1e3)}."
     )
 
 
-def _balance(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        means = run["means"]
-        before, after = means["imbalance_before.attention"], means["imbalance_after.attention"]
-        if after is None:
-            return ""
-        was = (
-            "" if before is None else f" instead of the {before:.2f} times it would have had as the samples were dealt"
-        )
-        return (
-            f"In the mean step of {run['label']} the most loaded rank has {after:.2f} times the mean attention "
-            f"work{was}."
-        )
-
-    words_on = (
-        "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. "
-        + _each(document, sentence)
-    )
-    return _section(
-        document,
-        ("balance", "Balance, before and after"),
-        "imbalance_after",
-        lambda: _plot(
-            "balance",
-            "The most loaded rank's load over the mean rank's",
-            words_on,
-            "exact",
-            plots.imbalance(document["runs"]),
-        ),
+def _balance(run: Figures) -> str:
+    before, after = run["means"]["imbalance_before.attention"], run["means"]["imbalance_after.attention"]
+    if after is None:
+        return ""
+    was = "" if before is None else f" instead of the {before:.2f} times it would have had as the samples were dealt"
+    return (
+        f"In the mean step of {run['label']} the most loaded rank has {after:.2f} times the mean attention work{was}."
     )
 
 
-def _traffic(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        received, crossing = run["means"]["kv_tokens_received"], run["means"]["kv_tokens_received_inter_node"]
-        if received is None:
-            return ""
-        share = (
-            f", {numbers.percent(crossing / received)} of them from other nodes"
-            if crossing is not None and received
-            else ""
-        )
-        return (
-            f"A rank of {run['label']} receives the keys and values of {numbers.tokens(received)} tokens a step "
-            f"in the mean{share}."
-        )
-
-    return _section(
-        document,
-        ("traffic", "Keys and values on the way"),
-        "kv_tokens_received",
-        lambda: _plot(
-            "traffic",
-            "Tokens whose keys and values a rank receives, one layer",
-            _each(document, sentence),
-            "exact",
-            plots.keys_and_values(document["runs"]),
-        ),
+def _traffic(run: Figures) -> str:
+    received, crossing = run["means"]["kv_tokens_received"], run["means"]["kv_tokens_received_inter_node"]
+    if received is None:
+        return ""
+    known = crossing is not None and received
+    share = f", {numbers.percent(crossing / received)} of them from other nodes" if known else ""
+    return (
+        f"A rank of {run['label']} receives the keys and values of {numbers.tokens(received)} tokens a step in the "
+        f"mean{share}."
     )
 
 
-def _planning(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        waited, took = run["means"]["plan_wait_ms"], run["means"]["plan_ms"]
-        if waited is None:
-            return ""
-        share = (
-            f"{numbers.seconds(waited / 1e3)} for its plan in the mean, "
-            f"{numbers.percent(waited / run['means']['step_ms'])} of its time"
-        )
-        planned = "" if took is None else f" Planning it took {numbers.seconds(took / 1e3)}."
-        return f"A step of {run['label']} waited {share}.{planned}"
-
-    return _section(
-        document,
-        ("planning", "Planning"),
-        "plan_wait_ms",
-        lambda: _plot(
-            "planning",
-            "Planning, and waiting for it",
-            _each(document, sentence),
-            "measured",
-            plots.planning(document["runs"]),
-        ),
+def _planning(run: Figures) -> str:
+    waited, took = run["means"]["plan_wait_ms"], run["means"]["plan_ms"]
+    if waited is None:
+        return ""
+    planned = "" if took is None else f" Planning it took {numbers.seconds(took / 1e3)}."
+    return (
+        f"A step of {run['label']} waited {numbers.seconds(waited / 1e3)} for its plan in the mean, "
+        f"{numbers.percent(waited / run['means']['step_ms'])} of its time.{planned}"
     )
 
 
-def _predicted(document: Figures) -> Section:
-    def sentence(run: Figures) -> str:
-        predicted, step_ms = run["means"]["predicted_ms"], run["means"]["step_ms"]
-        if not predicted:
-            return ""
-        how = run["follows"].get("predicted_ms")
-        order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
-        return (
-            f"{run['label']}: {numbers.seconds(predicted / 1e3)} predicted (simulated) and "
-            f"{numbers.seconds(step_ms / 1e3)} measured in the mean, a ratio of {step_ms / predicted:,.3g}{order}."
-        )
+def _predicted(run: Figures) -> str:
+    predicted, step_ms = run["means"]["predicted_ms"], run["means"]["step_ms"]
+    if not predicted:
+        return ""
+    how = run["follows"].get("predicted_ms")
+    order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
+    return (
+        f"{run['label']}: {numbers.seconds(predicted / 1e3)} predicted (simulated) and "
+        f"{numbers.seconds(step_ms / 1e3)} measured in the mean, a ratio of {step_ms / predicted:,.3g}{order}."
+    )
 
-    caption = (
+
+CURVES = (
+    _StepCurve("loss", "Loss", "loss", "Loss of every step", "measured", plots.loss, _loss),
+    _StepCurve("time", "Time of a step", "step_ms", "Time of every step", "measured", plots.step_ms, _time),
+    _StepCurve(
+        *("balance", "Balance, before and after", "imbalance_after"),
+        *("The most loaded rank's load over the mean rank's", "exact", plots.imbalance, _balance),
+        "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. ",
+    ),
+    _StepCurve(
+        *("traffic", "Keys and values on the way", "kv_tokens_received"),
+        *("Tokens whose keys and values a rank receives, one layer", "exact", plots.keys_and_values, _traffic),
+    ),
+    _StepCurve(
+        *("planning", "Planning", "plan_wait_ms", "Planning, and waiting for it", "measured"),
+        *(plots.planning, _planning),
+    ),
+    _StepCurve(
+        *("predicted", "Predicted and measured", "predicted_ms", "Measured steps over predicted computing"),
+        *(BOTH, plots.predicted, _predicted),
         "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no "
-        "transfers, nothing around "
-        "the layers. " + _each(document, sentence)
-    )
-    return _section(
-        document,
-        ("predicted", "Predicted and measured"),
-        "predicted_ms",
-        lambda: _plot(
-            "predicted",
-            "Measured steps over predicted computing",
-            caption,
-            ("measured", "simulated"),
-            plots.predicted(document["runs"]),
-        ),
-    )
+        "transfers, nothing around the layers. ",
+    ),
+)
 
 
 def _limits(document: Figures) -> Section:
@@ -318,8 +274,8 @@ def _limits(document: Figures) -> Section:
         "What limits the step, as far as the log tells",
         (
             Bullets(tuple(each["sentence"] for each in of_runs.values())),
-            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), plots.parts(of_runs)),
-            HtmlTable("the same as a table", ("part", *of_runs), rows, ("measured", "simulated")),
+            Plot("plot-limits", "What a mean step is made of", caption, BOTH, *plots.parts(of_runs)),
+            HtmlTable("the same as a table", ("part", *of_runs), rows, BOTH),
             *closest,
         ),
     )

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.step import StepPlan
-from megatron_balance.lab import Progress
-from megatron_balance.lab.report.cases import Asked, Case, Figures, mean_step_s, simulate
-from megatron_balance.lab.report.ranking import runs
+from megatron_balance.lab.bench import Bench, Figures, runs
+from megatron_balance.lab.report.limits import mean_step_s, simulate
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
 
@@ -38,36 +38,36 @@ Where = Literal["planner", "step", "machine"]
 """Kind of a variant: a setting of the planner, of the training step, or another machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TriedOptions:
+class _Case(NamedTuple):
+    bench: Bench
+    choice: PlannerChoice
+
+    def with_machine(self, machine: Machine, **changes: float) -> _Case:
+        """On another machine; `changes`: of the cluster that is planned for."""
+        given = replace(self.bench.given, cluster=replace(self.bench.given.cluster, **changes))
+        return self._replace(bench=replace(self.bench, given=given, machine=machine))
+
+
+class _TriedOptions(NamedTuple):
     """A variant in words, and as options of the command line; empty: no option makes it."""
 
     where: Where
     name: str
     options: str
-    case: Case
+    case: _Case
 
 
-@dataclass(frozen=True, slots=True)
-class _ComparedCase:
-    """The case that variants are compared with."""
-
-    case: Case
-    steps: tuple[StepPlan, ...]
-    step_s: float
-
-
-def of(asked: Asked, case: Case, progress: Progress) -> Figures:
+def of(bench: Bench, choice: PlannerChoice) -> Figures:
     """Steps of all variants, fastest first, and those that are impossible or change nothing."""
-    steps = asked.plan(case)
-    figures = simulate(steps, case.machine, case.setup)
-    base = _ComparedCase(case, steps, mean_step_s(figures))
+    case, steps = _Case(bench, choice), bench.plan(choice).steps
+    figures = simulate(steps, bench.machine, bench.setup)
+    step_s = mean_step_s(figures)
     rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
-    for each in progress(list(candidates(case)), "what to try next"):
+    for each in bench.progress(list(candidates(case)), "what to try next"):
         try:
-            row = _row(each, base, asked)
+            row = _row(each, bench, steps, step_s)
         except BalanceError as error:
             impossible[each.name] = str(error)
             continue
@@ -78,25 +78,25 @@ def of(asked: Asked, case: Case, progress: Progress) -> Figures:
     rows.sort(key=lambda row: row["step_s"])
     return {
         "kind": "simulated",
-        "planner": case.choice.name,
+        "planner": choice.name,
         "num_steps": len(steps),
-        "step_s": base.step_s,
-        "fits": max(figures["peak_bytes_per_rank"]) <= case.machine.cluster.memory_bytes,
+        "step_s": step_s,
+        "fits": max(figures["peak_bytes_per_rank"]) <= bench.machine.cluster.memory_bytes,
         "tries": rows,
         "impossible": impossible,
         "unchanged": unchanged,
     }
 
 
-def _row(each: _TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | None:
+def _row(each: _TriedOptions, base: Bench, base_steps: Sequence[StepPlan], base_s: float) -> Figures | None:
     """The figures of a variant; None: it is the same plan on the same machine."""
-    case, begin = each.case, time.perf_counter()
-    steps = asked.plan(case)
+    bench, begin = each.case.bench, time.perf_counter()
+    steps = bench.plan(each.case.choice).steps
     planning_s = time.perf_counter() - begin
-    same_machine = case.machine is base.case.machine and case.setup == base.case.setup
-    if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base.steps]:
+    same_machine = bench.machine is base.machine and bench.setup == base.setup
+    if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base_steps]:
         return None
-    figures = simulate(steps, case.machine, case.setup)
+    figures = simulate(steps, bench.machine, bench.setup)
     step_s = mean_step_s(figures)
     peak = max(figures["peak_bytes_per_rank"])
     hides = planning_s <= len(steps) * step_s
@@ -105,10 +105,10 @@ def _row(each: _TriedOptions, base: _ComparedCase, asked: Asked) -> Figures | No
         "name": each.name,
         "options": each.options,
         "step_s": step_s,
-        "times_as_fast": base.step_s / step_s,
-        "saves": 1 - step_s / base.step_s,
+        "times_as_fast": base_s / step_s,
+        "saves": 1 - step_s / base_s,
         "peak_bytes": peak,
-        "fits": peak <= case.machine.cluster.memory_bytes,
+        "fits": peak <= bench.machine.cluster.memory_bytes,
         # Plans are made while the step before runs.
         "hides": hides,
     }
@@ -123,7 +123,7 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
 # Variants
 
 
-def candidates(case: Case) -> Iterator[_TriedOptions]:
+def candidates(case: _Case) -> Iterator[_TriedOptions]:
     yield from _other_planners(case)
     yield from _other_layers(case)
     yield from _other_options(case)
@@ -132,11 +132,11 @@ def candidates(case: Case) -> Iterator[_TriedOptions]:
     yield from _other_machines(case)
 
 
-def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> _TriedOptions:
-    return _TriedOptions("planner", name, options, replace(case, choice=choice))
+def _planner(case: _Case, name: str, options: str, choice: PlannerChoice) -> _TriedOptions:
+    return _TriedOptions("planner", name, options, case._replace(choice=choice))
 
 
-def _other_planners(case: Case) -> Iterator[_TriedOptions]:
+def _other_planners(case: _Case) -> Iterator[_TriedOptions]:
     """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {
@@ -151,17 +151,17 @@ def _other_planners(case: Case) -> Iterator[_TriedOptions]:
             yield _planner(case, f"the planner {name}", f"--planner {name}{_whole(case, name)}", choice)
 
 
-def _whole(case: Case, name: str) -> str:
+def _whole(case: _Case, name: str) -> str:
     """Options for `simulate` to run the planner's microbatches and stages whole, as a report does."""
     nano_batches = " --ping-pong false" if PLANNERS[name].ping_pong else ""
-    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].joint else ""
+    stages = " --stages stages" if case.bench.setup.pipeline > 1 and PLANNERS[name].joint else ""
     return nano_batches + stages
 
 
-def _other_layers(case: Case) -> Iterator[_TriedOptions]:
+def _other_layers(case: _Case) -> Iterator[_TriedOptions]:
     choice = case.choice
     for when in ("always", "pays", "never"):
-        if when != choice.layers.routing and case.cluster.num_nodes > 1:
+        if when != choice.layers.routing and case.bench.given.cluster.num_nodes > 1:
             layers = replace(choice.layers, routing=when)
             yield _planner(
                 case,
@@ -179,7 +179,7 @@ def _other_layers(case: Case) -> Iterator[_TriedOptions]:
         )
 
 
-def _other_options(case: Case) -> Iterator[_TriedOptions]:
+def _other_options(case: _Case) -> Iterator[_TriedOptions]:
     """Each option of the planner that has alternatives, one at a time."""
     choice = case.choice
     hints = get_type_hints(PLANNERS[choice.name].options)
@@ -225,11 +225,11 @@ def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
     return []
 
 
-def _other_capacities(case: Case) -> Iterator[_TriedOptions]:
+def _other_capacities(case: _Case) -> Iterator[_TriedOptions]:
     """A rank that may hold less gives the planner less choice; one that may hold more, more."""
     now: int = case.choice.options.tokens_per_rank
-    ranks = case.choice.num_holders(case.cluster)
-    fullest = max(batch.num_tokens for batch in case.batches)
+    ranks = case.choice.num_holders(case.bench.given.cluster)
+    fullest = max(batch.num_tokens for batch in case.bench.given.batches)
     for capacity in sorted(
         {*(int(-(-fullest * scale // ranks)) for scale in SCALES), *(int(now * scale) for scale in SCALES)} - {now}
     ):
@@ -238,19 +238,21 @@ def _other_capacities(case: Case) -> Iterator[_TriedOptions]:
         yield _planner(case, name, f"--tokens-per-rank {capacity}", replace(case.choice, options=options))
 
 
-def _other_steps(case: Case) -> Iterator[_TriedOptions]:
-    setup = case.setup
+def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
+    bench, setup = case.bench, case.bench.setup
 
     def of(name: str, options: str, **changes: Any) -> _TriedOptions:
-        return _TriedOptions("step", name, options, replace(case, setup=replace(setup, **changes)))
+        return _TriedOptions(
+            "step", name, options, case._replace(bench=replace(bench, setup=replace(setup, **changes)))
+        )
 
-    if case.group > 1 and case.group % 2 == 0:
-        merged = _merged(case)
+    if bench.group > 1 and bench.group % 2 == 0:
+        merged = _merged(bench)
         yield _TriedOptions(
             "step",
-            f"{merged.group} microbatches a step of twice the tokens, not {case.group}",
+            f"{merged.group} microbatches a step of twice the tokens, not {bench.group}",
             f"--microbatches {merged.group}",
-            merged,
+            case._replace(bench=merged),
         )
     if setup.policy == "auto":
         pass  # that is the best of both already
@@ -267,24 +269,23 @@ def _other_steps(case: Case) -> Iterator[_TriedOptions]:
     if not setup.overlap_sync:
         yield of("gradients are synchronised beside the backward", "", overlap_sync=True)
     chunks = 2 * setup.interleave
-    even = case.machine.model.num_layers % (setup.pipeline * chunks) == 0 and case.group % setup.pipeline == 0
+    even = bench.machine.model.num_layers % (setup.pipeline * chunks) == 0 and bench.group % setup.pipeline == 0
     if setup.pipeline > 1 and even:
         yield of(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
 
 
-def _merged(case: Case) -> Case:
-    """Two microbatches at a time become one."""
-    pairs = zip(case.batches[::2], case.batches[1::2], strict=True)
-    return replace(case, batches=tuple(Batch(a.lengths + b.lengths) for a, b in pairs), group=case.group // 2)
+def _merged(bench: Bench) -> Bench:
+    batches = bench.given.batches
+    pairs = tuple(Batch(a.lengths + b.lengths) for a, b in zip(batches[::2], batches[1::2], strict=True))
+    return replace(bench, given=replace(bench.given, batches=pairs), group=bench.group // 2)
 
 
-def _other_machines(case: Case) -> Iterator[_TriedOptions]:
-    machine, cluster = case.machine, case.cluster
+def _other_machines(case: _Case) -> Iterator[_TriedOptions]:
+    machine, cluster = case.bench.machine, case.bench.given.cluster
 
     def faster(name: str, factors: Factors, **changes: float) -> _TriedOptions:
-        cost = PerturbedCost(machine.cost, factors)
-        other = replace(machine, cost=cost)
-        return _TriedOptions("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
+        other = replace(machine, cost=PerturbedCost(machine.cost, factors))
+        return _TriedOptions("machine", name, "", case.with_machine(other, **changes))
 
     half = 1 / FASTER
     if cluster.num_nodes > 1:
@@ -309,5 +310,4 @@ def _other_machines(case: Case) -> Iterator[_TriedOptions]:
         flops_per_s=cluster.flops_per_s * FASTER,
     )
     if any(factor > 1 for factor in machine.slowdown):
-        even = replace(machine, slowdown=())
-        yield _TriedOptions("machine", "no slow rank", "", replace(case, machine=even))
+        yield _TriedOptions("machine", "no slow rank", "", case.with_machine(replace(machine, slowdown=())))

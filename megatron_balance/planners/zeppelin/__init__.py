@@ -395,7 +395,7 @@ class Search:
         what is found for such layers.
         """
         own = plan_estimate(found.plan, self.machine)
-        if own is None or not _mostly_replays(own.backward):
+        if not _mostly_replays(own.backward):
             return found
         known = [(found, own)]
         (zone,) = found.plan.zones
@@ -404,19 +404,19 @@ class Search:
             if number > zone.waves:
                 plan = replace(found.plan, zones=(replace(zone, waves=number),))
                 priced = plan_estimate(plan, self.machine)
-                if priced is not None and not _mostly_replays(priced.backward):
+                if not _mostly_replays(priced.backward):
                     known.append((found._replace(plan=plan), priced))
                     break
         other = self.placed(replays=True)
-        if other is not None and (priced := plan_estimate(other.plan, self.machine)) is not None:
-            known.append((other, priced))
+        if other is not None:
+            known.append((other, plan_estimate(other.plan, self.machine)))
         return known[best_first([priced for _, priced in known])[0]][0]
 
 
 def _best_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> MicrobatchPlan:
-    priced = [plan_estimate(each, machine) for each in plans] if len(plans) > 1 else []
-    known = [each for each in priced if each is not None]
-    return plans[best_first(known)[0]] if known and len(known) == len(plans) else plans[0]
+    if len(plans) == 1:
+        return plans[0]
+    return plans[best_first([plan_estimate(each, machine) for each in plans])[0]]
 
 
 def _direction(price: PlacementPrice) -> int:

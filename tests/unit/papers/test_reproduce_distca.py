@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.lab.papers import distca
-from megatron_balance.lab.papers.distca_systems import (
+from megatron_balance.lab.papers.distca import (
     DistcaCase,
     GroupQueries,
     HeldTokens,

@@ -6,13 +6,13 @@ import pytest
 
 from megatron_balance.analysis.change import base_sync_s
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.lab.papers import hydraulis, hydraulis_systems
+from megatron_balance.lab.papers import hydraulis
 from megatron_balance.lab.papers.base import Effort
-from megatron_balance.lab.papers.hydraulis import PAPER
-from megatron_balance.lab.papers.hydraulis_systems import (
+from megatron_balance.lab.papers.hydraulis import (
     AUTHORS,
     B32,
     HOMOGENEOUS,
+    PAPER,
     TrainedCase,
     candidates,
     chosen,
@@ -31,10 +31,10 @@ from megatron_balance.planning.strategies import costs_of
 def few_batches():
     """Strategies are ranked on few batches here, on more where the figures are made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydraulis_systems, "RANK_BATCHES", 2)
-        patch.setattr(hydraulis_systems, "SAMPLE_BATCHES", 10)
+        patch.setattr(hydraulis, "RANK_BATCHES", 2)
+        patch.setattr(hydraulis, "SAMPLE_BATCHES", 10)
         yield
-    hydraulis_systems.candidates.cache_clear()
+    hydraulis.candidates.cache_clear()
 
 
 def test_the_candidates_hold_the_context_and_the_choice_is_the_fastest() -> None:

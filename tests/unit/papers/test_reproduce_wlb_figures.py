@@ -12,13 +12,13 @@ import pytest
 
 from megatron_balance.lab.papers import wlb_llm
 from megatron_balance.lab.papers.base import ITSELF, Effort
-from megatron_balance.lab.papers.wlb_llm import PAPER
-from megatron_balance.lab.papers.wlb_llm_systems import (
+from megatron_balance.lab.papers.wlb_llm import (
     ADAPTIVE,
     FIXED_DOCUMENT,
     FIXED_SEQUENCE,
     MIXED,
     PACKED,
+    PAPER,
     PLAIN,
     SKEW,
     TABLE_1,

@@ -8,14 +8,14 @@ import pytest
 
 from megatron_balance.lab.papers import zeppelin
 from megatron_balance.lab.papers.base import Effort, Row
-from megatron_balance.lab.papers.zeppelin import PAPER
-from megatron_balance.lab.papers.zeppelin_systems import (
+from megatron_balance.lab.papers.zeppelin import (
     DATASETS,
     DEFAULT,
     ENGINE,
     HYBRID,
     LLAMA,
     OURS,
+    PAPER,
     TE,
     TE_ROUTED,
     ZEPPELIN,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
-from megatron_balance.lab.report import run, steps
+from megatron_balance.lab.report import run
 from scripts.demo import write_page
 
 
@@ -49,14 +49,14 @@ def write(folder: Path, records: list[dict[str, Any]], *, end: str = "\n") -> Pa
 
 def test_a_folder_and_its_file_are_the_same_run(tmp_path):
     file = write(tmp_path / "one", [record(1), record(2)])
-    assert steps.read(file.parent) == steps.read(file)
-    assert steps.read(file).label == "one"
+    assert run.read(file.parent) == run.read(file)
+    assert run.read(file).label == "one"
 
 
 def test_empty_lines_and_a_last_line_cut_short_are_left_out_and_said(tmp_path):
     file = write(tmp_path / "run", [record(1), record(2)])
     file.write_text(file.read_text().replace("\n", "\n\n  \n", 1) + '{"step": 3, "lo', encoding="utf-8")
-    found = steps.read(file)
+    found = run.read(file)
     assert [step["step"] for step in found.steps] == [1, 2]
     assert any(note.startswith("2 empty lines") for note in found.notes)
     assert any("Line 5, the last, is incomplete" in note for note in found.notes)
@@ -65,7 +65,7 @@ def test_empty_lines_and_a_last_line_cut_short_are_left_out_and_said(tmp_path):
 def test_a_line_cut_short_by_a_kill_is_left_out_and_said_also_where_another_run_went_on(tmp_path):
     file = write(tmp_path / "run", [record(1)])
     file.write_text(f'{file.read_text()}{{"step": 2, "lo\n{json.dumps(record(2))}\n', encoding="utf-8")
-    found = steps.read(file)
+    found = run.read(file)
     assert [step["step"] for step in found.steps] == [1, 2]
     assert any(note.startswith("Line 2 is incomplete") for note in found.notes)
 
@@ -98,7 +98,7 @@ def test_a_damaged_line_is_named_with_what_was_expected(tmp_path, line, message)
     file = write(tmp_path / "run", [record(1)])
     file.write_text(f"{file.read_text()}{line}\n{json.dumps(record(3))}\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        steps.read(file)
+        run.read(file)
     assert message in str(caught.value)
 
 
@@ -113,18 +113,18 @@ def test_a_damaged_line_is_named_with_what_was_expected(tmp_path, line, message)
 )
 def test_a_missing_or_empty_log_is_said(tmp_path, make, message):
     with pytest.raises(ConfigError, match=message):
-        steps.read(make(tmp_path))
+        run.read(make(tmp_path))
 
 
 def test_bytes_that_are_no_text_are_a_damaged_line(tmp_path):
     (tmp_path / "steps.jsonl").write_bytes(b"\x80\x03}q\x00\n")
     with pytest.raises(ConfigError, match="line 1: is damaged"):
-        steps.read(tmp_path)
+        run.read(tmp_path)
 
 
 def test_steps_that_ran_again_after_a_restart_count_once(tmp_path):
     file = write(tmp_path / "run", [record(1), record(2, loss=9.0), record(3), record(2, loss=5.5), record(6)])
-    found = steps.read(file)
+    found = run.read(file)
     assert [step["step"] for step in found.steps] == [1, 2, 3, 6]
     assert found.series("loss")[1] == 5.5
     assert any("1 step ran more than once" in note for note in found.notes)
@@ -142,7 +142,7 @@ def test_missing_keys_leave_their_parts_out(tmp_path):
     bare = [{"step": step, "step_ms": 100.0 + step} for step in range(1, 9)]
     found = run.document([write(tmp_path / "bare", bare)])
     each = found["runs"][0]
-    assert set(each["missing"]) == {*steps.NUMBERS, *steps.LOADS}
+    assert set(each["missing"]) == {*run.NUMBERS, *run.LOADS}
     assert each["tokens_per_s"] is None
     assert each["loss"] is None
     assert set(each["curves"]) == {"steps_per_point", "step", "step_ms"}
@@ -281,9 +281,7 @@ def test_real_keys_are_those_that_are_read():
     room = Path(__file__).resolve().parents[3] / "megatron_balance" / "training"
     written = "".join((room / name).read_text(encoding="utf-8") for name in ("log.py", "figures.py"))
     missing = [
-        key
-        for key in ("step", "step_ms", "planner", "counters", *steps.NUMBERS, *steps.LOADS)
-        if f'"{key}"' not in written
+        key for key in ("step", "step_ms", "planner", "counters", *run.NUMBERS, *run.LOADS) if f'"{key}"' not in written
     ]
     assert missing == []
     assert set(run.NAMES) == set(run.FOLLOWED)

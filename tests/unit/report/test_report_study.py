@@ -13,8 +13,8 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import CAUSAL, FULL
+from megatron_balance.lab.bench import best_of, hold_against, in_the_mean, saving
 from megatron_balance.lab.report import limits, numbers
-from megatron_balance.lab.report.ranking import best_of, hold_against, in_the_mean, saving
 from megatron_balance.lab.report.study import SHOWN_RANKS, answer, length_histogram, placement, timeline
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner

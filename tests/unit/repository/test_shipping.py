@@ -245,7 +245,7 @@ def test_wheel_and_sdist_hold_every_module_patch_and_preset(shipped, form):
         if path.suffix not in (".pyc", ".md")
     }
     assert {
-        "megatron_balance/patches/pretrain.py",
+        "megatron_balance/patches/training_loop.py",
         "megatron_balance/configs/cluster/h200.yaml",
         "megatron_balance/py.typed",
     } <= wanted

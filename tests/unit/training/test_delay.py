@@ -16,7 +16,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.ledger import DataIdentity, Ledger
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
-from megatron_balance.training.sequences import PoolLengths, Recalled, Sequences, by_nano_batch
+from megatron_balance.training.tokens import PoolLengths, Recalled, Sequences, by_nano_batch
 from megatron_balance.workloads.documents import DocumentPiece, DocumentStream
 
 CONTEXT = 512

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.tokens import PoolLengths
 
 
 def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron_balance.errors import DataError
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.pool import Pool, TensorParallel
-from megatron_balance.training.sequences import share_lengths
+from megatron_balance.training.tokens import share_lengths
 
 
 def test_an_error_of_a_data_set_is_told_with_all_its_causes() -> None:

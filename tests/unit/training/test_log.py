@@ -33,7 +33,7 @@ from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.log import LineFile, LogTarget, StepLog
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
-from megatron_balance.training.sequences import PoolLengths
+from megatron_balance.training.tokens import PoolLengths
 
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)

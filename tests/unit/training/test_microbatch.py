@@ -9,8 +9,15 @@ pytest.importorskip("torch")
 
 import torch
 
-from megatron_balance.training.sequences import PoolLengths, Sequences, by_nano_batch, from_bits, to_bits
-from megatron_balance.training.tokens import assemble, interleave
+from megatron_balance.training.tokens import (
+    PoolLengths,
+    Sequences,
+    assemble,
+    by_nano_batch,
+    from_bits,
+    interleave,
+    to_bits,
+)
 
 
 def test_weights_of_any_size_survive_the_exchange() -> None:

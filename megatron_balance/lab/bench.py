@@ -1,0 +1,459 @@
+"""Planners on a bench: the machine and the kind of step that their plans are simulated on, a row of
+figures of each, and the order of rows: which planner is the best, and what it saves.
+
+Verbs import this for `--help`, so what simulates is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.lab import Progress
+from megatron_balance.planning.choice import planning_cost
+
+if TYPE_CHECKING:
+    from megatron_balance.analysis.change import Layouts
+    from megatron_balance.analysis.machine import Machine
+    from megatron_balance.analysis.step_memory import StepMemory
+    from megatron_balance.cost.base import MachineCost
+    from megatron_balance.ir.batch import Batch
+    from megatron_balance.ir.cluster import Cluster
+    from megatron_balance.ir.model import Model
+    from megatron_balance.ir.plan import MicrobatchPlan
+    from megatron_balance.ir.step import StepPlan
+    from megatron_balance.planning.choice import PingPong, PlannerChoice, Run, Stages, StepMode
+    from megatron_balance.simulator.report import Perturbation
+    from megatron_balance.simulator.setup import Setup
+    from megatron_balance.simulator.step import Step
+
+Figures = dict[str, Any]
+"""A JSON object."""
+
+MOST_STEPS = 4
+"""Number of first steps on which limits and variants are simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of a verb. `assumed` says in words which parts nobody gave."""
+
+    batches: tuple[Batch, ...]
+    cluster: Cluster
+    model: Model
+    planners: tuple[PlannerChoice, ...]
+    tokens_per_rank: int
+    config: Run
+    assumed: str
+    plan_costs: Path | None = None
+    tensor_parallel: int = 1
+    """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
+
+    def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
+        """The cost model that planners plan by; `cluster`: other ranks of the same kind."""
+        cluster = cluster or self.cluster
+        if self.plan_costs is None:
+            return AnalyticCost(cluster, self.model, self.tensor_parallel, exchanges=True)
+        return planning_cost(cluster, self.model, self.plan_costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One planner's steps, and how they run; `plan_ms`: of a batch, on average."""
+
+    choice: PlannerChoice
+    mode: StepMode
+    steps: tuple[StepPlan, ...]
+    plan_ms: float
+    context_parallel: int | None = None
+    """Ranks of a replica, where the planner keeps replicas."""
+    layouts: Layouts | None = None
+    """The owner of weights, where the planner changes between strategies."""
+    sizes: tuple[dict[str, Any], ...] = ()
+    """Where nobody said `context_parallel`: every size that was simulated, ascending."""
+
+    @property
+    def name(self) -> str:
+        return self.choice.name
+
+    def described(self) -> dict[str, Any]:
+        """The mode for JSON, by the keys of a configuration."""
+        mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
+        return {**mode, "context_parallel": self.context_parallel, "sizes": list(self.sizes)}
+
+    def in_words(self) -> str:
+        """The mode in words; empty where microbatches run whole, on one stage."""
+        others = ", ".join(str(each["context_parallel"]) for each in self.sizes)
+        fastest = f" (fastest of {others})" if len(self.sizes) > 1 else ""
+        parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}{fastest}"]
+        parts += ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
+        parts += {
+            "joint": ["all pipeline stages attending together"],
+            "stages": ["each pipeline stage attending for itself"],
+            None: [],
+        }[self.mode.pipeline]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The machine and the kind of step that plans are simulated on.
+
+    `group`: batches of a step. `pool`: the machine of all pipeline stages' ranks; `machine` where
+    there is one stage. `ping_pong`, `stages`: as the keys `ping_pong` and `pipeline` of a
+    configuration.
+    """
+
+    given: Inputs
+    machine: Machine
+    setup: Setup
+    perturbation: Perturbation
+    group: int
+    pool: Machine
+    progress: Progress
+    ping_pong: PingPong = False
+    stages: Stages = "stages"
+    price: float | None = None
+    """Of a GPU-hour."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.pool.cluster.num_ranks * self.given.tensor_parallel
+
+    def mfu(self, found: dict[str, Any]) -> float:
+        """A step's FLOPs over what its GPUs could compute by their data sheet meanwhile."""
+        from megatron_balance.cost.modules import model_flops
+
+        flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
+        seconds = sum(batch.num_tokens for batch in self.given.batches) / found["tokens_per_s"]
+        pool = self.pool.cluster
+        return flops / (seconds * pool.num_ranks * pool.flops_per_s)
+
+    def mode(self, choice: PlannerChoice) -> StepMode:
+        """The mode in which a planner's steps run."""
+        from megatron_balance.planning.choice import step_mode
+
+        found = step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
+        if found.joint and self.given.model.other_layers:
+            raise ConfigError(
+                f"{self.given.model.name} has layers of two masks, and pipeline stages that attend together have one; "
+                f"{choice.name} runs them with --stages stages"
+            )
+        return found
+
+    def memory(self, mode: StepMode) -> StepMemory:
+        """The memory of a step around its plans, as it is simulated."""
+        from megatron_balance.simulator.setup import StageSetup, step_memory
+
+        found = step_memory(StageSetup(self.machine, self.setup))
+        return replace(found, asked="replay") if mode.joint else found
+
+    def plan(self, choice: PlannerChoice) -> Planned:
+        """Plan all steps; replicas have one size: where nobody says which, the fastest that fits."""
+        from megatron_balance.solvers.groups import context_sizes, least_context
+
+        given, options = self.given, choice.options
+        if not choice.planner.replicas or options.strategy is not None or options.context_parallel is not None:
+            return self._plan(choice)
+        least = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
+        found: list[tuple[dict[str, Any], Planned]] = []
+        refused: list[InfeasibleError] = []
+        for size in (each for each in context_sizes(given.cluster) if each >= least):
+            try:
+                planned = self._plan(replace(choice, options=replace(options, context_parallel=size)))
+                simulated = self.simulate(planned)
+            except InfeasibleError as error:
+                refused.append(error)
+                continue
+            fits = max(simulated["peak_bytes_per_rank"]) <= given.cluster.memory_bytes
+            step_s = simulated["step_s"]["median"]
+            found.append(({"context_parallel": size, "step_s": step_s, "fits": fits}, planned))
+        if not found:
+            raise refused[0]
+        fastest = min(found, key=lambda each: (not each[0]["fits"], each[0]["step_s"]))[1]
+        return replace(fastest, choice=choice, sizes=tuple(size for size, _ in found))
+
+    def _plan(self, choice: PlannerChoice) -> Planned:
+        from megatron_balance.compile.proof.structure import verify_plans
+        from megatron_balance.ir.step import EMPTY
+        from megatron_balance.planners.base import JointStages, StepContext
+        from megatron_balance.planning.strategies import with_proposed
+
+        given, mode = self.given, self.mode(choice)
+        degrees = choice.planner.pipelines and (choice.given.get("strategies") or choice.given.get("strategy"))
+        if degrees and given.tensor_parallel > 1:
+            raise ConfigError(
+                f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
+            )
+        pool = self.pool.cluster
+        joint = JointStages(pool, self.setup.interleave) if mode.joint else None
+        context = StepContext(
+            given.cluster,
+            given.model,
+            given.planning_cost(),
+            joint=joint,
+            ping_pong=mode.ping_pong,
+            memory=self.memory(mode),
+        )
+        groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
+        lengths = [tuple(batch.lengths for batch in group) for group in groups]
+        choice = with_proposed(choice, lengths, context)
+        begin = time.perf_counter()
+        steps: list[StepPlan] = []
+        carry = EMPTY
+        for group in self.progress(lengths, f"{choice.name}: plan"):
+            step, carry = choice.plan_step(group, context, carry)
+            steps.append(step)
+        plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
+        for step in steps:
+            verify_plans(step)
+        context_parallel = choice.options.context_parallel if choice.planner.replicas else None
+        layouts = None
+        if choice.planner.layouts is not None:
+            layouts = choice.planner.layouts(choice.options, given.cluster.num_ranks, None)
+        return Planned(choice, mode, tuple(steps), plan_ms, context_parallel, layouts)
+
+    def simulate(self, planned: Planned) -> dict[str, Any]:
+        """The statistics of all steps (`simulator.report.summary`)."""
+        # `step_with_host_s`: where devices wait for their hosts, too; None where the costs have no
+        # prices of a host.
+        from megatron_balance.simulator.report import summary
+
+        found = summary(self._steps(planned, self.machine, self.pool))
+        host, with_host = self.machine.cost.host, None
+        if host.is_modelled:
+            stage, pool = (replace(each, host=host) for each in (self.machine, self.pool))
+            with_host = summary(self._steps(planned, stage, pool))["step_s"]
+        return {**found, "step_with_host_s": with_host, **planned.described()}
+
+    def _steps(self, planned: Planned, stage: Machine, pool: Machine) -> list[Step]:
+        from megatron_balance.simulator.training import simulate_planned
+
+        machines = list(zip(self.perturbation.machines(stage), self.perturbation.machines(pool), strict=True))
+        setup = replace(self.setup, layouts=planned.layouts)
+        return [
+            simulate_planned(step, *each, setup)
+            for step in self.progress(planned.steps, f"{planned.name}: simulate")
+            for each in machines
+        ]
+
+    def imbalance(self, planned: Planned) -> dict[str, float]:
+        """Largest over mean load of the ranks, mean over microbatches."""
+        from megatron_balance.analysis.statistics import plan_statistics
+
+        plans = {
+            "tokens": [plan for step in planned.steps for plan in step.plans],
+            "attention": [plan for step in planned.steps for plan in step.attention],
+        }
+        return {
+            key: fmean(plan_statistics(plan, self.given.model)["imbalance"][key] for plan in found)
+            for key, found in plans.items()
+        }
+
+    def play(self, choice: PlannerChoice) -> PlayedCase:
+        planned = self.plan(choice)
+        found = self.simulate(planned)
+        peak = max(found["peak_bytes_per_rank"])
+        row = {
+            "planner": planned.name,
+            "step_s": found["step_s"]["median"],
+            "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
+            "tokens_per_s": found["tokens_per_s"],
+            "mfu": self.mfu(found),
+            "gpu_hours": gpu_hours(found["tokens_per_s"], self.num_gpus),
+            "over_bound": found["mean_step_s"] / self.bound_s(),
+            "imbalance": self.imbalance(planned),
+            "plan_ms": planned.plan_ms,
+            "peak_bytes": peak,
+            "changes": found.get("changes"),  # pull and push of steps of another strategy than the base layout
+            "fits": peak <= self.given.cluster.memory_bytes,
+            # Plans are made while the step before runs.
+            "hides": self.group * planned.plan_ms <= 1e3 * found["step_s"]["median"],
+            **planned.described(),
+        }
+        return PlayedCase(self, planned, found, row)
+
+    def compare(
+        self, choices: Sequence[PlannerChoice], baseline: str, *, explicit: bool
+    ) -> tuple[list[PlayedCase], dict[str, str]]:
+        """Planners' steps held against those of `baseline`, and why planners that nobody named
+        (`explicit`: somebody did) were left out. ConfigError: the baseline cannot plan, or a named
+        planner cannot run as asked. InfeasibleError: a named planner cannot place the batches.
+        """
+        played: list[PlayedCase] = []
+        left_out: dict[str, str] = {}
+        for choice in self.progress(choices, "planners"):
+            try:
+                self.mode(choice)
+            except ConfigError as error:
+                if explicit:
+                    raise
+                left_out[choice.name] = str(error)
+                continue
+            try:
+                played.append(self.play(choice))
+            except InfeasibleError as error:
+                if explicit:
+                    raise
+                left_out[choice.name] = str(error)
+        base = next((each for each in played if each.name == baseline), None)
+        if base is None:
+            raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
+        hold_against([each.row for each in played], base.row)
+        return played, left_out
+
+    def first_steps(self) -> Bench:
+        """The bench with the batches of the first few steps only."""
+        return replace(self, given=replace(self.given, batches=self.given.batches[: MOST_STEPS * self.group]))
+
+    def bound_s(self) -> float:
+        """Seconds of even computation of a step (`simulator.step`): the mean over the steps."""
+        return fmean(self.bound_s_per_step())
+
+    def bound_s_per_step(self) -> list[float]:
+        from megatron_balance.simulator.step import bound_s
+
+        batches = self.given.batches
+        groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
+        return [bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups]
+
+    def described(self) -> dict[str, Any]:
+        given = self.given
+        return {
+            "bound_s": self.bound_s(),
+            "bound_s_per_step": self.bound_s_per_step(),
+            "cluster": given.cluster.name,
+            "model": given.model.name,
+            "num_ranks": given.cluster.num_ranks,
+            "gpus_per_rank": given.tensor_parallel,
+            "num_gpus": self.num_gpus,
+            "price_per_gpu_hour": self.price,
+            "assumed": given.assumed or None,
+            "capacity_tokens_per_rank": given.tokens_per_rank,
+        }
+
+    def headline(self) -> str:
+        given = self.given
+        cluster = given.cluster
+        assumed = f" ({given.assumed})" if given.assumed else ""
+        count = len(given.batches) // self.group
+        tokens = fmean(batch.num_tokens for batch in given.batches)
+        ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
+        what = (
+            f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
+            f"{cluster.name}{assumed}"
+        )
+        steps = f"{count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
+        return f"{what}; {steps}; bound {self.bound_s():.3f} s: even computation, nothing moves"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedCase:
+    """A planner's simulated steps. `found`: their statistics; `row`: what a table has of them, and
+    what `hold_against` adds.
+    """
+
+    bench: Bench
+    planned: Planned
+    found: Figures
+    row: Figures
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def steps(self) -> tuple[StepPlan, ...]:
+        return self.planned.steps
+
+    @property
+    def first_plan(self) -> MicrobatchPlan:
+        """The first microbatch of the first step."""
+        return self.steps[0].plans[0]
+
+    def first_steps(self) -> PlayedCase:
+        """A copy with the first few steps only; the row stays that of all steps."""
+        planned = replace(self.planned, steps=self.steps[:MOST_STEPS])
+        return replace(self, bench=self.bench.first_steps(), planned=planned)
+
+
+# The order of rows
+
+
+APART = 0.03
+"""Share by which the speedups of median steps and of all steps may differ without a word."""
+
+BILLION = 1e9
+"""Tokens for which GPU-hours and their cost are told."""
+
+Row = Mapping[str, Any]
+"""Figures of a planner or variant: `step_s`; `fits`, in memory; `hides`, its planning in a step."""
+
+
+def named(row: Row) -> str:
+    """The planner, with the size of its replicas where it keeps replicas."""
+    size = row["context_parallel"]
+    return row["planner"] if size is None else f"{row['planner']} (CP {size})"
+
+
+def runs(row: Row) -> bool:
+    """Whether a job can run these steps: they fit in memory, and planning hides behind them."""
+    return row["fits"] and row["hides"]
+
+
+def why_not(row: Row) -> str:
+    """The reason why a job cannot run these steps; empty: it can."""
+    if not row["fits"]:
+        return "does not fit in memory"
+    return "" if row["hides"] else "takes longer to plan than a step"
+
+
+def standing(row: Row) -> tuple[bool, bool, float]:
+    """The order: what a job can run, then what fits, then the rest; the fastest first."""
+    return not runs(row), not row["fits"], row["step_s"]
+
+
+def best_of(rows: Sequence[Row]) -> str | None:
+    """The planner with the fastest steps of those that a job can run; None: there is none."""
+    best = min(rows, key=standing)
+    return best["planner"] if runs(best) else None
+
+
+def gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
+    """GPU-hours of a billion tokens."""
+    return num_gpus * BILLION / tokens_per_s / 3600
+
+
+def hold_against(rows: Sequence[MutableMapping[str, Any]], base: Row) -> None:
+    """Add to each row its speedup over `base`, of median steps and of all, and saved GPU-hours."""
+    for row in rows:
+        row["speedup"] = base["step_s"] / row["step_s"]
+        row["mean_speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
+        row["gpu_hours_saved"] = base["gpu_hours"] - row["gpu_hours"]
+
+
+def in_the_mean(row: Row) -> str:
+    """A note on the speedup over all steps, where that of median steps says otherwise; else empty."""
+    apart = abs(row["mean_speedup"] / row["speedup"] - 1)
+    return (
+        f"over all steps {row['mean_speedup']:.2f}x, over the median one {row['speedup']:.2f}x" if apart > APART else ""
+    )
+
+
+def saving(row: Row, base: Row, price: float | None) -> str:
+    """A sentence on what `row` saves beside `base`; `price`: of a GPU-hour, in any currency."""
+    hours, saved = row["gpu_hours"], row["gpu_hours_saved"]
+    cannot, mean = why_not(base), in_the_mean(row)
+    note = f"; {base['planner']} {cannot}, so no job spends them" if cannot else ""
+    cost = "" if price is None else f", {price * saved:,.2f} at {price:g} an hour"
+    return (
+        f"{row['planner']} takes {hours:,.1f} GPU-hours for a billion tokens, {named(base)} "
+        f"{base['gpu_hours']:,.1f}: {saved:,.1f} saved ({saved / base['gpu_hours']:.0%}{cost}); MFU {row['mfu']:.1%} "
+        f"instead of {base['mfu']:.1%}{note}{f'; speedup {mean}' if mean else ''}"
+    )
