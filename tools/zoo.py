@@ -105,7 +105,8 @@ TWEAKS: dict[str, dict[str, Any]] = {
 }
 """Keys that must fit one another, by type."""
 OTHER_MECHANISMS = re.compile(
-    r"mix tokens|layer_types: conv|indexer|soft-capped|inside chunks|position_bias|not causal|union of masks|cross|see an encoder"
+    r"mix tokens|layer_types: conv|indexer|soft-capped|inside chunks|position_bias|not causal|union of masks"
+    r"|see an encoder"
 )
 """In reasons: what a decoder has beside causal or windowed attention."""
 NOT_PLAIN = {

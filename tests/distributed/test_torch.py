@@ -269,6 +269,7 @@ ZOO = {
     Case("llama"): "equal",
     Case("gpt_oss"): "equal",  # windows in every other layer, and sinks
     Case("deepseek_v3"): "equal",  # latents: values of another width than keys
+    Case("mimo_v2_flash"): "equal",  # more heads of keys in layers with windows, and values of another width
     Case("bert", "encoder"): "equal",
     Case("gemma2"): "refused",  # soft-capped scores
     Case("llama4_text"): "refused",  # chunks

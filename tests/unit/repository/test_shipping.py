@@ -438,7 +438,9 @@ def test_any_number_of_gpus_has_a_layout_of_several_replicas(cluster, technique)
         flags = ["--pipeline-model-parallel-size", str(stages)]
         if nodes * gpus % stages:
             refused = cluster.run("multi_node.sbatch", "--dry-run", *flags, **job).stderr
-            assert refused.startswith(f"error: {nodes} nodes of {gpus} GPUs cannot hold tensor parallelism of 1 and"), job
+            assert refused.startswith(f"error: {nodes} nodes of {gpus} GPUs cannot hold tensor parallelism of 1 and"), (
+                job
+            )
             continue
         command = cluster.printed("multi_node.sbatch", *flags, **job)
         replica = stages * int(after(command, "--context-parallel-size"))

@@ -166,36 +166,34 @@ def test_a_reference_model_on_the_same_batch_is_counted_by_its_own_layers() -> N
         batch.gather(late)
 
 
-@pytest.mark.parametrize("how", ["plain", "no_grad", "reentrant", "checkpoint", "compiled", "top", "head"])
+@pytest.mark.parametrize("how", ["plain", "no_grad", "reentrant", "checkpoint", "top", "head"])
 def test_further_values_of_a_forward_pass_and_those_of_a_second_model_do_not(how: str) -> None:
     """`top`, `head`: only the last layer, or none below the head, is trained."""
-    with compiling() if how == "compiled" else nullcontext():
-        model, past = made("Llama").train(), made("Llama", "sdpa").train()
-        if how in ("reentrant", "checkpoint"):
-            for each in (model, past):
-                each.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
-        if how in ("top", "head"):
-            model.requires_grad_(False)
-            for part in (model.lm_head, *model.model.layers[LAYERS - (how == "top") :]):
-                part.requires_grad_()
-        batch, other = dealt(model), dealt(model)
-        run: Any = torch.compile(model, backend="eager", dynamic=True) if how == "compiled" else model
-        for _ in range(2):
-            with torch.no_grad() if how == "no_grad" else nullcontext():
-                logits = run(**hf.inputs(batch)).logits[0]
-                late = past(input_ids=batch.tokens[None]).logits[0]
-            loss = summed(logits, batch)
-            mean = batch.mean_loss(loss)
-            if how != "no_grad":
-                mean.backward()
-                batch.gather(F.log_softmax(logits, -1))
-                batch.gather_rows(logits)
-            batch.global_loss(loss.detach())
-            for wrong in (late, late.detach(), summed(late, batch)):
-                with pytest.raises(ConfigError, match=f"{PAST}none.* attended=0: no attention made the values, or"):
-                    batch.global_loss(wrong) if not wrong.ndim else batch.gather(wrong)
-        with pytest.raises(ConfigError, match=f"{PAST}none"):
-            batch.mean_loss(summed(model(**hf.inputs(other)).logits[0], other))
+    model, past = made("Llama").train(), made("Llama", "sdpa").train()
+    if how in ("reentrant", "checkpoint"):
+        for each in (model, past):
+            each.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    if how in ("top", "head"):
+        model.requires_grad_(False)
+        for part in (model.lm_head, *model.model.layers[LAYERS - (how == "top") :]):
+            part.requires_grad_()
+    batch, other = dealt(model), dealt(model)
+    for _ in range(2):
+        with torch.no_grad() if how == "no_grad" else nullcontext():
+            logits = model(**hf.inputs(batch)).logits[0]
+            late = past(input_ids=batch.tokens[None]).logits[0]
+        loss = summed(logits, batch)
+        mean = batch.mean_loss(loss)
+        if how != "no_grad":
+            mean.backward()
+            batch.gather(F.log_softmax(logits, -1))
+            batch.gather_rows(logits)
+        batch.global_loss(loss.detach())
+        for wrong in (late, late.detach(), summed(late, batch)):
+            with pytest.raises(ConfigError, match=f"{PAST}none.* attended=0: no attention made the values, or"):
+                batch.gather(wrong) if wrong.ndim else batch.global_loss(wrong)
+    with pytest.raises(ConfigError, match=f"{PAST}none"):
+        batch.mean_loss(summed(model(**hf.inputs(other)).logits[0], other))
 
 
 def test_each_of_several_forwards_lets_values_through_once() -> None:
@@ -223,6 +221,9 @@ def test_calls_of_compiled_layers_and_models_are_counted_when_they_run() -> None
             logits = whole(**hf.inputs(batch)).logits[0]
             torch.testing.assert_close(logits, wanted)
             batch.mean_loss(summed(logits, batch)).backward()
+            batch.gather(F.log_softmax(logits, -1))
+        with pytest.raises(ConfigError, match=f"{PAST}none"):
+            batch.gather(made("Llama", "sdpa")(input_ids=batch.tokens[None]).logits[0])
         with pytest.raises(ConfigError, match=f"{PAST}none"):
             batch.mean_loss(summed(made("Llama", "sdpa")(**hf.inputs(batch)).logits[0], batch))
 
