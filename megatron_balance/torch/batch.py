@@ -173,6 +173,7 @@ class BalancedBatch:
         if out.grad_fn is not None:
             out.grad_fn.metadata[self._mark] = self._forward
 
+    @disable
     def _check_attended(self, attended: int | None, *values: Tensor) -> None:
         """Refuse values of a forward whose attention did not reach the plan."""
         each = None if attended is None else at_least(0, "attended", attended)
