@@ -50,6 +50,10 @@ WINDOWED = ("mistral", "mixtral", "phi3")
 # their layers says otherwise.
 EVERY_NTH_SEES_ALL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}
 
+# Beginnings of families some of whose layers have other heads, or heads of other widths, than their
+# configuration says of all.
+OWN_HEADS = ("gemma4", "jetmoe", "laguna", "mimo_v2_flash")
+
 # Facts whose names tell architectures apart.
 SIZES = ("num_heads", "hidden_size", "num_layers")
 
@@ -60,7 +64,6 @@ UNLIKE: dict[str, str] = {
     "index_topk": "sparse attention to the keys that an indexer takes, as DeepSeek-V3.2's; no planner knows it",
     "is_encoder_decoder": "queries of a decoder that see an encoder's keys; no planner knows them",
     "add_cross_attention": "queries of a decoder that see an encoder's keys; no planner knows them",
-    "per_layer_config": "heads or sizes that differ from layer to layer; plans are made for one kind of layer",
     **dict.fromkeys(
         [
             "attn_layer_period",
@@ -97,7 +100,7 @@ def proved() -> Mapping[str, Any]:
     words that were proved. `types`: those that came out equal: `mask`, if it is not
     causal; `sizes`, their names; `keys`, the others that they were run with, each with the values of
     switches, words and lists' entries that were tried, or null for a number, which may be any;
-    `wrong`, keys that were set and came out otherwise.
+    `wrong`, keys that were set and came out otherwise. Of settings by layer the names count.
     `refused`: those that did not, and why. `untried`: Transformers' other types.
     """
     return read_json(Path(__file__).parent / "configs" / "transformers.json")
@@ -139,6 +142,12 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
         found["attention"] = mask
     activation = str(value(config, "hidden_act") or value(config, "hidden_activation") or "")
     family = str(value(config, "model_type") or "")
+    if family.startswith(OWN_HEADS):
+        log.warning(
+            "model type %s: some layers may have other heads than %d of %d, with %d for keys; plans and estimates "
+            "count on these in all layers",
+            *(family, found["num_heads"], found["head_dim"], found["num_kv_heads"]),
+        )
     return {
         **found,
         **({} if (window := _window_of(config)) is None else {"attention": SlidingWindow(window).name}),
@@ -343,7 +352,19 @@ def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, st
 
 
 def _listed(got: object) -> Sequence[object]:
+    # Entries of a list; of settings by layer their names.
+    got = by_layer(got)
     return cast("Sequence[object]", got) if isinstance(got, list | tuple) else (got,)
+
+
+def by_layer(got: object) -> object:
+    """Get the names of settings that some layers have for themselves; any other value as it is."""
+    if not isinstance(got, Mapping):
+        return got
+    each = list(cast("Mapping[object, object]", got).values())
+    if not all(isinstance(own, Mapping) for own in each):
+        return got
+    return sorted({str(name) for own in each for name in cast("Mapping[object, object]", own)})
 
 
 def is_neutral(key: str) -> bool:

@@ -104,6 +104,22 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "glm5_next": {"index_topk": 16},
 }
 """Keys that must fit one another, by type."""
+OTHER_MECHANISMS = re.compile(
+    r"mix tokens|layer_types: conv|indexer|soft-capped|inside chunks|position_bias|not causal|union of masks"
+    r"|see an encoder"
+)
+"""In reasons: what a decoder has beside causal or windowed attention."""
+NOT_PLAIN = {
+    **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
+    **dict.fromkeys(("big_bird", "megatron-bert", "rembert", "roformer", "xlm", "xlnet"), "sees both ways"),
+    "cpmant": "position bias",
+    "deepseek_v4": "compressed keys",
+    "doge": "a mask made of values",
+    "git": "a prefix of images",
+    **dict.fromkeys(("mllama", "trocr"), "cross attention"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "rwkv"), "no attention"),
+}
+"""Refused types with another mechanism that their reason does not say."""
 KV_HEADS = re.compile(r"(swa_)?num_(key_value|kv)_heads|num_query_groups")
 
 
@@ -243,6 +259,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     *((each, {"per_layer_config": {}}) for each in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")),
+    ("gemma4_text", {"per_layer_config": {3: {"head_dim": 32, "num_key_value_heads": 1}}, "attention_k_eq_v": True}),
     ("lfm2", {"layer_types": ["full_attention"] * LAYERS}),
     ("mistral", {"sliding_window": None}),
     ("mixtral", {"sliding_window": WINDOW}),
@@ -348,10 +365,11 @@ def run_case(case: Case, rank: int, join: Callable[[], None] = lambda: None) -> 
 
 def _level(keys: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
     """Type, names of sizes, and the keys that may matter and are set, or are switches."""
-    from megatron_balance.model_config import UNLIKE, UNSET, is_neutral, sizes
+    from megatron_balance.model_config import UNLIKE, UNSET, by_layer, is_neutral, sizes
 
     matter = {key: got for key, got in keys.items() if not is_neutral(key) and key not in UNLIKE}
     matter = {key: got for key, got in matter.items() if isinstance(got, bool) or got not in UNSET}
+    matter = {key: by_layer(got) for key, got in matter.items()}
     return str(keys.get("model_type")), sizes(keys), {k: 0 if isinstance(v, dict) else v for k, v in matter.items()}
 
 
@@ -518,7 +536,7 @@ def _child(case: Case, rank: int, store: str, pipe: Any) -> None:
     os._exit(0)
 
 
-# What is known, and the page
+# The list of what is known, and the page
 
 
 def known_of(rows: Sequence[Found], before: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -619,7 +637,26 @@ def judged(rows: Sequence[Found], chosen: Sequence[Case], known: Mapping[str, An
     return found
 
 
-def page_of(rows: Sequence[Found], version: str) -> str:
+def plain_decoders(rows: Sequence[Found], chosen: Sequence[Case], known: Mapping[str, Any]) -> tuple[list[str], int]:
+    """The refused ones of the decoders that attend causally or in windows, and do nothing else; and
+    how many these are, at their defaults.
+    """
+    plain = [
+        row
+        for row, case in zip(rows, chosen, strict=True)
+        if case.head == "causal" and not case.keys and row.status != "untried"
+        if not OTHER_MECHANISMS.search(row.reason) and case.type not in NOT_PLAIN
+        if known["types"].get(case.type, {}).get("mask") is None and not tiny(case).is_encoder_decoder
+    ]
+    return [row.name for row in plain if row.status != "equal"], len(plain)
+
+
+def share_of(refused: Sequence[str], number: int) -> str:
+    """Say how many of so many plain decoders are refused."""
+    return f"{len(refused)} of {number} plain decoders are refused ({100 * len(refused) / max(1, number):.1f} %)"
+
+
+def page_of(rows: Sequence[Found], plain: tuple[list[str], int], version: str) -> str:
     counted = {status: sum(each.status == status for each in rows) for status in STATUSES[::-1]}
     lines = [
         "# Which models of Transformers work",
@@ -639,6 +676,10 @@ def page_of(rows: Sequence[Found], version: str) -> str:
         "",
         ", ".join(f"{number} {status}" for status, number in counted.items()) + "; the largest difference of",
         f"those that are equal is {max([0.0, *(row.difference or 0.0 for row in rows if row.status == 'equal')]):.1e}.",
+        "",
+        f"{share_of(*plain)}: {', '.join(f'`{name}`' for name in plain[0])}.",
+        "Plain is a model for causal language, of one stack, that attends causally or in windows, and has",
+        "no other mechanism (cap, bias, chunk, indexer, mixer of tokens).",
         "",
         "The same run writes `configs/transformers.json`, the list of types, keys and values that",
         "`model_config.check` goes by ([torch.md](../torch.md#which-models)).",
@@ -696,8 +737,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         LIST.write_text(text_of(known), encoding="utf-8")
         known = json.loads(LIST.read_text(encoding="utf-8"))
     rows = judged(rows, chosen, known)
+    plain = plain_decoders(rows, chosen, known)
     if options.write:
-        options.write.write_text(page_of(rows, transformers.__version__), encoding="utf-8")
+        options.write.write_text(page_of(rows, plain, transformers.__version__), encoding="utf-8")
     if options.json:
         print(json.dumps([asdict(each) for each in rows], indent=1))
     else:
@@ -706,6 +748,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.status:8} {apart:8} {row.name}  {row.reason}")
     counted = {status: sum(each.status == status for each in rows) for status in STATUSES}
     print(", ".join(f"{number} {status}" for status, number in counted.items()), file=sys.stderr)
+    print(share_of(*plain), file=sys.stderr)
     return 1 if counted["WRONG"] else 0
 
 

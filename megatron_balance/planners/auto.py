@@ -75,7 +75,7 @@ def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
             continue
         priced.append(_PricedPlan(candidate.label, made, estimate(made, bounds.machine)))
     if not priced:
-        raise refused[0] if refused else ConfigError(_nothing(candidates, options))
+        raise refused[0] if refused else ConfigError("auto: no planner to ask (option planners)")
     priced = [priced[number] for number in best_first([each.estimate for each in priced])]
     return replace(priced[0].plan, note=_note(priced, bounds.even(), passed_over))
 
@@ -111,11 +111,6 @@ def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: Auto
     assert carried.is_empty, "nothing may be carried inside a microbatch"
     (made,) = step.plans
     return made
-
-
-def _nothing(candidates: Sequence[Candidate], options: AutoOptions) -> str:
-    names = ", ".join(each.label for each in candidates) or ", ".join(options.planners)
-    return f"auto: no plan of {names} has an estimate; name other planners (option planners)"
 
 
 def _note(priced: Sequence[_PricedPlan], least_s: float, passed_over: Sequence[str]) -> str:

@@ -466,14 +466,22 @@ class SequenceBalancer:
         return LossScale(targets, self._group.size(), self._group)
 
     def _bind(
-        self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, *, number: int, training: bool
+        self,
+        plan: MicrobatchPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: AttentionShape | None,
+        *,
+        number: int,
+        training: bool,
     ) -> Bound:
         model, recorder = self.model, self._tracer.recorder if training else None
-        build_variants(device, dtype, model.head_dim)
+        shape = shape or AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+        build_variants(device, dtype, shape.head_dim)
         bound = bind(
             plan,
             self.pool.rank,
-            AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim),
+            shape,
             groups=self.pool.groups,
             device=device,
             dtype=dtype,

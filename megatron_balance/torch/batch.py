@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,12 +29,18 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.attention import differentiable_once
-from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.bind import AttentionShape, Bound
 from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import PoolLengths, TokenExchange
 
-Bind = Callable[[MicrobatchPlan, torch.dtype, torch.device], Bound]
+
+class Bind(Protocol):
+    """Look a plan up for a rank. `shape`: of a layer's heads; None: as the balancer's model."""
+
+    def __call__(
+        self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, shape: AttentionShape | None
+    ) -> Bound: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,12 @@ class Dealt:
         return TokenExchange(self.lengths, [self.plan], self.pool)
 
 
+class _Forward:
+    """A forward whose layers attended under a batch. `taken`: values of it were let through."""
+
+    taken = False
+
+
 def in_backward() -> bool:
     """Whether a backward runs in this thread, which may compute a forward again (checkpointing)."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
@@ -75,9 +88,10 @@ class BalancedBatch:
 
     A batch counts the attention calls under its plan. `mean_loss`, `global_loss`, `gather`,
     `gather_rows` and `router_loss` refuse values of a forward whose layers did not all attend under
-    it, on all ranks alike and before anything is communicated. Their argument `attended` is the
-    number of attention calls of a forward, where the configuration does not say it; 0 lets values
-    through that no attention made.
+    it, on all ranks alike and before anything is communicated. A forward lets values through once;
+    further ones pass if they share memory with these, or their autograd graphs meet. The argument
+    `attended` is the number of attention calls of a forward, where the configuration does not say
+    it; 0 lets values through that no attention made, or that nothing links to their forward.
 
     Attributes:
         tokens: int64 [T].
@@ -115,11 +129,16 @@ class BalancedBatch:
         self._scale = loss_scale
         self._bind = bind
         self.accept = accept
-        self._bounds: dict[tuple[torch.dtype, torch.device, Mask], Bound] = {}
-        # since values were taken last: attention calls by layers of their model, and forwards begun
+        self._bounds: dict[tuple[torch.dtype, torch.device, Mask, AttentionShape | None], Bound] = {}
+        # since values were taken last: attention calls by layers of their model (0: not known), and
+        # forwards begun
         self._calls: Counter[int] = Counter()
         self._begun = 0
-        self._taken = False
+        # the last forward, the forwards that let no values through yet, and memory of those that were
+        self._forward = _Forward()
+        self._untaken = 0
+        self._taken: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._mark = object()  # under it, nodes of autograd graphs have their `_Forward`
 
     def __repr__(self) -> str:
         return (
@@ -141,41 +160,77 @@ class BalancedBatch:
         """Expect the attention of one more forward: `hf.inputs` were handed to a model."""
         self._begun += 1
 
-    def count_call(self, layers: int | None) -> None:
-        """Count an attention call of a model with `layers`; None: of the balancer's."""
+    def count_call(self, layers: int | None, out: Tensor) -> None:
+        """Count the call that made `out`, of a model with `layers`; None: of the balancer's."""
         # Inside a backward, checkpointing computes a forward again, which was counted.
-        if not in_backward():
-            self._calls[layers or self._dealt.layers or 1] += 1
-
-    def on_any_rank(self, flag: Tensor) -> bool:
-        """Whether a flag is set on any rank of the pool. Collective."""
-        found = flag.to(self.tokens.device, torch.int32)
-        if self._dealt.pool.size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._dealt.pool.groups.pool)
-        return bool(found)
-
-    def _check_attended(self, attended: int | None) -> None:
-        """Refuse values of a forward whose attention did not reach the plan."""
-        # Values that follow without attention or a forward between are further ones of that
-        # forward.
-        each = None if attended is None else at_least(0, "attended", attended)
-        if each == 0 or (self._taken and not self._calls and not self._begun):
+        if in_backward():
             return
-        partly = [f"{n} calls for {each or layers} layers" for layers, n in self._calls.items() if n % (each or layers)]
-        forwards = sum(n // (each or layers) for layers, n in self._calls.items())
+        layers = layers or self._dealt.layers or 0
+        if not (self._calls[layers] % layers if layers else self._calls[layers]):
+            self._forward = _Forward()
+        self._calls[layers] += 1
+        if out.grad_fn is not None:
+            out.grad_fn.metadata[self._mark] = self._forward
+
+    @disable
+    def _check_attended(self, attended: int | None, *values: Tensor) -> None:
+        """Refuse values of a forward whose attention did not reach the plan."""
+        each = None if attended is None else at_least(0, "attended", attended)
+        if each == 0:
+            return
+        partly: list[str] = []
+        forwards = 0
+        for layers, calls in self._calls.items():
+            expected = each or layers or calls
+            forwards += calls // expected
+            if calls % expected:
+                partly.append(f"{calls} calls for {expected} layers")
         got = ", ".join(partly) or f"that of {forwards} forwards, and the inputs went to {self._begun}"
-        if not self._calls:
-            got = "none"
-        elif not partly and forwards >= self._begun:
+        if not partly and forwards >= self._begun and self._take(values, self._untaken + forwards):
             self._calls.clear()
-            self._begun, self._taken = 0, True
+            self._begun = 0
             return
         raise ConfigError(
-            f"expected attention under the batch's plan in every layer of the forward that made these values, got {got}"
-            "; what attends past the plan sees other documents. Call balanced_attention in every layer, or give a "
-            "Transformers model attn_implementation=hf.register(). attended=N: a forward makes N calls; attended=0: "
-            "no attention made the values"
+            "expected attention under the batch's plan in every layer of the forward that made these values, got "
+            f"{got if self._calls else 'none'}; what attends past the plan sees other documents. Call "
+            "balanced_attention in every layer, or give a Transformers model attn_implementation=hf.register(). "
+            "attended=N: a forward makes N calls; attended=0: no attention made the values, or one did whose values "
+            "were taken before, and these were detached since, or computed under no_grad"
         )
+
+    def _take(self, values: Sequence[Tensor], untaken: int) -> bool:
+        """Whether values are further ones of a forward, or one of `untaken` lets them through."""
+        memory = [each.untyped_storage() for each in values]
+        forward, passed = self._forward_of(values)
+        if forward is None and not any(each in self._taken for each in memory):
+            if not untaken:
+                return False
+            # Reentrant checkpointing hides attention from the graph: then all of the graph is the
+            # forward's.
+            forward = self._forward if untaken == 1 else _Forward()
+            for node in passed:
+                node.metadata[self._mark] = forward
+        if forward is not None and not forward.taken:
+            untaken = max(0, untaken - 1)
+            forward.taken = True
+        self._untaken = untaken
+        self._taken.update(memory)
+        return True
+
+    def _forward_of(self, values: Sequence[Tensor]) -> tuple[_Forward | None, set[Any]]:
+        """The forward whose attention the graphs of values reach, if any, and the nodes on the way."""
+        passed: set[Any] = set()
+        coming: list[Any] = [each.grad_fn for each in values]
+        while coming:
+            node = coming.pop()
+            # a parameter's node is one for all forwards
+            if node is None or node in passed or "AccumulateGrad" in node.name():
+                continue
+            if (forward := node.metadata.get(self._mark)) is not None:
+                return forward, passed
+            passed.add(node)
+            coming += [before for before, _ in node.next_functions]
+        return None, passed
 
     def mean_loss(self, loss: Tensor, *, attended: int | None = None) -> Tensor:
         """The loss to call `backward` on: its gradients are those of the mean over all targets of
@@ -194,7 +249,7 @@ class BalancedBatch:
                 Accelerate has divided the loss by its accumulation steps.
         """
         _check_scalar(loss)
-        self._check_attended(attended)
+        self._check_attended(attended, loss)
         targets = self._scale.num_targets.clamp(min=1)
         mean = loss * (self._scale.num_ranks / targets).to(loss.dtype)
         _refuse_division(mean)
@@ -207,7 +262,7 @@ class BalancedBatch:
         mean loss.
         """
         _check_scalar(loss)
-        self._check_attended(attended)
+        self._check_attended(attended, loss)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
@@ -235,7 +290,7 @@ class BalancedBatch:
                 raise ConfigError(f"expected router logits [{self.num_rows}, experts] of each layer, got {got}")
         if not logits:
             raise ConfigError("expected the router logits of at least 1 layer, got none; set output_router_logits=True")
-        self._check_attended(attended)
+        self._check_attended(attended, *logits)
         num_experts = logits[0].shape[1]
         own = torch.stack([x[: self.num_tokens].float().softmax(-1) for x in logits]).flatten(0, 1)
         weights = own.sum(0)
@@ -280,7 +335,7 @@ class BalancedBatch:
             rows = rows[0]
         if not rows.ndim or len(rows) != self.num_rows:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
-        self._check_attended(attended)
+        self._check_attended(attended, values)
         return back(rows[: self.num_tokens], self._exchange)
 
     def cumulative(self, values: Tensor) -> Tensor:
@@ -323,15 +378,26 @@ class BalancedBatch:
             },
         }
 
-    def bound(self, dtype: torch.dtype, device: torch.device, mask: Mask | None = None) -> Bound:
+    def bound(
+        self, dtype: torch.dtype, device: torch.device, mask: Mask | None = None, shape: AttentionShape | None = None
+    ) -> Bound:
         """The plan looked up for this rank, for tensors of this type; made at the first call.
 
-        `mask`: of the layer; None: that of the plan.
+        Args:
+            dtype: of the tensors.
+            device: of the tensors.
+            mask: of the layer; None: that of the plan.
+            shape: of the layer's heads; None: those of the balancer's model.
 
         Raises:
-            ConfigError: the plan was made for another mask, and not for the causal one.
+            ConfigError: the plan was made for another mask, and not for the causal one; heads of keys
+                that do not divide those of queries.
         """
         plan = self.plan
+        if shape is not None:
+            if shape.num_heads % shape.num_kv_heads:
+                raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
+            plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
             if plan.mask != CAUSAL:
                 raise ConfigError(
@@ -339,9 +405,9 @@ class BalancedBatch:
                     "; leave out Settings.mask, or give every layer that mask"
                 )
             plan = under(plan, mask)
-        key = (dtype, device, plan.mask)
+        key = (dtype, device, plan.mask, shape)
         if key not in self._bounds:
-            self._bounds[key] = self._bind(plan, dtype, device)
+            self._bounds[key] = self._bind(plan, dtype, device, shape)
         return self._bounds[key]
 
 
@@ -423,6 +489,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
     window: int | None = None,
     sink: Tensor | None = None,
     layers: int | None = None,
+    own_heads: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries within their documents, wherever the keys lie.
 
@@ -440,6 +507,8 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
         sink: [H], a logit of each head beside the keys of every query, without a value.
         layers: calls of this that a forward makes, where the model is another than the balancer's,
             as a reference model; the batch counts them (`BalancedBatch`).
+        own_heads: let this layer have other heads, or other widths, than the balancer's model, for
+            which plans are made.
 
     Returns:
         The output, in the shape of `q`, V wide.
@@ -449,7 +518,7 @@ def balanced_attention(  # noqa: PLR0913  three tensors and how to attend
             model, or are on several devices; a window under another mask than the causal one.
     """
     mask = None if window is None else SlidingWindow(window)
-    return _attend_outside_graphs(q, k, v, batch, scale, mask, sink, layers)
+    return _attend_outside_graphs(q, k, v, batch, scale, mask, sink, layers, own_heads)
 
 
 def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
@@ -461,6 +530,7 @@ def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
     mask: Mask | None,
     sink: Tensor | None,
     layers: int | None,
+    own_heads: bool,
 ) -> Tensor:
     if not isinstance(batch, BalancedBatch):
         raise ConfigError(
@@ -488,12 +558,14 @@ def _attend(  # noqa: PLR0913, PLR0917  as `balanced_attention`
                 f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
                 f"{list(x.shape)}"
             )
-    bound = batch.bound(q.dtype, q.device, mask)
+    shape = AttentionShape(rows[0].shape[1], rows[1].shape[1], rows[0].shape[2], rows[2].shape[2])
+    bound = batch.bound(q.dtype, q.device, mask, shape if own_heads else None)
     owned = [x[: bound.num_tokens] for x in rows]
     with torch.autocast(device, enabled=False):
         out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True, sink=sink)
-    batch.count_call(layers)
-    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(*q.shape[:-1], v.shape[-1])
+    out = F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens))
+    batch.count_call(layers, out)
+    return out.view(*q.shape[:-1], v.shape[-1])
 
 
 _attend_outside_graphs = cast("Callable[..., Tensor]", disable(_attend))

@@ -32,6 +32,9 @@ LIMITS = {
 }
 """Mask functions of Transformers: what their size is called, if they have one, and they in words."""
 
+OWN_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of a forward that say where documents lie in a row, as collators without padding do."""
+
 UNLIKE = ("position_bias", "head_mask", "indices", "block_indices", "sinks")
 """Arguments of Transformers' attention that change it, and that balanced attention does not have."""
 
@@ -131,8 +134,7 @@ class _MaskRequest(_Refusing):
     """The mask that a model asked for, on its way to `attend`.
 
     `limits`: by what hides or shows other keys than `mask`, the longest document in which it does
-    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token; None: there
-    is none.
+    not; 0: it does in all. `hides`: whether an attention mask of the user hides a token.
     """
 
     why = (
@@ -140,7 +142,7 @@ class _MaskRequest(_Refusing):
         "its attention from Transformers' AttentionInterface"
     )
 
-    def __init__(self, mask: Mask, limits: dict[str, int], hides: Tensor | None) -> None:
+    def __init__(self, mask: Mask, limits: dict[str, int], *, hides: bool) -> None:
         self.mask, self.limits, self.hides = mask, limits, hides
 
 
@@ -196,7 +198,8 @@ def _asked_mask(
                 mask = SlidingWindow(size)
             case _:
                 limits[f"{LIMITS.get(part, ('', part))[1]}{f' ({size} tokens)' if size else ''}"] = size
-    return _MaskRequest(mask, limits, None if attention_mask is None else ~attention_mask.bool().all())
+    hides = attention_mask is not None and not bool(attention_mask.all())
+    return _MaskRequest(mask, limits, hides=hides)
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -257,7 +260,7 @@ def attend(  # noqa: PLR0913  Transformers' signature
         for words, size in asked.limits.items():
             if size < longest:
                 wrong[words] = f"Give it documents of at most {size} tokens" if size else _NO_OTHER
-        if asked.hides is not None and _hides(asked, balanced):  # pyright: ignore[reportCallIssue]
+        if asked.hides:  # maybe on this rank alone: the others hear of it by the roll call
             wrong["an attention mask that hides tokens"] = _NO_MASK
     elif attention_mask is not None:
         wrong["an attention mask"] = _NO_MASK
@@ -273,10 +276,12 @@ def attend(  # noqa: PLR0913  Transformers' signature
     query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sink = given.get("s_aux")
-    return balanced_attention(q, k, v, balanced, scaling, window=window, sink=sink, layers=layers), None
+    out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=True)
+    return out, None
 
 
 _NO_MASK = "Leave out attention_mask: documents have no padding, and the plan keeps them apart"
+_OWN_DOCUMENTS = "Leave out what says where documents lie: a batch's rows are pieces of documents of all ranks"
 _NO_OTHER = "Leave out what asks for it, such as token types, images, a cache, or a mask function of your own"
 _SAY_ONE = "Set one sliding_window, and layer_types to match"
 _OF_MODEL = "Leave out Settings.mask, so that plans are made for the model's own mask"
@@ -302,13 +307,6 @@ def _unlike(balanced: BalancedBatch, window: int | None, causal: bool | None, gi
             'Leave out Settings(mask="full")',
         ),
         **{name: (given.get(name) is not None, "No kernel here has it; use another model") for name in UNLIKE},
+        **{name: (given.get(name) is not None, _OWN_DOCUMENTS) for name in OWN_DOCUMENTS},
     }
     return {what: hint for what, (is_asked, hint) in asked.items() if is_asked}
-
-
-@disable
-def _hides(asked: _MaskRequest, batch: BalancedBatch) -> bool:
-    """Whether the attention mask of any rank hides a token. Collective, once for a mask."""
-    found = asked.hides is not None and batch.on_any_rank(asked.hides)
-    asked.hides = None
-    return found

@@ -82,7 +82,7 @@ def main() -> None:
         loss = batch.global_loss(losses.sum())
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         bar.update()
-        of_documents = dict(zip(batch.documents, balancer.gather(losses.detach()), strict=True))  # balance
+        of_documents = dict(zip(batch.documents, balancer.gather(losses), strict=True))  # balance
     bar.close()
     if rank == 0:
         for number, of in of_documents.items():

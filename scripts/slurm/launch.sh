@@ -10,7 +10,8 @@
 #   DATA            prefix of the corpus, PREFIX.bin and PREFIX.idx ('megatron-balance corpus build' makes one)
 #   TOKENS          tokens of all GPUs in a microbatch (default: 4096 for each GPU)
 #   CONTEXT         context-parallel ranks of a replica (default: all GPUs; for hydraulis and megatron those of a node, or half
-#                   of them on one node, so that there are replicas); --seq-length is a replica's share of TOKENS
+#                   of them on one node, or the largest number below that shares them equally, so that there are replicas);
+#                   --seq-length is a replica's share of TOKENS
 #   MICROBATCHES    of a replica and step (default: 1; for wlb_llm, hydraulis and megatron 4)
 #   BALANCE_CONFIG  a YAML of your own in place of configs/experiment/$EXPERIMENT.yaml
 #   SCRIPT          your own pretrain_gpt.py (default: megatron_balance.pretrain_gpt)
@@ -56,6 +57,13 @@ names_in() {
     file=${file##*/}
     printf '%s ' "${file%.yaml}"
   done
+}
+
+# The largest divisor of $1 that is at most $2.
+divisor_of() {
+  local divisor=$2
+  while [ "$divisor" -gt 1 ] && [ $(($1 % divisor)) -ne 0 ]; do divisor=$((divisor - 1)); done
+  printf '%s' "$((divisor > 1 ? divisor : 1))"
 }
 
 # The planner that the YAML $1 names: 'planner: NAME', '{name: NAME, ...}', or 'name: NAME' on a line below.
@@ -119,7 +127,7 @@ launch() {
     wlb_llm) microbatches=4 ;;  # it moves documents between microbatches
     hydraulis | megatron)       # they deal documents to replicas
       microbatches=4
-      if [ "$nodes" -gt "$stages" ]; then context=$((context * stages / nodes)); else context=$(((context + 1) / 2)); fi
+      if [ "$nodes" -gt "$stages" ]; then context=$(divisor_of "$context" $((context * stages / nodes))); else context=$(divisor_of "$context" $((context / 2))); fi
       ;;
   esac
   context=${CONTEXT:-$context} microbatches=${MICROBATCHES:-$microbatches}
@@ -158,6 +166,7 @@ launch() {
   local environment=(OMP_NUM_THREADS=1)
   if [ "$(value_of --tensor-model-parallel-size "${command[@]}")" -gt 1 ] || [ "$(value_of --context-parallel-size "${command[@]}")" -gt 1 ]; then
     environment=(CUDA_DEVICE_MAX_CONNECTIONS=1 "${environment[@]}")
+    [ "${technique:-$(planner_of "$config")}" != hydraulis ] || printf '%s\n' "note: Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, so what strategies of hydraulis pull does not hide behind computing; CONTEXT=1 and tensor parallelism of 1 leave it out" >&2
   else
     unset CUDA_DEVICE_MAX_CONNECTIONS
   fi

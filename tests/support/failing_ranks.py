@@ -16,7 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from megatron_balance import Model
 from megatron_balance.errors import DataError
-from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, knapformer
+from megatron_balance.torch import SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
 SIZE, FAILS = 3, 1
 MODEL = Model(4, 2, 8, num_layers=2, hidden_size=32, ffn_size=64)
@@ -59,6 +61,24 @@ def refused(balancer: SequenceBalancer) -> None:
     batch = balancer([torch.arange(40)])
     x = torch.randn(batch.num_rows - (dist.get_rank() == FAILS), 4, 8)
     balanced_attention(x, x[:, :2], x[:, :2], batch)
+
+
+def llama() -> Any:
+    """A small model of Transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    return LlamaForCausalLM._from_config(config, attn_implementation=hf.register())
+
+
+def masked(balancer: SequenceBalancer) -> None:
+    """By attention, for an attention mask that one rank alone has."""
+    model = llama()
+    batch = balancer([torch.arange(40)])
+    mask = torch.ones(1, batch.num_rows)
+    mask[0, 3] = 0
+    model(**hf.inputs(batch), **{"attention_mask": mask} if dist.get_rank() == FAILS else {})
 
 
 def in_a_collective_of_the_user(balancer: SequenceBalancer) -> None:
@@ -117,6 +137,7 @@ def ends_first(balancer: SequenceBalancer) -> None:
 JOBS = (
     *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, in_knapformer),
     *(leaves_the_balancer, caught, caught_by_all, ends_first),
+    *((masked,) if find_spec("transformers") else ()),
 )
 
 
@@ -152,6 +173,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="failing-"))  # not a block: ranks leave through it
     processes: dict[tuple[str, int], int] = {}
     for job in JOBS:
+        if job is masked:
+            llama()  # after the others are forked, whose end would be slow with all that it imports
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         for rank in range(SIZE):

@@ -460,24 +460,62 @@ def tell(world: World, given: Sequence[Any]) -> str:
     return said
 
 
-def refuse(world: World, case: str) -> str:
-    """The error on this rank where a small Llama's attention does not reach the plan ("sdpa"), or
-    rank 1 alone has an attention mask that hides a token ("mask"); rank 0 has all documents.
+def refuse(world: World) -> str:
+    """The error on this rank where a small Llama's attention does not reach the plan; rank 0 has all
+    documents.
     """
-    model = make_model(Way(model="llama"), balanced=case == "mask")
+    model = make_model(Way(model="llama"), balanced=False)
     batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
         [torch.arange(3)] * (world.rank == 0)
     )
-    mask = torch.ones(1, batch.num_rows, dtype=torch.int64)
-    mask[0, 0] = world.rank != 1
     said = []
     for take in (batch.gather, lambda logits: batch.global_loss(logits.sum())):
         try:
-            take(model(**hf.inputs(batch), **{"attention_mask": mask} if case == "mask" else {}).logits[0])
+            take(model(**hf.inputs(batch)).logits[0])
         except BalanceError as error:
             said.append(str(error))
     dist.barrier()
     return " / ".join(said)
+
+
+def second_llama(attention: str) -> Any:
+    """A Llama with other weights than `make_model`'s."""
+    config = make_model(Way(model="llama"), balanced=False).config
+    config._attn_implementation = attention
+    torch.manual_seed(1)
+    return type(make_model(Way(model="llama"), balanced=False))(config)
+
+
+@dataclass(frozen=True)
+class SecondTaken:
+    """What was said of a second model's values, and their mean loss, balanced and past the plan."""
+
+    said: str
+    balanced: float
+    past: float
+
+
+def take_of_second_model(world: World) -> SecondTaken:
+    """Take the values of a Llama on sdpa, after those of a balanced one on the same batch."""
+    model, past, ours = make_model(Way(model="llama"), balanced=True), second_llama("sdpa"), second_llama(hf.register())
+    batch = SequenceBalancer.for_model(model.config, settings=Settings(ranks_per_node=2))(
+        documents(0, 0)[world.rank :: world.size]
+    )
+
+    def summed(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits[0], batch.labels, reduction="sum")
+
+    batch.mean_loss(summed(model(**hf.inputs(batch)).logits)).backward()
+    loss = summed(past(input_ids=batch.tokens[None], position_ids=batch.position_ids[None]).logits)
+    said = []
+    for take in (batch.mean_loss, batch.global_loss):
+        try:
+            take(loss)
+        except BalanceError as error:
+            said.append(str(error))
+    of_past = float(batch.global_loss(loss, attended=0))
+    balanced = float(batch.global_loss(summed(ours(**hf.inputs(batch)).logits)))
+    return SecondTaken(" / ".join(said), balanced, of_past)
 
 
 def router_loss(world: World) -> tuple[float, Tensor, float]:

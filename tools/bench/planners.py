@@ -176,7 +176,7 @@ def _show(rows: Sequence[Row]) -> None:
 def _line(row: Row, batches: str) -> str:
     slack = "" if row["slack"] is None else f"{row['slack']:g}"
     remap = f"{100 * row['remapped']:.1f} %"
-    predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
+    predicted = f"{row['predicted_ms']:.2f}"
     return (
         f"{row['planner']:19}{slack:>6}  "
         f"{batches:16}{row['attention']:10.3f}{row['tokens']:8.3f}{row['kv_tokens']:9.0f}"

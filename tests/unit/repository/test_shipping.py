@@ -426,6 +426,30 @@ def test_one_connection_only_where_megatron_asks_for_it(cluster):
     assert (after(command, "--context-parallel-size"), after(command, "--global-batch-size")) == ("1", "32")
     given = cluster.printed("single_node.sbatch", "--context-parallel-size", "2", TECHNIQUE="hydraulis", CONTEXT="1")
     assert given[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1", "the last word counts"
+    for technique in ("hydraulis", "megatron"):
+        said = cluster.run("single_node.sbatch", "--dry-run", TECHNIQUE=technique).stderr
+        assert ("what strategies of hydraulis pull does not hide behind" in said) == (technique == "hydraulis")
+    assert cluster.run("single_node.sbatch", "--dry-run", TECHNIQUE="hydraulis", CONTEXT="1").stderr == ""
+
+
+@pytest.mark.parametrize("technique", ["hydraulis", "megatron"])
+def test_any_number_of_gpus_has_a_layout_of_several_replicas(cluster, technique):
+    """3 and 7 GPUs, which half of them do not divide, too; what a user sets is refused by its name."""
+    for nodes, gpus, stages in ((1, 2, 1), (1, 3, 1), (1, 6, 1), (1, 7, 1), (3, 8, 2), (3, 5, 2), (2, 7, 1)):
+        job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_GPUS_ON_NODE": str(gpus), "TECHNIQUE": technique}
+        flags = ["--pipeline-model-parallel-size", str(stages)]
+        if nodes * gpus % stages:
+            refused = cluster.run("multi_node.sbatch", "--dry-run", *flags, **job).stderr
+            assert refused.startswith(f"error: {nodes} nodes of {gpus} GPUs cannot hold tensor parallelism of 1 and"), (
+                job
+            )
+            continue
+        command = cluster.printed("multi_node.sbatch", *flags, **job)
+        replica = stages * int(after(command, "--context-parallel-size"))
+        assert nodes * gpus % replica == 0, job
+        assert int(after(command, "--global-batch-size")) == 4 * nodes * gpus // replica >= 8, job
+        said = cluster.run("multi_node.sbatch", "--dry-run", *flags, **job, CONTEXT="4").stderr
+        assert said.startswith("error: CONTEXT=4: ") == (nodes * gpus % (4 * stages) != 0), job
 
 
 @pytest.mark.parametrize(

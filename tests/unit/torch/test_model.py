@@ -56,7 +56,6 @@ def test_what_is_missing_is_named(config: dict[str, int], complaint: str) -> Non
     [
         ("BambaConfig", "bamba: has layers that mix tokens"),
         ("BloomConfig", "bloom: attends by itself"),
-        ("Gemma4TextConfig", "gemma4_text: "),
         ("GraniteMoeHybridConfig", "granitemoehybrid: has layers that mix tokens"),
         ("JambaConfig", "jamba: has layers that mix tokens"),
         ("KimiLinearConfig", "kimi_linear: "),
@@ -76,6 +75,16 @@ def test_a_model_that_is_not_known_to_attend_as_planned_is_refused_by_name(name:
     with pytest.raises(ConfigError, match=reason):
         model_of(config)
     model_of(config, accept=list(unproved(config)))
+
+
+def test_heads_by_layer_are_known_and_other_settings_by_layer_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma4TextConfig()
+    assert model_of(config).head_dim == 256
+    assert "gemma4_text: some layers may have other heads than 8 of 256, with 4 for keys; plans" in caplog.text
+    windows = transformers.Gemma4TextConfig(per_layer_config={3: {"head_dim": 32, "sliding_window": 4}})
+    with pytest.raises(ConfigError, match=r"per_layer_config: set to .*; known is head_dim, num_key_value_heads"):
+        model_of(windows)
 
 
 def test_layers_are_looked_at_where_the_balancer_saw_no_configuration() -> None:

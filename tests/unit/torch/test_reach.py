@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,8 +68,8 @@ def summed(logits: Tensor, batch: BalancedBatch) -> Tensor:
 TAKEN = {
     "mean_loss": lambda batch, **how: batch.mean_loss(torch.tensor(1.0), **how),
     "global_loss": lambda batch, **how: batch.global_loss(torch.tensor(1.0), **how),
-    "gather": lambda batch, **how: batch.gather(batch.tokens, **how),
-    "gather_rows": lambda batch, **how: batch.gather_rows(batch.tokens, **how),
+    "gather": lambda batch, **how: batch.gather(batch.tokens.clone(), **how),
+    "gather_rows": lambda batch, **how: batch.gather_rows(batch.tokens.clone(), **how),
     "router_loss": lambda batch, **how: batch.router_loss([torch.zeros(batch.num_rows, 3)], 1, **how),
 }
 
@@ -84,8 +85,10 @@ def test_values_that_no_attention_made_are_refused_unless_one_says_so(take: Any)
     with pytest.raises(ConfigError, match="attended: expected a whole number of at least 0, got -1"):
         take(batch, attended=-1)
     balanced_attention(torch.zeros(15, 4, 8), torch.zeros(15, 2, 8), torch.zeros(15, 2, 8), batch)
+    take(batch)
     for again in TAKEN.values():
-        again(batch)
+        with pytest.raises(ConfigError, match=f"{PAST}none"):
+            again(batch)
 
 
 @pytest.mark.parametrize("family", ["Bloom", "CodeGen", "Llama", "DebertaV2", "BigBird"])
@@ -163,6 +166,52 @@ def test_a_reference_model_on_the_same_batch_is_counted_by_its_own_layers() -> N
         batch.gather(late)
 
 
+@pytest.mark.parametrize("how", ["plain", "no_grad", "reentrant", "checkpoint", "top", "head"])
+def test_further_values_of_a_forward_pass_and_those_of_a_second_model_do_not(how: str) -> None:
+    """`top`, `head`: only the last layer, or none below the head, is trained."""
+    model, past = made("Llama").train(), made("Llama", "sdpa").train()
+    if how in ("reentrant", "checkpoint"):
+        for each in (model, past):
+            each.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    if how in ("top", "head"):
+        model.requires_grad_(False)
+        for part in (model.lm_head, *model.model.layers[LAYERS - (how == "top") :]):
+            part.requires_grad_()
+    batch, other = dealt(model), dealt(model)
+    for _ in range(2):
+        with torch.no_grad() if how == "no_grad" else nullcontext():
+            logits = model(**hf.inputs(batch)).logits[0]
+            late = past(input_ids=batch.tokens[None]).logits[0]
+        loss = summed(logits, batch)
+        mean = batch.mean_loss(loss)
+        if how != "no_grad":
+            mean.backward()
+            batch.gather(F.log_softmax(logits, -1))
+            batch.gather_rows(logits)
+        batch.global_loss(loss.detach())
+        for wrong in (late, late.detach(), summed(late, batch)):
+            with pytest.raises(ConfigError, match=f"{PAST}none.* attended=0: no attention made the values, or"):
+                batch.gather(wrong) if wrong.ndim else batch.global_loss(wrong)
+    with pytest.raises(ConfigError, match=f"{PAST}none"):
+        batch.mean_loss(summed(model(**hf.inputs(other)).logits[0], other))
+
+
+def test_each_of_several_forwards_lets_values_through_once() -> None:
+    policy, reference = made("Llama"), made("Llama", num_hidden_layers=3)
+    batch = dealt(policy)
+    given: Any = hf.inputs(batch)
+    ours = policy(**given).logits[0]
+    with torch.no_grad():
+        theirs = reference(**given).logits[0]
+    batch.mean_loss(summed(ours, batch)).backward()
+    batch.gather(theirs)
+    batch.gather(ours)
+    batch.gather(theirs[:, :3])
+    with pytest.raises(ConfigError, match=f"{PAST}none"):
+        batch.gather(theirs.exp())
+    batch.gather(theirs.exp(), attended=0)
+
+
 def test_calls_of_compiled_layers_and_models_are_counted_when_they_run() -> None:
     with compiling():
         model = made("Llama")
@@ -172,6 +221,9 @@ def test_calls_of_compiled_layers_and_models_are_counted_when_they_run() -> None
             logits = whole(**hf.inputs(batch)).logits[0]
             torch.testing.assert_close(logits, wanted)
             batch.mean_loss(summed(logits, batch)).backward()
+            batch.gather(F.log_softmax(logits, -1))
+        with pytest.raises(ConfigError, match=f"{PAST}none"):
+            batch.gather(made("Llama", "sdpa")(input_ids=batch.tokens[None]).logits[0])
         with pytest.raises(ConfigError, match=f"{PAST}none"):
             batch.mean_loss(summed(made("Llama", "sdpa")(**hf.inputs(batch)).logits[0], batch))
 
@@ -276,6 +328,18 @@ def test_a_users_attention_mask_of_ones_changes_nothing_and_zeros_are_refused() 
         model(**hf.inputs(batch), attention_mask=ones)
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_documents_that_a_user_says_beside_the_batch_are_refused(right: bool) -> None:
+    """Those of collators without padding; they were passed over."""
+    model = made("Llama")
+    batch = dealt(model)
+    ends = torch.tensor([0, 9, 14, 15] if right else [0, 15], dtype=torch.int32)
+    said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+    for name, each in said.items():
+        with pytest.raises(ConfigError, match=f"LlamaAttention asks for {name}; .* Leave out what says where"):
+            model(**hf.inputs(batch), **{name: each})
+
+
 def test_every_refusal_has_its_own_hint() -> None:
     batch = SequenceBalancer("te_ring", Model(4, 2, 8))(DOCUMENTS)
     for given, hint in (
@@ -283,6 +347,8 @@ def test_every_refusal_has_its_own_hint() -> None:
         ({"softcap": 30.0}, "No kernel here caps scores"),
         ({"is_causal": False}, r'Give the balancer Settings\(mask="full"'),
         ({"position_bias": torch.zeros(1)}, "No kernel here has it"),
+        ({"cu_seq_lens_q": torch.tensor([0, 15])}, "cu_seq_lens_q; .* Leave out what says where documents lie"),
+        ({"max_length_k": 15}, "max_length_k; .* Leave out what says where documents lie"),
     ):
         with pytest.raises(ConfigError, match=hint) as told:
             attend(batch, None, **given)
