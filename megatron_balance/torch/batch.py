@@ -75,6 +75,9 @@ class _Forward:
     taken = False
 
 
+_outside_compiled = cast("Callable[[Callable[..., None]], Callable[..., None]]", disable)
+
+
 def in_backward() -> bool:
     """Whether a backward runs in this thread, which may compute a forward again (checkpointing)."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
@@ -170,9 +173,9 @@ class BalancedBatch:
             self._forward = _Forward()
         self._calls[layers] += 1
         if out.grad_fn is not None:
-            out.grad_fn.metadata[self._mark] = self._forward
+            cast("Any", out.grad_fn).metadata[self._mark] = self._forward
 
-    @disable
+    @_outside_compiled
     def _check_attended(self, attended: int | None, *values: Tensor) -> None:
         """Refuse values of a forward whose attention did not reach the plan."""
         each = None if attended is None else at_least(0, "attended", attended)

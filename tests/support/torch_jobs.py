@@ -480,7 +480,7 @@ def refuse(world: World) -> str:
 
 def second_llama(attention: str) -> Any:
     """A Llama with other weights than `make_model`'s."""
-    config = make_model(Way(model="llama"), balanced=False).config
+    config: Any = make_model(Way(model="llama"), balanced=False).config
     config._attn_implementation = attention
     torch.manual_seed(1)
     return type(make_model(Way(model="llama"), balanced=False))(config)
