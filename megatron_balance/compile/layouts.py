@@ -37,7 +37,7 @@ class Remapped(NamedTuple):
 
 
 def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
-    """What the moves of a plan make of its `fragments`, of all ranks or of some.
+    """Return what the moves of a plan make of its `fragments`, of all ranks or of some.
 
     `linear` is right for a rank where the table has it and all that hold something of its own.
     """

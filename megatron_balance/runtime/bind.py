@@ -117,7 +117,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class BindOptions:
-    """What plans are bound for: the tensors of their calls, and how these run.
+    """The tensors of the calls that plans are bound for, and how these run.
 
     Attributes:
         shape: heads of the tensors.

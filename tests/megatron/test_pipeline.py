@@ -37,7 +37,7 @@ ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "a
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """What initialises a layer depends on its stage."""
+    # What initialises a layer depends on its stage.
     return loaded_run(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
 
 

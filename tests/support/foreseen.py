@@ -1,5 +1,5 @@
-"""What each stream of a rank does, in order, as the issue order foresees it: for what runs and what
-is simulated to be held against.
+"""The order of what each stream of a rank does, as the issue order foresees it: for what runs and
+what is simulated to be held against.
 """
 
 from __future__ import annotations

@@ -488,7 +488,7 @@ def second_llama(attention: str) -> Any:
 
 @dataclass(frozen=True)
 class SecondTaken:
-    """What was said of a second model's values, and their mean loss, balanced and past the plan."""
+    """The complaint about a second model's values, and their mean loss, balanced and past the plan."""
 
     said: str
     balanced: float

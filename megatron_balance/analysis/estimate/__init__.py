@@ -146,8 +146,8 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 
 
 def _loads(plan: MicrobatchPlan, zones: Sequence[ZoneTimes | ZoneTable]) -> Loads:
-    """What ranks hold and receive: as in `received_bytes`, from one rank of each zone whose ranks are
-    alike.
+    """Return what ranks hold and receive, as in `received_bytes`, from one rank of each zone whose
+    ranks are alike.
     """
     context, load, moves = Context.of(plan), Load(plan.num_ranks), as_array(plan.moves)
     queries, keys, sent, held, largest = np.zeros((5, plan.num_ranks))

@@ -23,7 +23,7 @@ from megatron_balance.analysis.backward import (
     microbatch_bytes,
     step_bytes,
 )
-from megatron_balance.analysis.estimate import estimate
+from megatron_balance.analysis.estimate import Estimate, estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import (
     LOGIT_BYTES,
@@ -40,6 +40,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext
@@ -174,7 +175,12 @@ def test_stages_that_are_left_out_change_no_decision(
 
 def test_whether_a_remap_stays_is_asked_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[StepMemory | None] = []
-    monkeypatch.setattr("megatron_balance.planning.place.estimate", lambda _, machine: told.append(machine.memory))
+
+    def noted(plan: MicrobatchPlan, machine: Machine) -> Estimate:
+        told.append(machine.memory)
+        return estimate(plan, machine)
+
+    monkeypatch.setattr("megatron_balance.planning.place.estimate", noted)
     lengths = (1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494)
     cluster, model = load_cluster("a800").build(num_ranks=16, ranks_per_node=8), load_model("llama-7b")
     memory = StepMemory(model, tuple(stages_of(model, 16, pipeline=2)))
