@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="simulate every planner on the batches of a training run: its --balance-log folder or steps.jsonl; "
-        "cluster, model and planner are the run's unless given",
+        "cluster, model, microbatches and the baseline are the run's unless given",
     )
     inputs.add_options(parser)
     simulation.add_options(parser)
@@ -53,13 +53,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})",
     )
     add("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
+    # `--steps` refuses every other option; argparse does not say which were given.
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
 
 
 def run(args: argparse.Namespace) -> int:
     from megatron_balance.lab.report import page
 
-    alone = output.check(args)
+    page_on_stdout = output.check(args)
     library = page.plot_library()  # before minutes of simulation
     if args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         document = _simulated(args)
         text = simulated.page(document, library)
     output.write(args.out, text)
-    if alone:
+    if page_on_stdout:
         return 0
     if args.json:
         print(json_text(document))
@@ -93,7 +94,7 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
     allowed = {"out", "steps", "json"}
     for name, default in args.defaults.items():
         if name not in allowed and name != "help" and getattr(args, name) != default:
-            option = "-o" if name == "options" else f"--{name.replace('_', '-')}"
+            option = {"options": "-o", "trained": "--run"}.get(name, f"--{name.replace('_', '-')}")
             raise ConfigError(f"{option} does not go with --steps, which reports what was measured; drop one of them")
     if len(args.steps) > MOST_RUNS:
         raise ConfigError(f"--steps is given {len(args.steps)} times; one run, or two to be held against each other")

@@ -48,7 +48,7 @@ class IssueOrder:
         return 1, 2 * exchange_id + 3 * (moved and self.passing)
 
 
-# Of programs that are no plan's: no exchange is known to need nothing.
+# Of programs compiled without a plan: which exchanges can start at once is not known.
 PASSING = IssueOrder()
 # One after the other in the order of ids (`communication: safe`).
 BY_ID = IssueOrder(passing=False)
@@ -70,11 +70,12 @@ def issue_orders(plan: MicrobatchPlan, policy: Policy, *, passing: bool = True) 
 
 def _startable(plan: MicrobatchPlan, policy: Policy) -> tuple[Iterable[int], Iterable[int]]:
     # Exchanges of the forward and of the backward that can start at once.
-    # What they send lies at the owner: they need no launch and no other exchange, and no exchange
-    # of their traffic class comes before them on any rank.
+    # What they send lies at the owner: they need no launch, and no exchange but others of this set.
+    # Of a forward of n exchanges the backward replays i as 2 (n - 1 - i) and reverses it as the id
+    # behind that; the remap in, 0, is replayed as 0 and reversed as 2 (1 would replay the remap out).
     replays = policy == "replay"
     if plan.moves:  # those of the remap
-        return (0,), (0, 2) if replays else (2,)
+        return (0,), ((0, 2) if replays else (2,))
     patterns = [pattern_of(zone) for zone in plan.zones]
     counts = [pattern.num_exchanges(zone) for pattern, zone in zip(patterns, plan.zones, strict=True)]
     bases = list(accumulate(counts, initial=0))

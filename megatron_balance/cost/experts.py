@@ -28,9 +28,9 @@ _EXPERT_MODULE = "mlp"
 class ExpertLoad:
     """Routing of tokens to a layer's experts.
 
-    `shares`: of all visits, by expert, summing to 1; none: the same of each. `spread`: standard
-    deviation of an even expert's share between documents, over its mean. `seed`: of the documents'
-    shares.
+    `shares`: of all visits, by expert, summing to 1; empty: the same of each. `spread`: standard
+    deviation of an even expert's share between documents, over its mean, as drawn: where a token
+    visits several experts, large shares are cut afterwards. `seed`: of the documents' shares.
     """
 
     shares: tuple[float, ...] = ()
@@ -74,19 +74,21 @@ class ExpertLoad:
             )
         if not self.spread:
             return np.tile(mean, (count, 1))
+        # Dirichlet(c x mean) spreads an even share by sqrt((E - 1) / (c + 1)); at the limit shares
+        # are 0 or `most`.
         limit = np.sqrt(num_experts * most - 1)
-        if self.spread > limit:
+        if self.spread > limit * (1 - 1e-9):
             raise ConfigError(
                 f"spread of experts' shares {self.spread:g}: with {model.experts_per_token} of {num_experts} experts a "
-                f"token it is at most {limit:.3g}"
+                f"token it is below {limit:.3g}"
             )
         concentration = (num_experts - 1) / self.spread**2 - 1
         drawn = np.random.default_rng(self.seed).gamma(concentration * mean, size=(count, num_experts))
         return _capped(drawn / drawn.sum(axis=1, keepdims=True), most)
 
     def busiest(self, tokens: Floats, model: Model, ranks: int) -> Floats:
-        """Visits of the busiest rank of each group, in tokens: even routing has a group's tokens
-        over its ranks.
+        """Visits of the busiest rank of each group, over the experts that a token visits: even
+        routing has a group's tokens over its ranks, which each hold as many experts, in order.
 
         `tokens` [groups, documents]: on each group of ranks that share the experts; `ranks`: of a
         group.
@@ -108,6 +110,8 @@ def _capped(shares: Floats, most: float) -> Floats:
 
 
 def expert_part(model: Model) -> float:
-    """The part of a layer's products outside attention that experts compute; it grows with visits."""
+    """The part of a layer's products outside attention that is counted with visits: its experts, the
+    shared one with them.
+    """
     flops = {module.name: module.flops for module in layer_modules(model)}
     return flops[_EXPERT_MODULE] / sum(flops.values())

@@ -56,12 +56,15 @@ class Mask(ABC):
         return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
 
     def num_pairs(self, length: Positions) -> Positions:
-        """Visible (query, key) pairs of a sequence of `length` tokens."""
+        """Visible (query, key) pairs of a sequence of `length` tokens; of an array of lengths only
+        where a mask has a closed form.
+        """
         runs = (self.keys(0, query) for query in range(length))
         return sum(min(stop, length) - first for first, stop in runs)
 
     def _first_query(self, seq: Positions, key: Positions, *, stops: bool) -> Positions:
         # The first query whose run stops behind `key` (`stops`), or begins behind it.
+        # Arithmetic in place of `if`, since keys may be arrays. `behind`: it is `middle` or before.
         low, high = 0 * key, 0 * key + END
         for _ in range(END.bit_length()):
             middle = (low + high) // 2

@@ -1,5 +1,5 @@
-"""Planned attention as Megatron's core attention module, over keys and values or over latents; and the
-plans on their way to it through Megatron's layers, with their microbatch.
+"""Planned attention as Megatron's core attention module, over keys and values or over latents; and
+`BalancedSeqParams`, which carry a microbatch's plan to it in the place of Megatron's PackedSeqParams.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ class Ahead:
     """Values of the tokens that lie ahead of each row in its own sequence, for multi-token
     prediction.
 
-    By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros. A
-    mask is weighted: its sum over the pool is that of depth 0. `count`: the mean of a rank, as a
-    scalar tensor; every mask says that it is its sum.
+    By depth, from 0 for the row itself, each [1, T]; rows with no token so far ahead have zeros.
+    `count`: the mean of a rank, as a scalar tensor; every mask says that it is its sum.
     """
+
+    # Megatron divides a depth's loss by the sum of this rank's mask. Tokens lie where the plan has
+    # them, so every rank reports the mean of all (`count`). Masks from depth 1 on are weighted: their
+    # sum over the pool is that of depth 0, whose mask is the mean in every row.
 
     tokens: tuple[torch.Tensor, ...]
     positions: tuple[torch.Tensor, ...]
@@ -88,7 +91,7 @@ class BalancedSeqParams(PackedSeqParams):
     """PackedSeqParams that carry the bound plan of one microbatch."""
 
     bound: Bound | None = None
-    """The plan that `balanced_attention` runs for this rank, in all layers."""
+    """The plan that this rank runs in all layers (pipeline ticks)."""
     layers: MaskBounds | None = None
     """Or the plan bound for layers of each mask, of those that keep and those that replay."""
     backward: BackwardSlot | None = None
@@ -99,7 +102,9 @@ class BalancedSeqParams(PackedSeqParams):
     """[T] int64: the sample in which each row was read, below `num_samples`; None: nobody asks."""
     num_samples: int = 0
     alone: tuple[int, ...] = ()
-    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan."""
+    """Lengths of the sequences of a microbatch that this rank attends for itself, without a plan: of
+    the self-check alone.
+    """
     ahead: Ahead | None = None
     """Of a model that predicts further tokens."""
     nano_batches: tuple[BalancedSeqParams, ...] = ()
@@ -122,7 +127,7 @@ class BalancedSeqParams(PackedSeqParams):
 
 class BalancedCoreAttention(MegatronModule):
     """Core attention that runs the plan of its microbatch over the pool, on this tensor-parallel
-    rank's heads. Its parameter is Megatron's own, the logit of a learnable sink, so checkpoints are
+    rank's heads. A learnable sink's logit is its one parameter, as Megatron's own, so checkpoints are
     the same.
     """
 
@@ -296,7 +301,9 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def held_number(core_attention: Any) -> int:
-    """The number of a layer by what keeping costs (`gpt.number_layers`); ConfigError: it has none."""
+    """The number of a layer by what keeping costs: those up to `keeping` keep what they received
+    (`analysis.backward.held_layers`; set by `gpt.number_layers`). ConfigError: it has none.
+    """
     number = getattr(core_attention, "held_number", None)
     if number is None:
         raise ConfigError(
@@ -345,7 +352,7 @@ def latent_model_reasons(chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 def hand_latents_on(chunk: torch.nn.Module) -> int:
     """Let the multi-latent attentions of a model chunk hand core attention the latent, in place of
-    keys and values; their number. ConfigError: as `latent_model_reasons`.
+    keys and values; their number. ConfigError: one for which `latent_model_reasons` has a reason.
     """
     reasons = latent_model_reasons([chunk])
     if reasons:

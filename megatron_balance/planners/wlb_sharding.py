@@ -35,7 +35,7 @@ from megatron_balance.patterns.base import Context
 from megatron_balance.solvers.groups import check_pool, plan_of
 from megatron_balance.solvers.packing import longest_first
 
-# Gradients of keys and values travel in fp32.
+# Gradients of keys and values are priced in fp32, the default of `gradient_wire`.
 GRADIENT_BYTES = 4
 
 SHARDINGS = ("document", "sequence", "adaptive", "mixed")
@@ -74,8 +74,8 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tuple[Zone, ...]]:
     """The zones that a sharding chooses among; of equally good ones the first counts. With `mixed`
-    the longest documents are cut on their own: none, one, two, three, four, six and so on, up to
-    all.
+    the longest documents are cut on their own: none, one, two, three, four, six and so on while
+    these have a token for each of two chunks a rank, or all.
     """
     num_seqs = len(lengths)
     if not num_seqs:
@@ -104,6 +104,8 @@ def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tupl
     """The zone of the sequences `alone`, each cut on its own, and that of the others, packed."""
     own = set(alone)
     packed = tuple(seq for seq in range(len(lengths)) if seq not in own)
+    # Even chunks give the tokens that are left over to the first ranks; the second zone's begin behind
+    # them.
     first = sum(lengths[seq] for seq in own) % num_ranks
     ranks = tuple(range(num_ranks))
     zones: list[Zone] = []
@@ -115,9 +117,10 @@ def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tupl
 
 
 def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model: Model, cost: CostModel) -> float:
-    """Seconds of attention, forward and backward: kernels of the slowest rank, and all gathers and
-    reduce-scatters, which nothing hides.
+    """Seconds of attention, forward and backward: kernels of the slowest rank, and each zone's gather
+    and reduce-scatter, which nothing hides, with one latency and blocks as wide as the widest.
     """
+    # Bytes of both, over those of the gather.
     both = 1 + GRADIENT_BYTES / model.bytes_per_element
     moved_s = sum(
         _ring_s(both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks), cluster, cost) for zone in zones

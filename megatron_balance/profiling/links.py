@@ -55,7 +55,7 @@ def _loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTab
     second: its `intra_node` link.
 
     Raises:
-        ConfigError: gloo found no interface to listen on.
+        ConfigError: gloo did not connect the two, as where it finds no interface to listen on.
     """
     import tempfile
 
@@ -93,8 +93,8 @@ def _join(store: str, rank: int) -> None:
 def world_links(
     message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device
 ) -> tuple[LinkTable, ...]:
-    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node.
-    Collective: every rank of the launched world calls it.
+    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node; none
+    on other ranks. Collective: every rank of the launched world calls it.
 
     Raises:
         ConfigError: a world of one rank.

@@ -46,6 +46,8 @@ class HostTimes:
 
 
 class ThreadCall:
+    # A call catches its own errors: one that raised would end its thread.
+
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._done = Event()
@@ -104,12 +106,13 @@ class Behind(IntEnum):
 class IssueQueue:
     """Batches of all runs of a rank that are not issued yet, first in, first out.
 
-    With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asserts, all launches of a process go to the
-    device through one queue: a batch at its head that waits for another stream holds back every
-    kernel behind it. So a batch that waits for an earlier leg is issued behind the attention launch
-    that it travels beside; and a receive that holds multiprocessors until its sender has computed
-    is issued behind the last launch. Batches never pass one another, so the order in which two
-    ranks issue what they share stays the program's (`compile.order`).
+    With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for with TP or CP before Blackwell, all
+    launches of a process go to the device through one queue: a batch at its head that waits for
+    another stream holds back every kernel behind it. So a batch that waits for an earlier leg is
+    issued behind the attention launch that it travels beside; and a receive that holds
+    multiprocessors until its sender has computed is issued behind the last launch. Batches never
+    pass one another, so the order in which two ranks issue what they share stays the program's
+    (`compile.order`).
     """
 
     def __init__(self) -> None:
@@ -167,7 +170,8 @@ class Groups:
     `rank`: in the pool, as plans count; `ranks`: global rank of each pool rank. `by_ranks`: process
     groups by pool ranks; the executor runs a collective among exactly such a set, and point-to-point
     transfers otherwise. `safe`: exchanges are issued one after the other in the order of their ids
-    (`communication: safe`). `inside`: what collective calls run in
+    (`communication: safe`). `connected`: links whose connection is open. `streams`: None on gloo,
+    whose transfers are calls of `workers`. `inside`: what collective calls run in
     (`training.roll_call.RollCall.inside`).
     """
 
@@ -237,8 +241,8 @@ def make_groups(
     """Make the groups of the pool that this process belongs to. Every process calls it with the
     same arguments: all groups are created by all processes in one order, as NCCL and gloo require.
 
-    Beside the pool, each of its nodes gets a group where there are several, so that zones on whole
-    nodes can use collectives. On NCCL each communication stream has a communicator
+    Beside the pool, each of its nodes gets a group where there are several of as many ranks, so that
+    zones on whole nodes can use collectives. On NCCL each stream of transfers has a communicator
     (`stream_groups`), made here and now.
 
     Args:
@@ -321,9 +325,9 @@ def _make_streams(
 def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, ...]]]:
     """(stream, pool ranks) of every communicator of a pool's streams, in the order of their making.
 
-    A stream whose transfers stay inside a node has one for each node: NCCL gives two ranks of a
-    communicator as many channels as the two of all its ranks that get the fewest, and fewer the
-    more ranks there are on several nodes, so that NVLink would go with the channels of a NIC.
+    A stream whose transfers stay inside a node has one for each node: in one communicator NCCL gives
+    every pair of ranks the channels of its worst pair. Across nodes those are a NIC's, and fewer the
+    more ranks there are, so that NVLink would go with them.
     `ranks_per_node` 0: not known; the communicators are the pool's.
     """
     nodes = [tuple(range(a, min(a + ranks_per_node, size))) for a in range(0, size, ranks_per_node or size)]

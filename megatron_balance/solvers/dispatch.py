@@ -44,7 +44,9 @@ class PipelineCost:
         return (self.a * length + self.b) * length
 
     def bound_s(self, lengths: Sequence[int]) -> float:
-        """Seconds at least (Eq. 2, E.1), c spread over full microbatches; bounds Eq. 1."""
+        """Seconds by Eq. 2 (E.1), c spread over full microbatches: up to (stages - 1) c above
+        `least_s`, which no packing comes below.
+        """
         if not lengths:
             return 0.0
         spread = self.c / max(self.max_tokens, 1)
@@ -84,7 +86,7 @@ def dispatch(
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found; equal on
     every host.
 
-    `searches`: starts that are searched from; 1: the longest first alone. `filled`: later stages
+    `searches`: as of `makespan.assign`. `filled`: later stages
     wait for the fullest microbatch that packing will make, not for the longest sequence alone as in
     Eq. 3.
 
@@ -115,6 +117,8 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, fil
 
 def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[PipelineCost]) -> Floats:
     """Seconds of the fullest microbatch of each kind [kinds] with short sequences alone."""
+    # A pipeline with `step_s` of work in microbatches of t seconds takes step_s + c step_s / t
+    # + (stages - 1) t, least at t = sqrt(step_s c / (stages - 1)); one is no fuller than max_tokens.
     done = np.where(work < NOT_HELD, work, 0.0).sum(axis=1)
     counts = np.array([pipelines.count(each) for each in kinds])
     step_s = 1 / (counts / np.maximum(done, 1e-30)).sum()
@@ -129,7 +133,7 @@ def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[
 def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: int = TRIALS, seed: int = 0) -> Assigned:
     """Alg. 1: sequences in random order, each where the slowest pipeline then is least slow; the
     best of `trials`. Its l_j in the line of l_max is read as l_i, and an empty pipeline takes no
-    time.
+    time. InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
     problem = problem_of(lengths, pipelines)

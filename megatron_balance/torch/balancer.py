@@ -135,6 +135,9 @@ class SequenceBalancer:
         choice.num_holders(cluster)  # options that cannot be are told before a model is built
         costs = None if settings.plan_costs is None else str(settings.plan_costs)
         self._spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)
+        # `_at`: the first microbatch of the step at hand, `_read`: the first that was not read,
+        # `_known`: the lengths of those between; `_num_documents`: that this rank gave; `_pending`:
+        # the step that was read ahead.
         self._form: Form | None = None
         self._known: dict[int, tuple[int, ...]] = {}
         self._at = self._read = self._num_documents = 0
@@ -147,7 +150,7 @@ class SequenceBalancer:
         self._last: BalancedBatch | None = None
         self._layers: int | None = None
         self.planned: PlannedStep | None = None
-        """The plan of the last step that was trained, and how long planning took."""
+        """The plan of the last step that was dealt, and how long planning took."""
 
     @classmethod
     def for_model(
@@ -212,7 +215,8 @@ class SequenceBalancer:
         return self._run(dealing)
 
     def steps(self, loader: Iterable[Sequence[Document]], microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
-        """The steps of a loader, each planned in a background process while the one before computes.
+        """The steps of a loader, each but the first planned in a background process while the one
+        before computes.
 
         Ends when the loaders of all ranks have ended; a rank whose loader ended before takes part
         without documents. Then come steps of the documents that still wait (`flush`).
@@ -248,6 +252,7 @@ class SequenceBalancer:
         while self._plans.end_step().held:
             yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
 
+    @_collective
     def evaluate(self, documents: Sequence[Document]) -> BalancedBatch:
         """The rows that this rank computes of documents that are not trained: no backward follows.
 

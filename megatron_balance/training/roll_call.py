@@ -5,6 +5,15 @@ another, and answers it, whatever its rank is busy with. In plain PyTorch, where
 what ended a rank, the thread also `watches`: a rank that ends by an exception rings all others first,
 and what they wait for is broken off. An exception that somebody catches ends no rank, and nothing
 happens, unless others are left waiting in one of our calls (`RollCall.inside`).
+
+| key of the store | written by | read by |
+|---|---|---|
+| call/R | who looks for missing ranks, or has news | rank R's thread, once: it stays set |
+| answer/R | rank R's thread | who looks for missing ranks |
+| reason/R | rank R that fails, before its news | all |
+| news | a rank that ends or left, the latest one | threads that watch |
+| heard | threads that have seen that a rank ends | that rank, before it ends |
+| rung | who calls all ranks, which the first few do | the same |
 """
 
 from __future__ import annotations
@@ -79,7 +88,7 @@ class RollCall:
         """Tell the others why this rank ends; or, if `error` is about another, log who is missing."""
         if self._thread is None:
             return
-        thread, self._thread = self._thread, None  # it answers until the process ends
+        thread, self._thread = self._thread, None  # it answers until this call or the process ends
         store, size = self._store, self._size
         if _of_communication(error):
             found = _in_time(lambda: (missing(store, size), _reasons(store, size)), 3 * PATIENCE_S)
@@ -187,7 +196,7 @@ class RollCall:
                 news = _news(store) if self._watches and not self._closing.is_set() else None
                 reason = _reasons(store, self._size, [news.rank]) if news is not None and news.what != "over" else {}
                 store.set(_key("answer", self._rank), "")
-                if news is not None and news.what == "ends":
+                if news is not None and news.what == "ends" and news.rank != self._rank:
                     store.add(_HEARD, 1)
                 if not self._watches or (news is not None and self._ends_with(news, reason)):
                     return
@@ -203,7 +212,7 @@ class RollCall:
         if news.rank == self._rank:
             return False
         waits_s = 0.0 if self._since is None else time.monotonic() - self._since
-        # a rank that left as often as this one left by the same error, which was of all
+        # This rank has left as often: the error was of all ranks, and nobody is left waiting.
         if news.what == "left" and (waits_s < PATIENCE_S or self._num_left >= news.count):
             return False
         self.found = in_words([], reason, self._size)
@@ -213,7 +222,9 @@ class RollCall:
 
 
 def _break_off_all() -> None:
-    """End all that this process waits for: each gloo group's transfers raise an error."""
+    """End all that this process waits for: each gloo group's transfers raise an error. With a group of
+    another backend the process ends.
+    """
     groups: Any = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
     # A communicator of NCCL could be aborted, and what waits for it would go on with numbers that
     # never came. So a process with one is given a while to end by itself, and ends, as torch's own
@@ -229,15 +240,15 @@ def missing(
     store: Any, size: int, patience_s: float = PATIENCE_S, until: Callable[[], bool] | None = None
 ) -> list[int] | None:
     """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone.
-    `until`: wait, though all answer, until this is so.
+    `until`: wait, though all have answered, until this is so.
     """
     waiting = list(range(size))
     try:
         _ring(store, waiting)
         deadline = time.monotonic() + patience_s
-        while waiting:
+        while True:
             waiting = [rank for rank in waiting if not store.check([_key("answer", rank)])]
-            done = not waiting if until is None else until()
+            done = not waiting and (until is None or until())
             if done or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)

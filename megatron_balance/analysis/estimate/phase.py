@@ -16,7 +16,14 @@ from megatron_balance.cost.base import ADD, Floats, Ints
 
 
 class EstimatedPhase(RoundsPhase):
-    """A phase in which the ranks of a group that exchanges heads are in step."""
+    """A phase in which zones whose ranks are alike (`ZoneTimes`) move the clocks by formula; others
+    are played rank by rank. Of its outcome `end_s` alone holds: bytes and busy seconds are not kept.
+
+    Clocks are those of `analysis.clocks.Clocks`, by rank. `zones`: as `zone_times` gives them.
+    """
+
+    # In a zone by formula the ranks of a group are in step: `by_group` takes the latest of each group
+    # [num_groups], `by_rank` gives it back to the group's ranks.
 
     def __init__(
         self,
@@ -47,18 +54,23 @@ class EstimatedPhase(RoundsPhase):
         elif zone.ring is not None and zone.hops is not None:
             if zone.inputs is not None:  # the rings pass on what the exchanges brought
                 clocks.ready[zone.at] = clocks.done[zone.at]
-            RingClock(clocks, zone.ring, zone.hops, len(zone.ranks) // zone.rounds).run()
+            RingClock(clocks, zone.ring, zone.hops, len(zone.ranks) // zone.num_groups).run()
         else:
             clocks.done[zone.at] = np.maximum(clocks.done[zone.at], clocks.opened[zone.at]) + zone.first[backward]
         self._bulk(zone, zone.input_grads if backward else zone.outputs, MOVED)
 
     def _bulk(self, zone: ZoneTimes, bulk: Bulk | None, traffic_class: int) -> None:
-        """One exchange of every group [groups, ranks of a group]."""
+        """The collective of every group at once, [groups, ranks of a group]; it begins when the last
+        rank of the group has posted it.
+        """
         if bulk is None:
             return
-        clocks, ranks, shape = self.clocks, zone.at, (zone.rounds, -1)
+        clocks, ranks, shape = self.clocks, zone.at, (zone.num_groups, -1)
         packed, placed = (self._packs_s(each)[:, None] for each in (bulk.packed_bytes, bulk.placed_bytes))
         done = posted = clocks.done[ranks].reshape(shape) + packed
+        # What is copied is waited for before a launch, and posted when the start before it was reached
+        # (`ready`). What is moved leaves when its launch is done, and nobody waits for it until the
+        # end of the phase (`late`, `late_s`).
         if traffic_class == COPIED:
             opened = clocks.opened[ranks].reshape(shape)
             done = np.maximum(done, opened)
@@ -80,6 +92,8 @@ class EstimatedPhase(RoundsPhase):
 
     def _waves_forward(self, zone: ZoneTimes, waves: WaveTimes) -> None:
         """Own work and waves of other groups' keys, forward."""
+        # [groups, own launches and waves]. With late inputs there are two own launches: 0 runs while
+        # they travel, own - 1 needs them; else one.
         launches, own = waves.launches[0], waves.own
         if waves.late is not None:
             begun = self.clocks.done[zone.at].copy()
@@ -100,7 +114,7 @@ class EstimatedPhase(RoundsPhase):
             if self.clocks.policy == "replay"
             else (zone.by_group(self.clocks.done[ranks]), [])
         )
-        free, owed = zone.by_group(self.clocks.free[MOVED, TOGETHER, ranks]), np.zeros(zone.rounds)
+        free, owed = zone.by_group(self.clocks.free[MOVED, TOGETHER, ranks]), np.zeros(zone.num_groups)
         late = zone.by_group(self.clocks.late[ranks])
         for wave in reversed(range(len(waves.grads))):
             if come:
@@ -111,7 +125,9 @@ class EstimatedPhase(RoundsPhase):
             free = np.where(arrived > 0, arrived, free)
             late, owed = np.maximum(late, arrived), owed + ADD * self._packs_s(bulk.placed_bytes)
         done = done + waves.launches[1][:, waves.own - 1]
-        if zone.input_grads is not None:  # what the waves brought is sent on
+        # What the waves brought is summed before the group sends it on; the gradients of late inputs
+        # leave before the last launch, as in `RoundsPhase`.
+        if zone.input_grads is not None:
             done, owed = np.maximum(done, late) + owed, np.zeros_like(owed)
         self.clocks.free[MOVED, TOGETHER, ranks], self.clocks.late[ranks] = zone.by_rank(free), zone.by_rank(late)
         self.clocks.done[ranks] = zone.by_rank(done)
@@ -127,7 +143,7 @@ class EstimatedPhase(RoundsPhase):
         done = zone.by_group(self.clocks.done[ranks])
         posted = np.maximum(zone.by_group(self.clocks.ready[ranks]), done)  # waves pass on what the collectives brought
         free = zone.by_group(self.clocks.free[COPIED, TOGETHER, ranks])
-        come = [np.zeros(zone.rounds)] * len(waves.keys)
+        come = [np.zeros(zone.num_groups)] * len(waves.keys)
         for wave in reversed(range(len(come))) if backward else range(len(come)):
             packed = self._packs_s(waves.keys[wave].packed_bytes)
             done, posted = done + packed, posted + packed
@@ -147,7 +163,7 @@ class EstimatedPhase(RoundsPhase):
 
 
 def _latest(clock: Floats, partners: Ints) -> Floats:
-    """Of each rank or group and those that it exchanges with, the latest."""
+    """Of each group and those that it exchanges with, the latest."""
     latest = clock.copy()
     for one, other in ((0, 1), (1, 0)):
         np.maximum.at(latest, partners[:, one], clock[partners[:, other]])

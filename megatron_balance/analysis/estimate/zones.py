@@ -72,9 +72,9 @@ class WaveTimes:
 
 @dataclass(slots=True)
 class ZoneTimes:
-    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `rounds`: its
-    groups; `first`: forward and backward seconds of its launch where it has one. `apart`: groups that
-    have nothing to do with each other, zones of the plan.
+    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `num_groups`: that
+    exchange heads; `first`: forward and backward seconds of its launch where it has one. `apart`:
+    groups that have nothing to do with each other, zones of the plan.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
     replay brings them. `ring`, `hops`: launches by rank and round, and blocks that go round, as the
@@ -85,7 +85,7 @@ class ZoneTimes:
     ranks: Ints
     tokens: _Amount
     at: slice | Ints
-    rounds: int = 1
+    num_groups: int = 1
     apart: bool = False
     inputs: Bulk | None = None
     outputs: Bulk | None = None
@@ -102,12 +102,12 @@ class ZoneTimes:
     sent: _Amount = 0.0
 
     def by_group(self, clock: Floats) -> Floats:
-        """The latest of each group [rounds] of the zone's ranks [G]."""
-        return clock.reshape(self.rounds, -1).max(axis=1)
+        """The latest of each group [num_groups] of the zone's ranks [G]."""
+        return clock.reshape(self.num_groups, -1).max(axis=1)
 
     def by_rank(self, clock: Floats) -> Floats:
         """A group's time on all its ranks."""
-        return np.repeat(clock, len(self.ranks) // self.rounds)
+        return np.repeat(clock, len(self.ranks) // self.num_groups)
 
 
 class _LaunchPrices:
@@ -227,7 +227,7 @@ def _groups_apart(
     of_group = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
     own = lengths[[seq for zone in zones for seq in zone.seqs]]
     num_tokens = by_rank(of_group, own, count)
-    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), rounds=count, apart=True)
+    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), num_groups=count, apart=True)
     heads = most_heads(machine.model, size)
     zero = np.zeros_like(own)
     first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, np.zeros(count))
@@ -248,7 +248,7 @@ def _even_zone(
     own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
     size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
     groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
-    made = ZoneTimes(ranks, float(own.sum()) / num_ranks, index_of(zone.ranks), rounds=groups)
+    made = ZoneTimes(ranks, float(own.sum()) / num_ranks, index_of(zone.ranks), num_groups=groups)
     num_tokens, heads = float(own.sum()) / groups, most_heads(model, size)
     if size > 1:
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
@@ -280,7 +280,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> Zone
     size, groups = made.size, len(made.groups)
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
     runs = made.run_tokens().astype(np.float64)
-    times = ZoneTimes(ranks, runs.ravel(), index_of(ranks.tolist()), rounds=groups)
+    times = ZoneTimes(ranks, runs.ravel(), index_of(ranks.tolist()), num_groups=groups)
     queries, keys = head_counts(head_slices(context.num_heads, context.num_kv_heads, size))
     heads = int(queries.max()), int(keys.max())
     times.waves = WaveTimes(_wave_launch_seconds(made, heads, machine), *_waves(made, heads[1], machine))
