@@ -86,7 +86,7 @@ def test_a_rank_reads_the_weights_of_its_own_experts_alone():
         (lambda: ExpertLoad((0.5, 0.6)), "sum to 1"),
         (lambda: ExpertLoad.counted([1, 1]).of_documents(1, MOE), "shares of 2 experts; the model has 8"),
         (lambda: ExpertLoad.counted([3, 0, 0, 0, 1, 0, 0, 0]).of_documents(1, MOE), "none has more than 0.5"),
-        (lambda: ExpertLoad(spread=1.8).of_documents(1, MOE), "at most 1.73"),
+        (lambda: ExpertLoad(spread=1.8).of_documents(1, MOE), "below 1.73"),
     ],
 )
 def test_loads_that_cannot_be_are_refused(make, words):
