@@ -224,8 +224,8 @@ class Changes:
 
     def _summed(self, role: Role, stored: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """The step's loss, summed over tokens, and its tokens [2] float64. Collective over the
-        world. A pipeline's last stage knows them, each context-parallel rank its part; one TP
-        rank's count.
+        world. A pipeline's last stage knows them, each context-parallel rank its part; of TP ranks,
+        which have the same, the first one counts.
         """
         found = torch.zeros(2, dtype=torch.float64, device=job_device())
         if role.seat is not None and role.seat.tensor == 0:

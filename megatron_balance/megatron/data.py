@@ -262,7 +262,8 @@ def build_datasets(
     args: Any, num_samples: Sequence[int], policy: CutPolicy, filling: Filling = DEFAULT_FILLING
 ) -> DatasetTriple:
     """Data sets for Megatron's arguments; None for a split that no samples are asked of, or without
-    documents. ConfigError: arguments that do not go with whole documents. DataError: a damaged corpus.
+    documents. ConfigError: arguments that do not go with whole documents. DataError: a damaged or
+    empty corpus.
     """
     reasons = data_reasons(args)
     if reasons:

@@ -85,7 +85,8 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
             self._stack = stack.pop_all()
 
     def __call__(self, *, num_microbatches: int, data_iterator: Any, forward_only: bool = False, **kwargs: Any) -> Any:
-        """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces.
+        """Run a step; arguments and result as Megatron's, whose `forward_step_func` ours replaces. One
+        that Megatron's rerun state machine runs again in place is the same step.
         ConfigError: process groups that are not those of `parallel_state`. DataError: a batch that is
         none, on all ranks.
         """
@@ -93,7 +94,6 @@ class BalancedLoop(AbstractContextManager["BalancedLoop"]):
         if groups is not self._groups:
             check_groups(groups)
             self._groups = groups
-        # A step that Megatron's rerun state machine runs again in place is the same step.
         if not forward_only and get_rerun_state_machine().state != RerunState.RERUNNING_IN_PLACE:
             self._job.args.curr_iteration = self._next_step - 1
             self._next_step += 1

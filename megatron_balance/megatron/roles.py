@@ -536,5 +536,5 @@ def _only(found: Sequence[Any], what: str) -> Any:
 
 def _told(body: dict[str, Any] | None, source: int) -> dict[str, Any]:
     told: list[Any] = [body]
-    dist.broadcast_object_list(told, source)
+    dist.broadcast_object_list(told, source, device=job_device())
     return told[0]

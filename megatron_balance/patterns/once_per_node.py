@@ -141,7 +141,7 @@ _Source: TypeAlias = tuple[int, int, int]  # (kind, of, src) as in `_Wanted`
 _Piece: TypeAlias = tuple[int, int, tuple[int, ...]]  # (start, stop, ranks that need it)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _ways(
     pattern: OncePerNode[Any], zone: Any, lengths: bytes, heads: tuple[int, int], nodes: tuple[int, int], mask: Mask
 ) -> tuple[Ints, ...]:

@@ -155,7 +155,9 @@ class _StepRun:
             self.layers.append(known[name])
 
     def _layer(self, microbatch: Microbatch) -> _LayerSeconds:
-        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk."""
+        """A layer of a microbatch; in nano-batches the mean one of a pipeline chunk, filling and
+        draining included.
+        """
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         plans, in_turns = parts_of(microbatch), isinstance(microbatch, tuple)
         experts = [added_s(plan, self.stage) for plan in plans]
@@ -259,7 +261,9 @@ class _StepRun:
         return phases
 
     def _utilisation(self, step_s: float) -> dict[str, float]:
-        """Mean share of the step that ranks compute, and that links and NICs are full."""
+        """Mean share of the step that ranks compute, and that links and NICs are full; synchronisation
+        left out.
+        """
         machine = self.machine
         ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
         busy, full = np.zeros(ranks), np.zeros(len(machine.capacity()))

@@ -21,6 +21,7 @@ import megatron_balance
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import layout
+from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.batch import at_least
@@ -185,7 +186,7 @@ class BalancedBatch:
         forwards = 0
         for layers, calls in self._calls.items():
             expected = each or layers or calls
-            forwards += calls // expected
+            forwards += calls // expected if each or layers else max(1, self._begun)
             if calls % expected:
                 partly.append(f"{calls} calls for {expected} layers")
         got = ", ".join(partly) or f"that of {forwards} forwards, and the inputs went to {self._begun}"
@@ -400,7 +401,8 @@ class BalancedBatch:
         if shape is not None:
             if shape.num_heads % shape.num_kv_heads:
                 raise ConfigError(f"{shape.num_kv_heads} heads of keys do not divide {shape.num_heads} of queries")
-            plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+            if (shape.num_heads, shape.num_kv_heads) != (plan.num_heads, plan.num_kv_heads):
+                plan = replace(plan, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
         if mask is not None and mask != plan.mask:
             if plan.mask != CAUSAL:
                 raise ConfigError(
@@ -410,6 +412,8 @@ class BalancedBatch:
             plan = under(plan, mask)
         key = (dtype, device, plan.mask, shape)
         if key not in self._bounds:
+            if plan.num_heads != self.plan.num_heads or plan.num_kv_heads != self.plan.num_kv_heads:
+                verify_plan(plan)
             self._bounds[key] = self._bind(plan, dtype, device, shape)
         return self._bounds[key]
 

@@ -17,6 +17,7 @@ from torch.compiler import disable
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
+from megatron_balance.model_config import OWN_HEADS
 from megatron_balance.torch import positions
 from megatron_balance.torch.batch import BalancedBatch, balanced_attention
 from megatron_balance.torch.settings import check_layer
@@ -276,7 +277,9 @@ def attend(  # noqa: PLR0913  Transformers' signature
     query = positions.treated(module, query, balanced)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sink = given.get("s_aux")
-    out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=True)
+    # Of other families a layer with other heads is of another model than the plan's: refused.
+    own = str(getattr(getattr(module, "config", None), "model_type", "")).startswith(OWN_HEADS)
+    out = balanced_attention(*(q, k, v, balanced, scaling), window=window, sink=sink, layers=layers, own_heads=own)
     return out, None
 
 

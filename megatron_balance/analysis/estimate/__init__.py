@@ -46,8 +46,8 @@ experts takes as long for few tokens as for more.
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one layer, modules outside attention included: seconds forward and backward of the ranks that
-    are slowest in both.
+    """Of one layer, modules outside attention included: seconds forward and backward of the rank whose
+    sum of both is largest.
 
     `backward`: how many layers keep what they received, and whether a rank's memory holds the step,
     by prediction.
@@ -95,6 +95,7 @@ class _Recent:
                 and on.cluster == machine.cluster
                 and on.model == machine.model
                 and on.memory == machine.memory
+                and on.slowdown == machine.slowdown
             ):
                 return found
         found = _estimate(plan, machine)

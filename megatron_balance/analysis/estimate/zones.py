@@ -442,7 +442,7 @@ def exchange_heads(  # noqa: PLR0913  what is exchanged and how are two flags be
 ) -> None:
     """The all-to-alls of a group before and after its launches; `num_tokens`: of one group, which all
     are like, or of each [groups]. `inputs_only`: without outputs and their gradients; `once`: what
-    several ranks of a node share crosses once and is passed on inside (`patterns.head_exchange_once`).
+    several ranks of a node share crosses once and is passed on inside (`patterns.once_per_node`).
     """
     model, size, row_bytes, way = machine.model, len(group), machine.row_bytes, _AllToAll.of(group, machine)
     others = num_tokens * (size - 1) / size

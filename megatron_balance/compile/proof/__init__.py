@@ -9,6 +9,6 @@
 | issue order: do all ranks issue their group calls in one order | `issued` | on demand |
 
 On demand: `verify` and `plan --verify`; in training the first steps and then one of every
-`prove_every`, beside planning (`planning.proofs`). Of rings and waves over 64 ranks and more each
+`prove_every`, beside planning (`planning.proofs`). Of rings and waves of 64 ranks and more each
 rank of a job proves its own part instead (`one_rank`): all of te_ring on 256 ranks takes 6.8 GB.
 """

@@ -1,10 +1,11 @@
 """Rows that a phase's steps move, known before it runs: movers make the tables of these at bind.
 
 A step hands a mover several packed tensors at once, and a table is of all of them that one launch
-may move. Which received messages are adopted (used, or added to, where they came) is decided here;
-the rest is worked out as `phase_run` and `executor` do it, from the same facts of `lower.memory`, and
-where it depends on the caller's tensors, both ways are listed. A move that is missing here is no
-error: its table is made, and copied by itself, when the first layer runs.
+may move. Which received messages are adopted (used, or added to, where they came) is decided here
+alone, and the executor obeys; the rest is worked out as `phase_run` and `executor` do it, from the
+same facts of `lower.memory`, and where it depends on the caller's tensors, both ways are listed. A
+move that is missing here is no error: its table is made, and copied by itself, when the first layer
+runs.
 """
 
 from __future__ import annotations
