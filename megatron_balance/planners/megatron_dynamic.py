@@ -98,8 +98,9 @@ def plan_batch(
 def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num_ranks: int) -> int:
     held = [0] * num_ranks
     for _, ranks, seqs in _on_ranks(microbatches):
+        tokens = sum(rank_tokens(lengths[seq], len(ranks)) for seq in seqs)
         for rank in ranks:
-            held[rank] += sum(rank_tokens(lengths[seq], len(ranks)) for seq in seqs)
+            held[rank] += tokens
     return max(held)
 
 

@@ -163,10 +163,6 @@ IMAGES_AND_VIDEOS = (
 )
 """Table 1's three workloads, for 32 GPUs."""
 
-IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
-"""Not the paper's: images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter
-of the work. Fixed before the search for topologies was written, to judge it by."""
-
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
 
 

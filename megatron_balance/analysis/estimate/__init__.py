@@ -95,7 +95,6 @@ class _Recent:
                 and on.cluster == machine.cluster
                 and on.model == machine.model
                 and on.memory == machine.memory
-                and on.slowdown == machine.slowdown
             ):
                 return found
         found = _estimate(plan, machine)
@@ -107,11 +106,13 @@ _RECENT = _Recent(4)
 
 
 def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate:
-    """The seconds of a layer, and the memory of a step whose microbatches are all like this one.
+    """The seconds of a layer, and the memory of a step whose microbatches are all like this one, on a
+    machine without slow ranks and whose hosts keep up.
 
     Raises:
         InvalidProgramError: an unknown comm pattern.
     """
+    assert not machine.slowdown, "an estimate takes ranks as alike; simulate a machine with slow ones"
     return _RECENT.of(plan, machine)
 
 

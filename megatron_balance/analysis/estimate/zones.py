@@ -73,8 +73,7 @@ class WaveTimes:
 @dataclass(slots=True)
 class ZoneTimes:
     """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `num_groups`: that
-    exchange heads; `first`: forward and backward seconds of its launch where it has one. `apart`:
-    groups that have nothing to do with each other, zones of the plan.
+    exchange heads; `first`: forward and backward seconds of its launch where it has one.
 
     Exchanges by what they carry: inputs, outputs and the gradients of both; `again`: all inputs as a
     replay brings them. `ring`, `hops`: launches by rank and round, and blocks that go round, as the
@@ -86,7 +85,6 @@ class ZoneTimes:
     tokens: _Amount
     at: slice | Ints
     num_groups: int = 1
-    apart: bool = False
     inputs: Bulk | None = None
     outputs: Bulk | None = None
     input_grads: Bulk | None = None
@@ -227,7 +225,7 @@ def _groups_apart(
     of_group = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
     own = lengths[[seq for zone in zones for seq in zone.seqs]]
     num_tokens = by_rank(of_group, own, count)
-    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), num_groups=count, apart=True)
+    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), num_groups=count)
     heads = most_heads(machine.model, size)
     zero = np.zeros_like(own)
     first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, np.zeros(count))
