@@ -40,6 +40,7 @@ from megatron_balance.solvers.groups import (
     rank_tokens,
     sizes,
 )
+from megatron_balance.solvers.packing import longest_first
 
 # Megatron's limit is lowered to the capacity over this at most.
 MOST_PARTS = 4
@@ -174,7 +175,7 @@ def _dynamic(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microb
     bound on work. What fits nowhere waits. Ranks left over make the smallest groups larger; else
     all ranks take the microbatch.
     """
-    left = sorted(range(len(lengths)), key=lambda seq: -lengths[seq])
+    left = longest_first(lengths)
     microbatches: list[Microbatch] = []
     while left:
         made, left = _next(lengths, left, tokens, num_ranks)
@@ -261,7 +262,7 @@ def _hybrid(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microba
     whose longest finds ranks gives it away, until work is even. Then the last ones of the most
     loaded group are put back while that helps, and ranks left over make the smallest groups larger.
     """
-    left = sorted(range(len(lengths)), key=lambda seq: -lengths[seq])
+    left = longest_first(lengths)
     microbatches: list[Microbatch] = []
     while left:
         made = _HybridMicrobatch(lengths, tokens, num_ranks)

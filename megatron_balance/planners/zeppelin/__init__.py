@@ -76,6 +76,7 @@ from megatron_balance.solvers.groups import (
     with_rounding,
     zones,
 )
+from megatron_balance.solvers.packing import longest_first
 
 # Targets of rings of groups that are tried, over the mean seconds of a group.
 _TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
@@ -468,9 +469,8 @@ def _mostly_replays(decision: Decision) -> bool:
 
 
 def paper_placement(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
-    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node."""
-    # Stable: ties go to the lower sequence.
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    """The ranks of each sequence: Algorithm 1 over nodes, then 2 on each node (section 3.1)."""
+    order = longest_first(lengths)
     node_of, nodes_of = _inter_node(lengths, order, cluster, capacity)
     placement: list[tuple[int, ...]] = [()] * len(lengths)
     held = np.zeros(cluster.num_nodes)
