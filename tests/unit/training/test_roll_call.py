@@ -82,6 +82,17 @@ def test_a_rank_that_came_to_its_end_has_answered(job: Job, caplog: pytest.LogCa
     assert said(job.ranks[0], CLOSED, caplog) == ["all 3 ranks still run: none of them ended or is frozen"]
 
 
+def test_who_waits_for_news_waits_though_all_have_answered(job: Job) -> None:
+    asked: list[list[bool]] = []
+
+    def told() -> bool:
+        asked.append([job.store.check([f"{roll_call.NAME}/answer/{rank}"]) for rank in range(2)])
+        return len(asked) == 3
+
+    assert roll_call.missing(job.store, 2, 5.0, until=told) == []
+    assert asked == [[True, True]] * 3
+
+
 def test_many_ranks_and_a_store_that_is_gone_make_one_sentence() -> None:
     found = in_words(list(range(20)), {}, 32)
     assert found == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more of 32 do not answer: ended, or frozen"
