@@ -64,6 +64,7 @@ def seconds(said: str) -> float:
         ("in_a_collective_of_the_user", "rank 1 failed (ValueError: boom)"),
         ("in_knapformer", "rank 1 failed (ValueError: boom)"),
         ("leaves_the_balancer", "rank 1 failed (ValueError: boom)"),
+        ("leaves_an_evaluation", "rank 1 failed (ValueError: boom)"),
         ("killed", "rank 1 of 3 does not answer: ended, or frozen"),
     ],
 )
@@ -79,7 +80,7 @@ def test_ranks_that_wait_for_one_that_failed_end_soon_and_name_it(
         assert code == 1, said
         assert reason in said
         assert seconds(said) < 15
-    assert ranks[1][0] == {"leaves_the_balancer": 0, "killed": 9}.get(job, 1), ranks[1]
+    assert ranks[1][0] == {"leaves_the_balancer": 0, "leaves_an_evaluation": 0, "killed": 9}.get(job, 1), ranks[1]
 
 
 @pytest.mark.parametrize("job", ["caught", "caught_by_all", "ends_first"])

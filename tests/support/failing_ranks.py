@@ -115,6 +115,18 @@ def leaves_the_balancer(balancer: SequenceBalancer) -> None:
         time.sleep(20.0)
 
 
+def leaves_an_evaluation(balancer: SequenceBalancer) -> None:
+    """Where it plans; the error is caught, and the process stays."""
+    balancer.evaluate([torch.arange(40)])
+    plans: Any = balancer._evaluation
+    if dist.get_rank() == FAILS:
+        plans.plan = boom
+    try:
+        balancer.evaluate([torch.arange(40)])
+    except ValueError:
+        time.sleep(20.0)
+
+
 def caught(balancer: SequenceBalancer) -> None:
     """Training goes on, late."""
     try:
@@ -141,7 +153,7 @@ def ends_first(balancer: SequenceBalancer) -> None:
 
 JOBS = (
     *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, in_knapformer),
-    *(leaves_the_balancer, caught, caught_by_all, ends_first),
+    *(leaves_the_balancer, leaves_an_evaluation, caught, caught_by_all, ends_first),
     *((masked,) if find_spec("transformers") else ()),
 )
 

@@ -210,6 +210,7 @@ def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypa
         ("--steps X --planner zeppelin", "--planner does not go with --steps"),
         ("--steps X --lengths 3", "--lengths does not go with --steps"),
         ("--steps X -o rule=paper", "-o does not go with --steps"),
+        ("--steps X --run Y", "--run does not go with --steps"),
         ("--steps X --steps Y --steps Z", "--steps is given 3 times"),
     ],
 )
