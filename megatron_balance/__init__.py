@@ -18,7 +18,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
     from megatron_balance.ir.arrays import Ints
-    from megatron_balance.ir.layers import Layers
+    from megatron_balance.ir.step import Layers
     from megatron_balance.planning.choice import load_config
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ def make_planner(
     """The planner `name` for a cluster and a model: a function from a batch, or from lengths in
     tokens, to a plan.
 
-    `layers`: remapping and routing (`megatron_balance.ir.layers.Layers`); not given: what the
+    `layers`: remapping and routing (`megatron_balance.ir.step.Layers`); not given: what the
     planner's own system does. `plan_costs`: file of a cost table measured by `megatron-balance
     profile` to plan by; not given: data sheets.
 

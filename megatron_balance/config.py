@@ -19,9 +19,9 @@ from pydantic_core import PydanticCustomError
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import RemapWhen, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Backward
+from megatron_balance.ir.step import RemapWhen, Solver, When
 from megatron_balance.model_config import NAMES, pretrained
 from megatron_balance.strict_yaml import (
     STRICT,

@@ -16,9 +16,8 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.cost.base import ADD, Floats, Ints, Link
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.cost.parallel import CollectiveGroup
-from megatron_balance.ir.arrays import Bools
+from megatron_balance.ir.arrays import Bools, sees
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.intervals import sees
 from megatron_balance.ir.program import Kind
 
 STORED = (Kind.OUT, Kind.OUT_GRAD)

@@ -27,8 +27,8 @@ from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers, Solver, When
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import Layers, Solver, When
 from megatron_balance.lab.bench import Inputs
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, Run, capacity, choose_layers, choose_planner, load_config

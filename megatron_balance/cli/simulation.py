@@ -15,7 +15,7 @@ from megatron_balance.lab.bench import Bench, Inputs
 
 if TYPE_CHECKING:
     from megatron_balance.cost.base import MachineCost
-    from megatron_balance.cost.experts import ExpertLoad
+    from megatron_balance.cost.modules import ExpertLoad
     from megatron_balance.ir.cluster import Cluster
     from megatron_balance.ir.model import Model
     from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages
@@ -207,8 +207,8 @@ def _check_replicas(choice: PlannerChoice, given: Inputs) -> None:
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     from megatron_balance.analysis.machine import Machine
-    from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
+    from megatron_balance.simulator.step import Perturbation
 
     if args.microbatches < 1 or len(given.batches) % args.microbatches:
         raise ConfigError(
@@ -320,7 +320,7 @@ def _check_experts(ranks: int, given: Inputs) -> None:
 
 def _expert_load(args: argparse.Namespace, model: Model) -> ExpertLoad | None:
     """The routing to experts that the options say; None: they say nothing."""
-    from megatron_balance.cost.experts import ExpertLoad
+    from megatron_balance.cost.modules import ExpertLoad
 
     counts, spread = args.expert_counts, args.expert_spread
     if counts is None and spread is None:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, as_array, sums
+from megatron_balance.ir.arrays import Ints, as_array, ranges, sums
 from megatron_balance.ir.columns import Held, Move, Placed, RemoteHeld
-from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import by_pattern
 

@@ -37,9 +37,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.compile.issue_order import PASSING, IssueOrder, IssueOrders, issue_orders
 from megatron_balance.compile.join import join
-from megatron_balance.compile.order import Step, order
+from megatron_balance.compile.order import PASSING, IssueOrder, IssueOrders, Step, issue_orders, order
 from megatron_balance.compile.ping_pong import Cuts, cut_segments
 from megatron_balance.compile.remap import RemapMerge, remap
 from megatron_balance.compile.route import Nics, Passing, route

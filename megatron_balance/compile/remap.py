@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.compile import layouts
-from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, overlap_bounds
 from megatron_balance.ir.columns import Move, Placed, RemoteHeld, Transfer
-from megatron_balance.ir.intervals import overlap_bounds
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, RankProgram
 from megatron_balance.patterns import by_pattern, pattern_of

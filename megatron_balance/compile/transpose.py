@@ -14,9 +14,8 @@ from typing import NamedTuple, assert_never
 import numpy as np
 
 from megatron_balance.compile.join import routes_of
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
+from megatron_balance.ir.arrays import Atoms, Ints, as_array, as_rows, concat, run_starts, trim_pairs
 from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
-from megatron_balance.ir.intervals import Atoms, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import (
     Attend,

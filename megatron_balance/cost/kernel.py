@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.arrays import key, sees
 from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.intervals import key, sees
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
 TILE_TOKENS = 128

@@ -24,9 +24,9 @@ from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Rectangles, num_pairs, trim_pairs
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.intervals import Rectangles, num_pairs, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 from megatron_balance.ir.model import Model
 

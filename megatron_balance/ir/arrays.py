@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.columns import Fragment, Pair, Rows
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -47,3 +49,272 @@ def sums(index: Ints, amounts: Ints, size: int) -> Ints:
     totals = np.zeros(size, dtype=np.int64)
     np.add.at(totals, index, amounts)
     return totals
+
+
+# Positions of a sequence are below 2 ** POSITION_BITS.
+POSITION_BITS = 40
+
+
+_POSITION = (1 << POSITION_BITS) - 1
+
+
+_DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region
+
+
+@overload
+def key(seq: Ints, position: Ints | int) -> Ints: ...
+
+
+@overload
+def key(seq: int, position: int) -> int: ...
+
+
+def key(seq: Ints | int, position: Ints | int) -> Ints | int:
+    """One integer for each token; ascends by sequence, then by position."""
+    return (seq << POSITION_BITS) | position
+
+
+def key_seq(keys: Ints) -> Ints:
+    return keys >> POSITION_BITS
+
+
+def key_position(keys: Ints) -> Ints:
+    return keys & _POSITION
+
+
+def key_bounds(fragments: Ints) -> tuple[Ints, Ints]:
+    """Keys of the start and the stop of each row (seq, start, stop, ...)."""
+    seq = fragments[:, Fragment.SEQ] << POSITION_BITS
+    return seq | fragments[:, Fragment.START], seq | fragments[:, Fragment.STOP]
+
+
+def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """(row, value) of every value of every half-open range [start[row], stop[row]), row by row."""
+    counts = np.maximum(stop - start, 0)
+    row = np.repeat(np.arange(len(counts)), counts)
+    offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return row, start[row] + offset
+
+
+def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
+    """First and one past the last row of `held` that shares a token with each row of `wanted`.
+
+    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start).
+    """
+    # If rows of `held` overlap one another, some rows between the bounds may share nothing; empty
+    # rows of `wanted` share nothing.
+    return _overlap_bounds(*key_bounds(wanted), *key_bounds(held))
+
+
+def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    # `overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held.
+    # No later row meets a row that ends before it begins: the furthest end so far bounds the search
+    # from below.
+    first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
+    last = np.searchsorted(start, end, side="left")
+    return first, np.where(begin < end, last, 0)
+
+
+def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
+    """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
+
+    Both: (seq, start, stop, ...), in any order; rows of `held` are not empty, and may overlap.
+    """
+    begin, end = key_bounds(wanted)
+    start, stop = key_bounds(held)
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], stop[order]
+    row, place = ranges(*_overlap_bounds(begin, end, start, stop))
+    meet = stop[place] > begin[row]
+    return row[meet], order[place[meet]]
+
+
+def union(intervals: Ints) -> Ints:
+    """Disjoint intervals over the same tokens, ascending; touching ones are joined, no empty ones."""
+    # Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank
+    # and a sequence) within which intervals are joined.
+    rows = intervals[intervals[:, -2] < intervals[:, -1]]
+    rows = rows[np.lexsort(rows[:, -2::-1].T)]
+    fresh = run_starts((rows[1:, :-2] != rows[:-1, :-2]).any(axis=1), len(rows))
+    reach = np.maximum.accumulate(key(np.cumsum(fresh), rows[:, -1]))  # the group, then the furthest end so far in it
+    fresh[1:] |= rows[1:, -2] > key_position(reach[:-1])
+    first = np.flatnonzero(fresh)
+    joined = rows[first]
+    joined[:, -1] = key_position(reach[np.append(first[1:], len(rows)) - 1]) if len(rows) else joined[:, -1]
+    return joined
+
+
+def held_twice(fragments: Ints) -> Ints:
+    """Tokens that two or more of `fragments` hold: rows (seq, start, stop), ascending and disjoint."""
+    boundary = np.concatenate(key_bounds(fragments))
+    order = np.argsort(boundary, kind="stable")
+    boundary, depth = boundary[order], np.cumsum(np.repeat([1, -1], len(fragments))[order])
+    first = np.flatnonzero(depth[:-1] >= 2)
+    start, stop = boundary[first], boundary[first + 1]
+    return union(np.column_stack([key_seq(start), key_position(start), key_position(stop)]))
+
+
+def _ascending(values: Ints) -> Ints:
+    # The distinct values, ascending (sorting is several times faster here than NumPy's hashing
+    # `unique`).
+    values = np.sort(values)
+    return values[run_starts(values[1:] != values[:-1], len(values))]
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """Elementary token runs and head runs of a set of regions: regions cut at every boundary that
+    occurs.
+
+    Atoms are equal or disjoint, so sets of tokens become sets of integers. `cuts`: sorted keys of
+    every boundary; token atom i runs from cuts[i] to cuts[i + 1]. `heads`: sorted head boundaries;
+    head atom i runs from heads[i] to heads[i + 1].
+    """
+
+    cuts: Ints
+    heads: Ints
+    table: tuple[Ints, Ints] | None = None
+    """To look boundaries up instead of searching: where each sequence begins, and the atom that
+    begins there or next."""
+
+    @classmethod
+    def of(cls, seq: Ints, start: Ints, stop: Ints, heads: Ints) -> Atoms:
+        """Atoms of regions with these (concatenated) columns; `heads` holds every head boundary."""
+        longest = np.zeros(int(seq.max()) + 1 if len(seq) else 0, dtype=np.int64)
+        np.maximum.at(longest, seq, stop)
+        ends = np.cumsum(longest + 1)
+        if not len(seq) or ends[-1] > _DENSE * len(seq):
+            return cls(_ascending(np.concatenate([key(seq, start), key(seq, stop)])), _ascending(heads))
+        first = ends - longest - 1
+        marks = np.zeros(int(ends[-1]), dtype=bool)
+        marks[first[seq] + start] = marks[first[seq] + stop] = True
+        place = np.flatnonzero(marks)
+        owner = np.searchsorted(first, place, side="right") - 1
+        return cls(key(owner, place - first[owner]), _ascending(heads), (first, np.cumsum(marks) - marks))
+
+    @property
+    def num_token_atoms(self) -> int:
+        return len(self.cuts)
+
+    @property
+    def num_head_atoms(self) -> int:
+        return max(len(self.heads) - 1, 1)
+
+    def tokens(self, seq: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        """First and one past the last token atom of each region."""
+        if self.table is not None:
+            first, atom = self.table
+            return atom[first[seq] + start], atom[first[seq] + stop]
+        return np.searchsorted(self.cuts, key(seq, start)), np.searchsorted(self.cuts, key(seq, stop))
+
+    def head_range(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        """First and one past the last head atom of each region."""
+        return np.searchsorted(self.heads, start), np.searchsorted(self.heads, stop)
+
+    def seq(self, token_atom: Ints) -> Ints:
+        return key_seq(self.cuts[token_atom])
+
+    def start(self, token_atom: Ints) -> Ints:
+        return key_position(self.cuts[token_atom])
+
+    def stop(self, token_atom: Ints) -> Ints:
+        return key_position(self.cuts[token_atom + 1])
+
+    def expand(self, seq: Ints, start: Ints, stop: Ints, head_start: Ints, head_stop: Ints) -> tuple[Ints, Ints]:
+        """(row, atom) of every region's atoms; an atom is token atom * num_head_atoms + head atom."""
+        row, token = ranges(*self.tokens(seq, start, stop))
+        if self.num_head_atoms == 1:
+            return row, token
+        first, last = self.head_range(head_start, head_stop)
+        again, head = ranges(first[row], last[row])
+        return row[again], token[again] * self.num_head_atoms + head
+
+    def at(self, seq: Ints, position: Ints) -> Ints:
+        """The token atom that each position lies in."""
+        return np.searchsorted(self.cuts, key(seq, position), side="right") - 1
+
+    def regions(self, group: Ints, atom: Ints) -> tuple[Ints, Ints]:
+        """Join atoms, unique in each group, into the fewest regions: (group [n], `Region` rows)."""
+        token, head = np.divmod(atom, self.num_head_atoms)
+        # Along tokens first, per head atom; then along heads where the token runs are the same.
+        order = np.argsort((group * self.num_head_atoms + head) * (self.num_token_atoms + 1) + token, kind="stable")
+        group, token, head = group[order], token[order], head[order]
+        seq = self.seq(token)
+        changes = (
+            (group[1:] != group[:-1]) | (head[1:] != head[:-1]) | (token[1:] != token[:-1] + 1) | (seq[1:] != seq[:-1])
+        )
+        bounds = run_bounds(changes, len(token))
+        begin, end = bounds[:-1], bounds[1:] - 1
+        group, first, last, head = group[begin], token[begin], token[end], head[begin]
+        head_last = head
+        if self.num_head_atoms > 1:
+            order = np.lexsort((head, last, first, group))
+            group, first, last, head = group[order], first[order], last[order], head[order]
+            changes = (
+                (group[1:] != group[:-1])
+                | (first[1:] != first[:-1])
+                | (last[1:] != last[:-1])
+                | (head[1:] != head[:-1] + 1)
+            )
+            bounds = run_bounds(changes, len(head))
+            begin, end = bounds[:-1], bounds[1:] - 1
+            group, first, last, head, head_last = group[begin], first[begin], last[begin], head[begin], head[end]
+        rows = np.stack(
+            [self.seq(first), self.start(first), self.stop(last), self.heads[head], self.heads[head_last + 1]], 1
+        )
+        return group, rows
+
+
+class Rectangles(NamedTuple):
+    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for a row: int64 [n] each."""
+
+    q_start: Ints
+    q_stop: Ints
+    k_start: Ints
+    k_stop: Ints
+
+
+def trim(seq: Ints, rectangles: Rectangles, mask: Mask) -> Rectangles:
+    """Cut off the queries that see none of the keys, and the keys that none of the queries sees.
+
+    Where no query sees any key, nothing remains: both starts lie at or behind their stops.
+    """
+    q_start, q_stop, k_start, k_stop = rectangles
+    return Rectangles(
+        np.maximum(q_start, mask.queries(seq, k_start)[0]),
+        np.minimum(q_stop, mask.queries(seq, k_stop - 1)[1]),
+        np.maximum(k_start, mask.keys(seq, q_start)[0]),
+        np.minimum(k_stop, mask.keys(seq, q_stop - 1)[1]),
+    )
+
+
+def trim_pairs(pairs: Ints, mask: Mask) -> Ints:
+    """`Pair` rows, each trimmed to what the mask shows of it."""
+    trimmed = pairs.copy()
+    shown = trim(pairs[:, Pair.SEQ], Rectangles(*pairs[:, Pair.SPANS].T), mask)
+    for column, values in zip(Pair.SPANS, shown, strict=True):
+        trimmed[:, column] = values
+    return trimmed
+
+
+def sees(pairs: Ints, mask: Mask) -> Bools:
+    """Whether any query of each `Pair` row sees any of its keys."""
+    seq = pairs[:, Pair.SEQ]
+    first = np.maximum(pairs[:, Pair.K_START], mask.keys(seq, pairs[:, Pair.Q_START])[0])
+    return first < np.minimum(pairs[:, Pair.K_STOP], mask.keys(seq, pairs[:, Pair.Q_STOP] - 1)[1])
+
+
+def num_pairs(rectangles: Rectangles, mask: Mask) -> Ints:
+    """Visible (query, key) pairs of each rectangle, under a causal, full or sliding-window mask."""
+    q_start, q_stop, k_start, k_stop = rectangles
+    if isinstance(mask, SlidingWindow):
+        hidden = Rectangles(q_start - mask.size, q_stop - mask.size, k_start, k_stop)
+        return num_pairs(rectangles, CAUSAL) - num_pairs(hidden, CAUSAL)
+    if mask == FULL:
+        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
+
+    def seen(edge: Ints) -> Ints:
+        # Of keys from `edge` on, by the queries before `q_stop` less those before `q_start`.
+        return CAUSAL.num_pairs(np.maximum(q_stop - edge, 0)) - CAUSAL.num_pairs(np.maximum(q_start - edge, 0))
+
+    return seen(k_start) - seen(k_stop)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from megatron_balance.errors import MALFORMED, ConfigError
 from megatron_balance.files import parse_json
@@ -377,3 +377,42 @@ def _ticks_from_body(body: dict[str, Any]) -> tuple[TickPlan, ...]:
 
 def _digest(parts: Iterator[str] | Sequence[str]) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+When: TypeAlias = Literal["always", "pays", "never"]
+
+
+RemapWhen: TypeAlias = Literal["always", "pays"]
+
+
+MilpSolver: TypeAlias = Literal["gurobi", "highs"]
+
+
+Solver: TypeAlias = Literal["exact", MilpSolver]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Remapping and routing around a planner.
+
+    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC.
+    `remap`: balance tokens outside attention, `remap_when` always or where that saves time;
+    `solver` as in `solvers.remap.solve`. `align`: token counts outside attention are multiples of
+    this (the tensor-parallel size). `once_per_node`: task tables and
+    head exchanges send rows that several ranks of a node need once, where that pays
+    (`patterns.once_per_node`).
+    """
+
+    routing: When = "never"
+    remap: bool = False
+    remap_when: RemapWhen = "always"
+    solver: Solver = "exact"
+    align: int = 1
+    pieces: int = 1
+    once_per_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pieces < 1:
+            raise ConfigError(f"routing: pieces {self.pieces}: a transfer has at least 1 piece on each NIC")
+        if self.align < 1:
+            raise ConfigError(f"remap: align {self.align}: must be at least 1 token")

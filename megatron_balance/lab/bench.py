@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from megatron_balance.ir.plan import MicrobatchPlan
     from megatron_balance.ir.step import StepPlan
     from megatron_balance.planning.choice import PingPong, PlannerChoice, Run, Stages, StepMode
-    from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
-    from megatron_balance.simulator.step import Step
+    from megatron_balance.simulator.step import Perturbation, Step
 
 Figures = dict[str, Any]
 """A JSON object."""
@@ -223,7 +222,7 @@ class Bench:
         """The statistics of all steps (`simulator.report.summary`)."""
         # `step_with_host_s`: where devices wait for their hosts, too; None where the costs have no
         # prices of a host.
-        from megatron_balance.simulator.report import summary
+        from megatron_balance.simulator.step import summary
 
         found = summary(self._steps(planned, self.machine, self.pool))
         host, with_host = self.machine.cost.host, None
@@ -233,7 +232,7 @@ class Bench:
         return {**found, "step_with_host_s": with_host, **planned.described()}
 
     def _steps(self, planned: Planned, stage: Machine, pool: Machine) -> list[Step]:
-        from megatron_balance.simulator.training import simulate_planned
+        from megatron_balance.simulator.ticks import simulate_planned
 
         machines = list(zip(self.perturbation.machines(stage), self.perturbation.machines(pool), strict=True))
         setup = replace(self.setup, layouts=planned.layouts)

@@ -35,9 +35,8 @@ from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.planners import megatron_dynamic
 from megatron_balance.planners.base import JointStages
 from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
-from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import PlannerChoice, Run
-from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.training.keeping import Keeping, RankMemory, agree_memory
 from megatron_balance.training.plans import Samples, StepPlans, check_agreement

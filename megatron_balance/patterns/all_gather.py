@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, as_rows, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pairs, sums
 from megatron_balance.ir.columns import Fragment, Held
-from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import zigzag

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, num_pairs, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Rows, Transfer, Value
-from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op

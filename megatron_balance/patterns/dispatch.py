@@ -12,9 +12,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
+from megatron_balance.ir.arrays import (
+    Bools,
+    Ints,
+    Rectangles,
+    as_array,
+    as_rows,
+    held_twice,
+    num_pairs,
+    sums,
+    trim,
+    union,
+)
 from megatron_balance.ir.columns import Held, Pair, Placed, Rows, Task, Transfer, Value
-from megatron_balance.ir.intervals import Rectangles, held_twice, num_pairs, trim, union
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask
 from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind

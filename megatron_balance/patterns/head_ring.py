@@ -17,9 +17,8 @@ from typing import Literal
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.arrays import Bools, Ints, ranges, sums
 from megatron_balance.ir.columns import Held, Pair, RemoteHeld, Rows, Transfer, Value
-from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind

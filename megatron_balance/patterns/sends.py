@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, overlaps, ranges
 from megatron_balance.ir.columns import Fragment, Message, Rows, Transfer
-from megatron_balance.ir.intervals import overlaps, ranges
 from megatron_balance.ir.program import Collective, Exchange, Kind
 
 

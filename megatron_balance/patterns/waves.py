@@ -9,10 +9,9 @@ from functools import lru_cache, partial
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
+from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, as_rows, num_pairs, ranges, sums, union
+from megatron_balance.ir.arrays import key as key_of
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
-from megatron_balance.ir.intervals import Rectangles, num_pairs, ranges, union
-from megatron_balance.ir.intervals import key as key_of
 from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_balance.analysis.estimate import Bounds
-from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.step import Layers
 from megatron_balance.planners import (
     auto,
     distca,

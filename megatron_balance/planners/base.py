@@ -19,11 +19,10 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import KINDS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Carry, Lengths, StepPlan
+from megatron_balance.ir.step import Carry, Layers, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()

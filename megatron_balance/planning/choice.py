@@ -25,11 +25,10 @@ from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.mask import kind_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
 from megatron_balance.planning.place import place_step

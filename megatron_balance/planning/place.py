@@ -7,24 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
+from math import ceil
 from typing import TypeAlias
+
+import numpy as np
 
 from megatron_balance.analysis.estimate import best_first, estimate
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.analysis.wire import NicOf
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.cost.base import CostModel, MachineCost, remap_s
+from megatron_balance.cost.base import token_bytes as _token_bytes
 from megatron_balance.cost.perturbed import on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.columns import Rows
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Message, Move, Rows
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt, held_back
+from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.program import Kind
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, dealt, held_back
+from megatron_balance.patterns import ONCE_PER_NODE, pattern_of
+from megatron_balance.patterns.base import Context
+from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.planners.base import JointStages, Planner, StepContext, renumbered
-from megatron_balance.planning.layers import with_layers
 from megatron_balance.planning.ticks import PlanOwned, plan_ticks, ticks
+from megatron_balance.solvers import remap
 from megatron_balance.solvers.packing import join_late, nano_batches
 
 # Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
@@ -162,3 +176,187 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
         return with_layers(_under(owned_plan, context.model), joint.cluster, cost, layers)
 
     return plan
+
+
+# Tokens of a rank by which a head exchange is judged.
+_EVEN = 1 << 16
+
+
+def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: MachineCost, layers: Layers) -> MicrobatchPlan:
+    """The planner's plan with its remap and its routing."""
+    if layers.remap and plan.lengths:
+        held = tokens_per_rank(plan)
+        if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
+            plan = replace(plan, moves=_moves(held, cluster, cost, layers))
+    if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
+        context = Context.of(plan)
+        zones = tuple(_once_per_node(zone, context, cluster, cost) for zone in plan.zones)
+        # The same one is estimated once.
+        plan = plan if zones == plan.zones else replace(plan, zones=zones)
+    routing = _routing(plan, cluster, cost, layers.routing)
+    routing = None if routing is None else replace(routing, pieces=layers.pieces)
+    return plan if routing == plan.routing else replace(plan, routing=routing)
+
+
+def _once_per_node(zone: AnyPlanZone, context: Context, cluster: Cluster, cost: MachineCost) -> AnyPlanZone:
+    """The zone, or one that sends rows once to a node, if that pays at the busiest NIC."""
+    if zone.pattern not in ONCE_PER_NODE or not pattern_of(zone).crosses_nodes(zone, context):
+        return zone
+    row_bytes = cost.query_bytes(1), cost.kv_bytes(1)
+    if isinstance(zone, Zone):
+        heads, nodes = (context.num_heads, context.num_kv_heads), (context.num_ranks, context.ranks_per_node)
+        num_tokens = int(context.lengths[list(zone.seqs)].sum())
+        rates = _rates(zone.pattern, zone.ranks, heads, nodes, cluster.ranks_per_nic, row_bytes)
+        before, after, passed_on = (num_tokens * rate for rate in rates)
+    else:
+        before, after, passed_on = _loads_once(zone, context, cluster.ranks_per_nic, row_bytes)
+    if not passed_on:
+        return zone
+    on_s = cost.call_s + cost.intra_node_s(passed_on)
+    pays = cost.inter_node_s(before) > cost.inter_node_s(after) + on_s
+    return replace(zone, pattern=ONCE_PER_NODE[zone.pattern]) if pays else zone
+
+
+def _loads_once(
+    zone: AnyPlanZone, context: Context, ranks_per_nic: int, row_bytes: tuple[float, float]
+) -> tuple[float, float, float]:
+    """Bytes of an exchange over the busiest NIC, direct and once per node; passed on by a rank."""
+    once = replace(zone, pattern=ONCE_PER_NODE[zone.pattern])
+    nics, ranks = NicOf(context.num_ranks, context.ranks_per_node, ranks_per_nic), np.arange(context.num_ranks)
+    before, after = (
+        max((float(nics.sums(ranks, load).max()) for load in _zone_loads(each, context, row_bytes)), default=0.0)
+        for each in (zone, once)
+    )
+    rows = pattern_of(once).sends(once, context).messages()
+    rows = rows[rows[:, Message.EXCHANGE] == ON]
+    passed_on = sums(rows[:, Message.SRC], _num_bytes(rows, context, row_bytes), context.num_ranks)
+    return before, after, float(passed_on.max())
+
+
+@lru_cache(maxsize=256)
+def _rates(
+    pattern: str,
+    ranks: tuple[int, ...],
+    heads: tuple[int, int],
+    nodes: tuple[int, int],
+    ranks_per_nic: int,
+    row_bytes: tuple[float, float],
+) -> tuple[float, ...]:
+    """As `_loads_once`, for each token of a head exchange, in which tokens lie evenly on the ranks."""
+    num_tokens = _EVEN * len(ranks)
+    context = Context(np.array([num_tokens]), *heads, *nodes)
+    loads = _loads_once(Zone("", pattern, ranks, (0,)), context, ranks_per_nic, row_bytes)
+    return tuple(load / num_tokens for load in loads)
+
+
+def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
+    solved = remap.solve(
+        held,
+        cluster.node_size,
+        intra_s=_bandwidth_s(cost, cluster, inter_node=False),
+        inter_s=_bandwidth_s(cost, cluster, inter_node=True),
+        align=layers.align,
+        solver=layers.solver,
+    )
+    return as_rows(solved.moves)
+
+
+def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds of a layer's forward that evening out `tokens` a rank saves, net."""
+    largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
+    return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
+
+
+def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
+    """Seconds per token of a remap, without latency."""
+    num_bytes = _token_bytes(cost)
+    if inter_node:
+        return cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic)
+    return cost.intra_node_s(num_bytes, 0)
+
+
+def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When) -> Routing | None:
+    num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
+    if when == "never" or num_nics == 1 or cluster.num_nodes == 1:
+        return None
+    context = Context.of(plan)
+    zones = [index for index, zone in enumerate(plan.zones) if pattern_of(zone).crosses_nodes(zone, context)]
+    zones += [REMAP] if plan.moves and (zones or _moves_across(plan, cluster).size) else []
+    min_tokens = 1
+    if when == "pays":
+        kv_tokens = fewest_routed_tokens(cost, num_nics)
+        if kv_tokens is None:
+            return None
+        min_tokens = kv_tokens
+        zones = [index for index in zones if _pays(plan, index, cluster, cost, num_nics)]
+    return Routing(cluster.ranks_per_nic, tuple(sorted(zones)), min_tokens) if zones else None
+
+
+def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
+    """Tokens of keys from which a lone transfer is faster routed (Eq. 1); None: never."""
+    num_bytes = cost.kv_bytes(1)
+    extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
+    saved_s = cost.inter_node_s(num_bytes) - cost.routed_s(num_bytes, 1, num_nics) + extra_s
+    return max(1, ceil(extra_s / saved_s)) if saved_s > 0 else None
+
+
+def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
+    moves = as_array(plan.moves)
+    return moves[moves[:, Move.SRC] // cluster.node_size != moves[:, Move.DST] // cluster.node_size]
+
+
+def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
+    if index == REMAP:
+        if not _moves_across(plan, cluster).size:
+            # An owner makes the first hop of a ring, which `fewest_routed_tokens` prices.
+            return True
+        loads = _remap_loads(plan, cluster, cost)
+    else:
+        zone = plan.zones[index]
+        routing = pattern_of(zone).routing
+        if routing != "by_load":
+            return routing == "pays"
+        loads = _zone_loads(zone, Context.of(plan), (cost.query_bytes(1), cost.kv_bytes(1)))
+    return any(_spread_pays(load, cluster, cost, num_nics) for load in loads)
+
+
+def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
+    """Bytes that each rank sends to other nodes, and that it receives from them [R]."""
+    moves = _moves_across(plan, cluster)
+    num_bytes = np.rint(moves[:, Move.TOKENS] * _token_bytes(cost)).astype(np.int64)
+    return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
+
+
+def _zone_loads(zone: AnyPlanZone, context: Context, row_bytes: tuple[float, float]) -> list[Ints]:
+    """As `_remap_loads`, of each exchange; `row_bytes`: of a token's query, and key and value."""
+    loads: list[Ints] = []
+    for messages in pattern_of(zone).messages(zone, context, across=True):
+        rows = messages.each_pair()
+        rows = rows[context.crosses(rows[:, Message.SRC], rows[:, Message.DST])]
+        num_bytes = _num_bytes(rows, context, row_bytes)
+        for step in np.unique(rows[:, Message.EXCHANGE]):
+            own = rows[:, Message.EXCHANGE] == step
+            for ends in (rows[own, Message.SRC], rows[own, Message.DST]):
+                loads.append(sums(ends, num_bytes[own], context.num_ranks))
+    return loads
+
+
+def _num_bytes(rows: Ints, context: Context, row_bytes: tuple[float, float]) -> Ints:
+    # Of each message, for the share of heads that it carries.
+    is_kv = rows[:, Message.KIND] == Kind.KV
+    heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+    share = heads / np.where(is_kv, context.num_kv_heads, context.num_heads)
+    return np.rint(np.where(is_kv, row_bytes[1], row_bytes[0]) * share * rows[:, Message.TOKENS]).astype(np.int64)
+
+
+def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
+    """Whether the busiest NIC gains more from sharing its bytes than that costs."""
+    # [nodes, ranks]; padded so that a last NIC with fewer ranks has a column too.
+    by_node = load.reshape(-1, cluster.node_size)
+    padded = np.zeros((len(by_node), num_nics * cluster.ranks_per_nic), dtype=np.int64)
+    padded[:, : cluster.node_size] = by_node
+    nics = padded.reshape(len(by_node), num_nics, -1).sum(axis=2)
+    even = nics.mean(axis=1)
+    passed_on = by_node.max(axis=1) * (num_nics - 1) / num_nics
+    direct_s, even_s = (cost.inter_node_s(float(n.max())) for n in (nics, even))
+    return direct_s > even_s + 2 * cost.intra_node_s(float(passed_on.max()))

@@ -25,7 +25,6 @@ from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import kernel_of_widths
 from megatron_balance.runtime.kernels.base import Kernel
@@ -45,7 +44,7 @@ from megatron_balance.runtime.lower.steps import (
 )
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
-from megatron_balance.runtime.recorder import Recorder, Trace
+from megatron_balance.runtime.recorder import Counters, Recorder, Trace
 from megatron_balance.runtime.transport.streams import connect
 
 __all__ = ["AttentionShape", "BindOptions", "Bound", "Counters", "Prepared", "bind", "prepare"]

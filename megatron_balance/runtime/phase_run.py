@@ -56,8 +56,7 @@ from megatron_balance.runtime.lower.steps import (
 )
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
-from megatron_balance.runtime.transport.comm import Parcel
-from megatron_balance.runtime.transport.gloo import Gloo
+from megatron_balance.runtime.transport.comm import Gloo, Parcel
 from megatron_balance.runtime.transport.streams import Streamed
 
 log = logging.getLogger(__name__)

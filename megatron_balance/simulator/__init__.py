@@ -34,7 +34,7 @@ def simulate(
     """
     from megatron_balance.analysis.machine import Machine
     from megatron_balance.cost.analytic import AnalyticCost
-    from megatron_balance.simulator.report import Perturbation, setup_of, simulate_plans, summary
+    from megatron_balance.simulator.step import Perturbation, setup_of, simulate_plans, summary
 
     plans = [plan] if isinstance(plan, MicrobatchPlan | StepPlan) else list(plan)
     machine = Machine(cluster, model, cost if cost is not None else AnalyticCost(cluster, model))

@@ -19,7 +19,7 @@ from megatron_balance.analysis.step_memory import StepMemory, stages_of
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Link
-from megatron_balance.cost.experts import ExpertLoad, expert_part
+from megatron_balance.cost.modules import ExpertLoad, expert_part
 from megatron_balance.cost.parallel import CollectiveGroup, group_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Placed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools, Ints
-from megatron_balance.ir.layers import MilpSolver
+from megatron_balance.ir.step import MilpSolver
 
 Floats: TypeAlias = NDArray[np.float64]
 # Row, column and value of entries of a constraint matrix; one value may hold for all.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.layers import MilpSolver, Solver
+from megatron_balance.ir.step import MilpSolver, Solver
 from megatron_balance.solvers import milp
 from megatron_balance.solvers.milp import NoAnswerError, NoSolverError
 

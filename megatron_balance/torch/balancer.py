@@ -21,9 +21,8 @@ from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
-from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import CudaStreams
 from megatron_balance.runtime.lower.steps import BOTH_PHASES

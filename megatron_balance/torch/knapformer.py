@@ -25,11 +25,10 @@ from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.fits import GAMMA_H100_FLUX
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.batch import Batch, at_least
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Fragment
-from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of

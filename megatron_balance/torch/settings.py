@@ -16,9 +16,9 @@ from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire, Model
+from megatron_balance.ir.step import Layers
 from megatron_balance.model_config import check, facts, num_layers, value
 from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
@@ -86,7 +86,7 @@ class Settings:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.layers is not None and not isinstance(self.layers, Layers):
-            raise ConfigError(f"layers: expected a megatron_balance.ir.layers.Layers, got {self.layers!r}")
+            raise ConfigError(f"layers: expected a megatron_balance.ir.step.Layers, got {self.layers!r}")
         if self.device is not None:
             try:
                 torch.device(self.device)

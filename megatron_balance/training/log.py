@@ -39,10 +39,9 @@ from megatron_balance.files import json_text, parse_json
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planning.choice import as_yaml
 from megatron_balance.planning.proofs import Proofs
-from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.cuda import Streams
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.recorder import Mark, Recorder
+from megatron_balance.runtime.recorder import Counters, Mark, Recorder
 from megatron_balance.training.figures import JobFacts, Json, step_figures
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, TickPlan
-from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import NONE, Proofs
-from megatron_balance.planning.step_planner import StepPlanner
+from megatron_balance.planning.step_planner import PlanAhead, StepPlanner
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.ledger import BEGINNING, DataIdentity, HeldDocument, Ledger
 from megatron_balance.training.pool import least_and_most

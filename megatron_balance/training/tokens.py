@@ -20,9 +20,8 @@ from torch import Tensor
 from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import BalanceError, ConfigError, DataError
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.columns import Fragment, Placed
-from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Members, Waiting, dealt
 from megatron_balance.training.pool import Pool, StrategyRanks, TensorParallel, least_and_most

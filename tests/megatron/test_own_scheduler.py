@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_balance import Batch, Cluster, Model, make_planner
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import Layers
 from megatron_balance.megatron import planning as own
 from megatron_balance.planners import megatron_dynamic
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, plan_with

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_balance.compile.order import Leg, Role, RunLaunches, hops, order, relay_role
-from megatron_balance.compile.proof.issued import batches
+from megatron_balance.compile.proof.runs import batches
 from megatron_balance.ir.program import Exchange, Op
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.compile.ping_pong import Segment, backward, one_by_one
 from megatron_balance.compile.pipeline import CompiledRank
-from megatron_balance.compile.proof.issued import IssuedCall, interleaved
+from megatron_balance.compile.proof.runs import IssuedCall, interleaved
 from megatron_balance.ir.plan import MicrobatchPlan
 
 Pair: TypeAlias = tuple[int, int]

@@ -32,9 +32,9 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Host
 from megatron_balance.cost.kernel import backward_factor
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
+from megatron_balance.ir.step import Layers
 from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import run_backward, run_forward

@@ -38,7 +38,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, step_mode
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import bound_s
-from megatron_balance.simulator.training import simulate_planned
+from megatron_balance.simulator.ticks import simulate_planned
 
 CLUSTERS: dict[str, AttentionKernel] = {
     "h200": "flash_attn",

@@ -14,9 +14,8 @@ from typing import Any
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import Carry, StepPlan
+from megatron_balance.ir.step import Carry, Layers, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import JointStages

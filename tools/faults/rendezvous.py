@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.proof.issued import verify_issue_order
+from megatron_balance.compile.proof.runs import verify_issue_order
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.errors import BalanceError, InvalidProgramError

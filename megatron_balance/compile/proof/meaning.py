@@ -13,9 +13,8 @@ import numpy as np
 
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, ranges, sees, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
-from megatron_balance.ir.intervals import Atoms, ranges, sees, trim_pairs
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,

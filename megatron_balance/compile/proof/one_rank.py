@@ -16,9 +16,8 @@ from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, ranges, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Rows, Transfer
-from megatron_balance.ir.intervals import ranges, trim_pairs
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
 

@@ -5,20 +5,30 @@ proved.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import Projector, compile_ranks, expand
-from megatron_balance.compile.proof.issued import issued, phases_of, verify_issue_order
+from megatron_balance.compile.order import (
+    LEGS,
+    Leg,
+    Start,
+    Step,
+    TrafficClass,
+    collective_stream,
+    is_moved,
+    stream_name,
+)
+from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, Projector, compile_ranks, expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, RankProgram
@@ -154,3 +164,224 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
 
     nics = range(-(-per_node // per_nic))
     return [(proxy(src, nic), proxy(dst, nic)) for nic in nics] * plan.routing.pieces
+
+
+# In the order of their issue.
+_LEGS: tuple[Leg, ...] = ("direct", *LEGS)
+
+
+_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
+
+
+_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
+
+
+_BITS = 20  # more than a rank takes
+
+
+_MASK = (1 << _BITS) - 1
+
+
+# A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
+# collective. `runtime.transport.streams` issues these, in this order.
+class GroupCall(NamedTuple):
+    """Identity of a group call, the same on all of its ranks.
+
+    `call`: of a phase, where several run one after the other or interleaved: (layer, nano-batch).
+    """
+
+    call: tuple[int, int]
+    exchange: int
+    leg: Leg
+    stream: str
+
+    def __str__(self) -> str:
+        layer, nano_batch = self.call
+        return (
+            f"exchange {self.exchange} ({self.leg}, on {self.stream!r}; layer {layer}, nano-batch {nano_batch})"
+            if any(self.call)
+            else f"exchange {self.exchange} ({self.leg}, on {self.stream!r})"
+        )
+
+
+class IssuedCall(NamedTuple):
+    """A group call as one of its ranks issues it.
+
+    `op`: index of the exchange in the rank's ops. `group`: ranks of a collective. `pairs`: (from,
+    to) of the transfers that the rank sends or receives.
+    """
+
+    call: GroupCall
+    op: int
+    group: tuple[int, ...]
+    pairs: frozenset[tuple[int, int]]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self.group) if self.group else frozenset(rank for pair in self.pairs for rank in pair)
+
+
+# Whether a collective's ranks have a process group; its transfers go point to point if not.
+_OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
+
+
+# (leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call.
+Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
+
+
+def batches(
+    ops: Sequence[Op],
+    steps: Iterable[Step],
+    rank: int,
+    ranks_per_node: int,
+    own_group: _OwnGroup = lambda _: True,
+) -> Iterator[IssuedCall]:
+    """Group calls of `rank` that the starts among `steps` issue, in order."""
+    for step in steps:
+        op = ops[step.op]
+        if not isinstance(step, Start) or not isinstance(op, Exchange):
+            continue
+        if op.collective != "p2p" and own_group(op.group):
+            stream = collective_stream(op.group, ranks_per_node)
+            yield IssuedCall(GroupCall((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
+            continue
+        for leg, stream, pairs in parts(op, rank, ranks_per_node):
+            yield IssuedCall(GroupCall((0, 0), op.id, leg, stream), step.op, (), pairs)
+
+
+def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
+    """The group calls of a rank in a point-to-point exchange, in the order of their issue."""
+    rows, routes = as_array(op.transfers), as_array(op.routes)
+    if not len(routes):
+        return _direct(rows, rank, ranks_per_node)
+    code = rows[:, Transfer.SRC] << _BITS | rows[:, Transfer.DST]
+    moved = np.unique(code[is_moved(rows[:, Transfer.KIND])])
+    routed = routes[:, Route.SRC] << _BITS | routes[:, Route.DST]
+    direct = code[~np.isin(code, routed)]
+    stations = [routes[:, column] for column in _STATIONS]
+    ends = [(0, direct, direct >> _BITS, direct & _MASK)]
+    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS))]
+    found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
+    for leg, pair, begin, end in ends:
+        own = ((begin == rank) | (end == rank)) & (begin != end)
+        carries: list[bool] = np.isin(pair[own], moved).tolist()
+        hops = {*zip(begin[own].tolist(), end[own].tolist(), carries, strict=True)}
+        for a, b, of in hops:
+            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
+            found[leg, stream].add((a, b))
+    return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
+
+
+def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
+    src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
+    own = ((src == rank) | (dst == rank)) & (src != dst)
+    codes: list[int] = (((src << _BITS | dst) << 1) | is_moved(rows[:, Transfer.KIND]))[own].tolist()
+    # a pair that moves anything is of the class that moves
+    moves = {code >> 1: bool(code & 1) for code in sorted(set(codes))}
+    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    for code, of in moves.items():
+        a, b = code >> _BITS, code & _MASK
+        stream = stream_name("direct", a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
+        found[stream].add((a, b))
+    return tuple(("direct", stream, frozenset(found[stream])) for stream in sorted(found))
+
+
+def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[IssuedCall]]:
+    """Group calls of every rank in one phase of a plan."""
+    return [
+        list(batches(ops, phase.steps, rank, ranks_per_node))
+        for rank, (ops, phase) in enumerate(phases_of(ranks, backward=backward))
+    ]
+
+
+def interleaved(
+    nano_batches: Sequence[Sequence[CompiledRank]],
+    segments: Sequence[Segment],
+    ranks_per_node: int,
+    *,
+    backward: bool,
+    own_group: _OwnGroup = lambda _: True,
+) -> list[list[IssuedCall]]:
+    """Every rank's group calls in a pass of several plans, by segment (`compile.ping_pong`)."""
+    made: list[list[IssuedCall]] = []
+    for rank in range(len(nano_batches[0])):
+        segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
+        for nano_batch, ranks in enumerate(nano_batches):
+            ops, (steps, (attend, end), _) = phases_of(ranks[rank : rank + 1], backward=backward)[0]
+            of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
+            for part, own in of.items():
+                segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
+        made.append(
+            [
+                batch._replace(call=batch.call._replace(call=(layer, nano_batch)))
+                for nano_batch, layer, part in segments
+                for batch in segment_calls.get((nano_batch, part), ())
+            ]
+        )
+    return made
+
+
+def phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+    """Ops of each rank in one phase, with the order of its steps."""
+    return [
+        (each.program.backward, each.backward) if backward else (each.program.forward, each.forward) for each in ranks
+    ]
+
+
+def verify_issue_order(calls: Sequence[Sequence[IssuedCall]]) -> None:
+    """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
+
+    Raises:
+        InvalidProgramError: names the ranks that wait for one another, and the exchanges; or a
+            transfer that only one of its ranks issues.
+    """
+    # So any two ranks that share two calls issue them in one order, and if every call held its
+    # ranks' hosts until all of them have come to it, all would go through.
+    members: defaultdict[GroupCall, set[int]] = defaultdict(set)
+    needed: defaultdict[GroupCall, set[int]] = defaultdict(set)
+    for rank, own in enumerate(calls):
+        for batch in own:
+            if rank in members[batch.call]:
+                raise InvalidProgramError(f"rank {rank} issues {batch.call} twice; a call is issued once")
+            members[batch.call].add(rank)
+            needed[batch.call] |= batch.ranks
+    for call, ranks in needed.items():
+        if ranks - members[call]:
+            absent, present = min(ranks - members[call]), min(members[call])
+            raise InvalidProgramError(
+                f"{call}: rank {absent} takes part in what rank {present} issues, but issues nothing of it; expected "
+                "the call on both"
+            )
+    at = [0] * len(calls)
+    arrived: defaultdict[GroupCall, int] = defaultdict(int)
+    for own in calls:
+        if own:
+            arrived[own[0].call] += 1
+    ready = [call for call, count in arrived.items() if count == len(members[call])]
+    while ready:
+        call = ready.pop()
+        for rank in members[call]:
+            at[rank] += 1
+            if at[rank] < len(calls[rank]):
+                following = calls[rank][at[rank]].call
+                arrived[following] += 1
+                if arrived[following] == len(members[following]):
+                    ready.append(following)
+    if any(place < len(own) for place, own in zip(at, calls, strict=True)):
+        raise InvalidProgramError(_circle(calls, at, members))
+
+
+def _circle(calls: Sequence[Sequence[IssuedCall]], at: Sequence[int], members: dict[GroupCall, set[int]]) -> str:
+    # Ranks that wait for one another: each stands in a call that another has not come to.
+    rank = next(rank for rank, own in enumerate(calls) if at[rank] < len(own))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        call = calls[rank][at[rank]].call
+        rank = min(other for other in members[call] if calls[other][at[other]].call != call)
+    circle = path[path.index(rank) :]
+    lines = [
+        f"rank {one} is at {calls[one][at[one]].call}, which rank {other} issues after {calls[other][at[other]].call}"
+        for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)

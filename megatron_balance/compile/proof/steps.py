@@ -12,9 +12,8 @@ import numpy as np
 
 from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, concat
+from megatron_balance.ir.arrays import Bools, Ints, concat, overlaps, trim_pairs
 from megatron_balance.ir.columns import Pair, Region, Rows, Transfer
-from megatron_balance.ir.intervals import overlaps, trim_pairs
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array, run_bounds
+from megatron_balance.ir.arrays import Ints, as_array, key, key_bounds, key_position, key_seq, ranges, run_bounds
 from megatron_balance.ir.columns import Move, Placed, Task
-from megatron_balance.ir.intervals import key, key_bounds, key_position, key_seq, ranges
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import PATTERNS

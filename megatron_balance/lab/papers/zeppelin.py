@@ -26,14 +26,14 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost import kernel
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Link
-from megatron_balance.cost.experts import ExpertLoad
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.cost.modules import ExpertLoad
 from megatron_balance.cost.parallel import all_to_all_s, group_of, wide_ranks
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Rows
-from megatron_balance.ir.layers import When
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import When
 from megatron_balance.lab.papers.base import Effort, Ours, Published, SimulatedCase, number, paper
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.packing import redundant_pairs

@@ -25,11 +25,10 @@ from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.lab.bench import Figures, PlayedCase
-from megatron_balance.lab.report import numbers
+from megatron_balance.lab.report import page
 from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
-from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.setup import StageSetup, settled
-from megatron_balance.simulator.step import Setup
+from megatron_balance.simulator.step import Perturbation, Setup, simulate_plans, summary
 
 _NO_TIME = 1e-9
 """Factor on the time of transfers that are to cost nothing."""
@@ -260,14 +259,14 @@ def _sentence(played: PlayedCase, seconds: dict[str, float], limits: tuple[str, 
     limit, other = limits
     step_s = sum(seconds.values())
     mean = f", in the mean of the first {len(played.steps)}" if len(played.steps) > 1 else ""
-    what = f"A step of {played.name} takes {numbers.seconds(step_s)}{mean} (simulated)"
-    lost = f"{numbers.seconds(seconds[other])}, {numbers.percent(seconds[other] / step_s)} of it"
+    what = f"A step of {played.name} takes {page.seconds(step_s)}{mean} (simulated)"
+    lost = f"{page.seconds(seconds[other])}, {page.percent(seconds[other] / step_s)} of it"
     why = _why(other, played, layer)
     if limit != "compute":
         return f"{what}. What limits it most is {PARTS[other]}: {lost}, would go away without. {why}"
     computing = sum(seconds[part] for part in COMPUTING)
     share = (
-        f"{numbers.seconds(computing)}, {numbers.percent(computing / step_s)} of it, is arithmetic that even perfect "
+        f"{page.seconds(computing)}, {page.percent(computing / step_s)} of it, is arithmetic that even perfect "
         "balance and links would leave"
     )
     if seconds[other] < 0.01 * step_s:
@@ -284,26 +283,26 @@ def _why(part: str, played: PlayedCase, layer: _LayerLoads) -> str:
                 return ""
             return (
                 f"In the first microbatch the busiest NIC is number {nic['nic']} of node {nic['node']}: "
-                f"{numbers.size(nic['bytes'])} go {nic['direction']} over it in one layer, "
-                f"{numbers.times(nic['bytes'] / nic['mean_bytes'])} the mean NIC's, and keep it full for "
-                f"{numbers.percent(nic['full_share'])} of the layer."
+                f"{page.size(nic['bytes'])} go {nic['direction']} over it in one layer, "
+                f"{page.times(nic['bytes'] / nic['mean_bytes'])} the mean NIC's, and keep it full for "
+                f"{page.percent(nic['full_share'])} of the layer."
             )
         case "straggler":
             slow = machine.slow()
             return (
-                f"Rank {int(slow.argmax())} computes {numbers.times(float(slow.max()))} as long as it should, "
+                f"Rank {int(slow.argmax())} computes {page.times(float(slow.max()))} as long as it should, "
                 "and all others wait for it."
             )
         case "imbalance":
             balance = played.row["imbalance"]
             return (
-                f"In the first microbatch rank {spread['most_rank']} computes {numbers.times(spread['imbalance'])} as "
+                f"In the first microbatch rank {spread['most_rank']} computes {page.times(spread['imbalance'])} as "
                 f"long as the mean rank; over all batches the most loaded rank has {balance['attention']:.2f} times "
                 f"the mean attention work and {balance['tokens']:.2f} times the mean tokens."
             )
         case "bubble":
             setup = played.bench.setup
-            few = numbers.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
+            few = page.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
             return (
                 f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in "
                 "and the last goes out."

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import parse_json
 from megatron_balance.lab.bench import Figures
-from megatron_balance.lab.report import numbers
+from megatron_balance.lab.report import page
 
 STEPS_FILE = "steps.jsonl"
 BEGINNING = '{"step": '
@@ -86,7 +86,7 @@ def read(path: Path, option: str = "--steps") -> LoggedRun:
     steps, repeated = _each_once(records)
     if repeated:
         notes.append(
-            f"{numbers.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last "
+            f"{page.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last "
             "time counts."
         )
     notes += _unsound(steps)
@@ -112,7 +112,7 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
     last = max((at for at, line in enumerate(lines) if line.strip()), default=-1)
     empty = sum(not line.strip() for line in lines[: last + 1])
     if empty:
-        notes.append(f"{numbers.count(empty, 'empty line')} left out.")
+        notes.append(f"{page.count(empty, 'empty line')} left out.")
     for at, line in enumerate(lines[: last + 1]):
         if not line.strip():
             continue
@@ -201,13 +201,13 @@ def _unsound(steps: Sequence[Figures]) -> list[str]:
     span = steps[-1]["step"] - steps[0]["step"] + 1
     if span > len(steps):
         notes.append(
-            f"{numbers.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in "
+            f"{page.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in "
             "the log."
         )
     lost = sum(step["loss"] is None for step in steps)
     if 0 < lost < len(steps):
         notes.append(
-            f"{numbers.count(lost, 'step')} has no loss, or one that is not a finite number."
+            f"{page.count(lost, 'step')} has no loss, or one that is not a finite number."
             if lost == 1
             else f"{lost} steps have no loss, or one that is not a finite number."
         )
@@ -459,8 +459,8 @@ def _versus(a: LoggedRun, b: LoggedRun, times: Sequence[float], ratio: float) ->
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (
-        f"{fast.label} is {numbers.times(max(ratio, 1 / ratio))} as fast as {slow.label}: "
-        f"{numbers.seconds(near / 1e3)} instead of {numbers.seconds(far / 1e3)} a step (medians, measured)."
+        f"{fast.label} is {page.times(max(ratio, 1 / ratio))} as fast as {slow.label}: "
+        f"{page.seconds(near / 1e3)} instead of {page.seconds(far / 1e3)} a step (medians, measured)."
     )
 
 
@@ -520,21 +520,21 @@ def _most(means: Figures, key: str) -> float | None:
 def _sentence(run: Figures, parts: dict[str, float], closest: str | None) -> str:
     step_ms = sum(parts.values())
     largest = max(parts, key=lambda part: parts[part])
-    share = f"{numbers.seconds(parts[largest] / 1e3)}, {numbers.percent(parts[largest] / step_ms)}"
-    what = f"A step of {run['label']} took {numbers.seconds(step_ms / 1e3)} in the mean (measured)"
+    share = f"{page.seconds(parts[largest] / 1e3)}, {page.percent(parts[largest] / step_ms)}"
+    what = f"A step of {run['label']} took {page.seconds(step_ms / 1e3)} in the mean (measured)"
     match largest:
         case "plan_wait":
             return f"{what}, and waiting for plans limits it: {share} of it."
         case "computing" | "imbalance":
             return (
                 f"{what}. Computing limits it: by the plans' predictions (simulated) "
-                f"{numbers.percent((parts['computing'] + parts['imbalance']) / step_ms)} of it."
+                f"{page.percent((parts['computing'] + parts['imbalance']) / step_ms)} of it."
             )
         case _:
             if run["means"]["predicted_ms"] is None:
                 return f"{what}; the log holds no prediction to hold it against." + _followed(run, closest)
             return (
-                f"{what}. The plans predict {numbers.seconds((parts['computing'] + parts['imbalance']) / 1e3)} of "
+                f"{what}. The plans predict {page.seconds((parts['computing'] + parts['imbalance']) / 1e3)} of "
                 f"computing in it (simulated); the rest, {share} of it, is what they leave out (transfers, what "
                 "surrounds the layers) or a machine that is slower than its configuration "
                 "says." + _followed(run, closest)
@@ -544,7 +544,7 @@ def _sentence(run: Figures, parts: dict[str, float], closest: str | None) -> str
 def _followed(run: Figures, closest: str | None) -> str:
     if closest is None or run["follows"][closest] < FOLLOWS:
         return ""
-    agrees = f"rank correlation {run['follows'][closest]:.2f} over {numbers.count(run['steady_steps'], 'step')}"
+    agrees = f"rank correlation {run['follows'][closest]:.2f} over {page.count(run['steady_steps'], 'step')}"
     if closest == "predicted_ms":
         return f" From step to step the time follows that prediction ({agrees}): its order is right, its scale is not."
     return (
@@ -561,27 +561,27 @@ def _suggestions(run: Figures, split: Figures) -> list[str]:
     if wait >= WAITS:
         sentences.append(
             "Plan ahead (`plan_ahead: true` in the configuration) or with a cheaper planner: steps waited "
-            f"{numbers.seconds(parts['plan_wait'] / 1e3)} for plans in the mean, {numbers.percent(wait)} of a step "
+            f"{page.seconds(parts['plan_wait'] / 1e3)} for plans in the mean, {page.percent(wait)} of a step "
             "(measured); that much could go."
         )
     uneven = _most(means, "imbalance_after")
     if uneven is not None and uneven >= UNEVEN:
         sentences.append(
             f"Balance better: the most loaded rank has {uneven:.2f} times the mean load (counted), so even loads would "
-            f"save up to {numbers.percent(1 - 1 / uneven)} of what ranks compute. More capacity (`tokens_per_rank`) "
+            f"save up to {page.percent(1 - 1 / uneven)} of what ranks compute. More capacity (`tokens_per_rank`) "
             "leaves a planner more choice."
         )
     crossing, received = means["kv_tokens_received_inter_node"], means["kv_tokens_received"]
     if crossing and received and crossing / received >= CROSSING:
         sentences.append(
-            f"{numbers.percent(crossing / received)} of the received keys and values come from other nodes (counted): "
+            f"{page.percent(crossing / received)} of the received keys and values come from other nodes (counted): "
             "`routing: always` sends them over all NICs, and planners that keep sequences inside nodes send fewer."
         )
     predicted = means["predicted_ms"]
     if predicted is not None and predicted < OFF * step_ms:
         sentences.append(
             "Measure this machine with `megatron-balance profile`: the predictions (simulated) are "
-            f"{numbers.percent(predicted / step_ms)} "
+            f"{page.percent(predicted / step_ms)} "
             "of the measured steps, and a cost table of its own (`plan_costs`) makes them its own."
         )
     sentences.append(_simulate(run))

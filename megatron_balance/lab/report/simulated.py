@@ -5,7 +5,7 @@ around the figures of `study`.
 from __future__ import annotations
 
 from megatron_balance.lab.bench import Figures, named, standing
-from megatron_balance.lab.report import numbers, plots
+from megatron_balance.lab.report import page, plots
 from megatron_balance.lab.report import page as html
 from megatron_balance.lab.report.limits import COMPUTING, PARTS
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
@@ -51,26 +51,26 @@ def _short(study: Figures) -> Section:
     cards = [
         Card(
             f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}",
-            numbers.seconds(best["step_s"]),
-            f"{numbers.tokens(best['tokens_per_s'])} tokens a second",
+            page.seconds(best["step_s"]),
+            f"{page.tokens(best['tokens_per_s'])} tokens a second",
             "simulated",
         ),
         Card(
             f"speedup over {named(base)}",
             f"{best['speedup']:.2f}x",
-            f"{numbers.seconds(base['step_s'])} before",
+            f"{page.seconds(base['step_s'])} before",
             "simulated",
         ),
         Card(
             "largest loss",
-            numbers.percent(limits["parts_s"][part] / limits["step_s"]),
+            page.percent(limits["parts_s"][part] / limits["step_s"]),
             f"{PARTS[part]}, of a step of {best['planner']}",
             "simulated",
         ),
         Card(
             "memory of a rank, at most",
-            numbers.size(best["peak_bytes"]),
-            f"of {numbers.size(study['asked']['cluster']['memory_bytes'])}"
+            page.size(best["peak_bytes"]),
+            f"of {page.size(study['asked']['cluster']['memory_bytes'])}"
             f"{'' if best['fits'] else ', so it does not fit'}",
             "simulated",
         ),
@@ -95,13 +95,13 @@ def _question(study: Figures) -> Section:
     rows = [
         (
             "ranks",
-            f"{cluster['num_ranks']:,}: {numbers.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
+            f"{cluster['num_ranks']:,}: {page.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
             f"{rank}",
         ),
-        ("between nodes", f"{nics}, {numbers.rate(cluster['nic_bytes_per_s'])} each way"),
-        ("inside a node", f"{numbers.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
+        ("between nodes", f"{nics}, {page.rate(cluster['nic_bytes_per_s'])} each way"),
+        ("inside a node", f"{page.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
         ("arithmetic of a rank", f"{cluster['flops_per_s'] / 1e12:,.0f} Tflop/s at its peak, by its data sheet"),
-        ("memory of a rank", numbers.size(cluster["memory_bytes"])),
+        ("memory of a rank", page.size(cluster["memory_bytes"])),
         ("times are from", source),
     ]
     kv = (
@@ -112,28 +112,26 @@ def _question(study: Figures) -> Section:
     of_model = [
         ("layers", f"{model['num_layers']}, of width {model['hidden_size']:,}"),
         ("attention heads", f"{model['num_heads']} of {model['head_dim']}; {kv}"),
-        ("keys and values of a token", f"{numbers.size(model['kv_bytes_per_token'])} a layer"),
+        ("keys and values of a token", f"{page.size(model['kv_bytes_per_token'])} a layer"),
     ]
     batch = lengths["tokens_per_batch"]
-    spread = (
-        f" ({numbers.tokens(batch['min'])} to {numbers.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
-    )
+    spread = f" ({page.tokens(batch['min'])} to {page.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
     of_step = [
         ("lengths", asked["lengths"]),
         (
             "batches",
-            f"{numbers.count(lengths['num_batches'], 'batch', 'batches')} of {numbers.tokens(batch['mean'])} "
+            f"{page.count(lengths['num_batches'], 'batch', 'batches')} of {page.tokens(batch['mean'])} "
             f"tokens{spread}; {step['batches']} in a step",
         ),
         (
             "capacity of a rank",
-            "; ".join(sorted({f"{numbers.tokens(each)} tokens" for each in asked["planners"].values()})),
+            "; ".join(sorted({f"{page.tokens(each)} tokens" for each in asked["planners"].values()})),
         ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
         (
             "slow ranks",
-            numbers.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
+            page.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
         ),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
@@ -173,21 +171,21 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{numbers.count(histogram['num_sequences'], 'sequence')} of {numbers.tokens(histogram['shortest'])} to "
-        f"{numbers.tokens(histogram['longest'])} tokens, half of them of {numbers.tokens(histogram['median'])} or "
+        f"{page.count(histogram['num_sequences'], 'sequence')} of {page.tokens(histogram['shortest'])} to "
+        f"{page.tokens(histogram['longest'])} tokens, half of them of {page.tokens(histogram['median'])} or "
         f"fewer. Sequences of {plots.length_range(heavy['from'], heavy['below'])} tokens are "
-        f"{numbers.percent(share['sequences'])} of all, hold {numbers.percent(share['tokens'])} of the tokens and are "
-        f"{numbers.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
+        f"{page.percent(share['sequences'])} of all, hold {page.percent(share['tokens'])} of the tokens and are "
+        f"{page.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
         "length. Equal numbers of tokens are therefore not equal work."
     )
     rows = tuple(
         (
             plots.length_range(each["from"], each["below"]),
             f"{each['sequences']:,}",
-            numbers.percent(each["sequences"] / totals["sequences"]),
+            page.percent(each["sequences"] / totals["sequences"]),
             f"{each['tokens']:,}",
-            numbers.percent(each["tokens"] / totals["tokens"]),
-            numbers.percent(each["attention_pairs"] / totals["attention_pairs"]),
+            page.percent(each["tokens"] / totals["tokens"]),
+            page.percent(each["attention_pairs"] / totals["attention_pairs"]),
         )
         for each in bins
     )
@@ -210,8 +208,8 @@ def _planners(study: Figures) -> Section:
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
         f"fast as {base} the "
-        f"median step is. The first is {rows[0]['planner']} with {numbers.seconds(rows[0]['step_s'])}; the slowest, "
-        f"{slowest['planner']}, takes {numbers.seconds(slowest['step_s'])}."
+        f"median step is. The first is {rows[0]['planner']} with {page.seconds(rows[0]['step_s'])}; the slowest, "
+        f"{slowest['planner']}, takes {page.seconds(slowest['step_s'])}."
     )
     table = HtmlTable(
         f"planners that a job can run, fastest first, then the others; speedup over {base}",
@@ -231,12 +229,12 @@ def _planners(study: Figures) -> Section:
                 named(row),
                 _step(row),
                 f"{row['speedup']:.2f}x",
-                numbers.tokens(row["tokens_per_s"]),
-                numbers.percent(row["mfu"]),
+                page.tokens(row["tokens_per_s"]),
+                page.percent(row["mfu"]),
                 f"{row['imbalance']['attention']:.2f}",
                 f"{row['imbalance']['tokens']:.2f}",
-                f"{numbers.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
-                f"{numbers.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+                f"{page.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
+                f"{page.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
             )
             for row in rows
         ),
@@ -269,8 +267,8 @@ def _planners(study: Figures) -> Section:
 
 def _step(row: Figures) -> str:
     low, high = row["spread_s"]["p5"], row["spread_s"]["p95"]
-    wide = f" ({numbers.seconds(low)} to {numbers.seconds(high)})" if high > 1.005 * low else ""
-    return f"{numbers.seconds(row['step_s'])}{wide}"
+    wide = f" ({page.seconds(low)} to {page.seconds(high)})" if high > 1.005 * low else ""
+    return f"{page.seconds(row['step_s'])}{wide}"
 
 
 def _made(study: Figures) -> Section:
@@ -351,7 +349,7 @@ def _limits(study: Figures) -> Section:
     caption = (
         "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
         + " ".join(
-            f"{name} loses {numbers.percent(1 - each['computing_s'] / each['step_s'])}."
+            f"{name} loses {page.percent(1 - each['computing_s'] / each['step_s'])}."
             for name, each in of_planners.items()
         )
     )
@@ -362,7 +360,7 @@ def _limits(study: Figures) -> Section:
             PARTS[part],
             "computing" if part in COMPUTING else "loss",
             *(
-                f"{numbers.seconds(each['parts_s'][part])} ({numbers.percent(each['parts_s'][part] / each['step_s'])})"
+                f"{page.seconds(each['parts_s'][part])} ({page.percent(each['parts_s'][part] / each['step_s'])})"
                 for each in of_planners.values()
             ),
         )
@@ -373,7 +371,7 @@ def _limits(study: Figures) -> Section:
         Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
         HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
         Text(
-            f"Over the first {numbers.count(steps, 'step')}. One thing after another is made ideal, and charged what "
+            f"Over the first {page.count(steps, 'step')}. One thing after another is made ideal, and charged what "
             "the step gains: no rank slower than the others, then transfers between nodes that take no time, then "
             "those inside nodes. What is left computes; what all ranks would take if they computed equally long is "
             "computing, and the rest is imbalance or waiting. Transfers that are hidden behind computing cost nothing."
@@ -392,7 +390,7 @@ def _kernels(study: Figures) -> list[Item]:
     return [
         Text(
             f"The attention itself is the same work under every planner, but {base['planner']} computes "
-            f"{numbers.seconds(slow)} for what {best['planner']} computes in {numbers.seconds(fast)}: the smaller the "
+            f"{page.seconds(slow)} for what {best['planner']} computes in {page.seconds(fast)}: the smaller the "
             "pieces that sequences are cut into, the worse they fill a GPU."
         )
     ]
@@ -407,10 +405,10 @@ def _what_next(study: Figures) -> Section:
         top = sorted(rows, key=standing)[:SHOWN_TRIES]
         caption = (
             f"Each bar is one change to {best} as it was asked for, simulated on the first "
-            f"{numbers.count(tried['num_steps'], 'step')} "
-            f"({numbers.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
+            f"{page.count(tried['num_steps'], 'step')} "
+            f"({page.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
             f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes "
-            f"{numbers.seconds(top[0]['step_s'])}."
+            f"{page.seconds(top[0]['step_s'])}."
         )
         items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
         table = HtmlTable(
@@ -420,22 +418,22 @@ def _what_next(study: Figures) -> Section:
                 (
                     row["name"],
                     f"`{row['options']}`" if row["options"] else "",
-                    numbers.seconds(row["step_s"]),
+                    page.seconds(row["step_s"]),
                     f"{row['times_as_fast']:.2f}x",
-                    f"{numbers.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
+                    f"{page.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
                     f"{'' if row['hides'] else '; planning does not hide'}",
                 )
                 for row in rows
             ),
             "simulated",
         )
-        items.append(Fold(f"All {numbers.count(len(rows), 'change')} as a table", (table,)))
+        items.append(Fold(f"All {page.count(len(rows), 'change')} as a table", (table,)))
     same = [*tried["unchanged"], *(row["name"] for row in tried["tries"] if abs(row["saves"]) < SAME)]
     if same:
-        items.append(Fold(f"{numbers.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
+        items.append(Fold(f"{page.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
     if tried["impossible"]:
         reasons = tuple(f"{name}: {reason}" for name, reason in tried["impossible"].items())
-        items.append(Fold(f"{numbers.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
+        items.append(Fold(f"{page.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
     return Section("next", "What to try next", tuple(items))
 
 
@@ -458,7 +456,7 @@ def _places(study: Figures) -> Section:
         which = (
             "All sequences"
             if drawn == placed["num_sequences"]
-            else f"The {drawn} longest of {numbers.count(placed['num_sequences'], 'sequence')}"
+            else f"The {drawn} longest of {page.count(placed['num_sequences'], 'sequence')}"
         )
         alone = next(kind for kind in placed["kinds"] if kind["where"] == "one rank")
         caption = (
@@ -481,8 +479,8 @@ def _alone(kind: Figures, placed: Figures) -> str:
     if not kind["sequences"]:
         return "Every sequence is shared by several ranks."
     return (
-        f"{numbers.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
-        f"{numbers.tokens(kind['longest'])} tokens, stay on one rank."
+        f"{page.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
+        f"{page.tokens(kind['longest'])} tokens, stay on one rank."
     )
 
 
@@ -498,7 +496,7 @@ def _kinds(name: str, placed: Figures) -> HtmlTable:
         for kind in placed["kinds"]
     )
     moved = placed["remapped_tokens"]
-    remap = f"; {numbers.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
+    remap = f"; {page.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
     routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
     return HtmlTable(
         f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact"
@@ -546,7 +544,7 @@ def _load(study: Figures, name: str) -> str:
     return (
         f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
         f"{balance['tokens']:.2f} times "
-        f"the mean tokens, and a rank receives {numbers.tokens(sum(received) / len(received))} KV tokens in the mean."
+        f"the mean tokens, and a rank receives {page.tokens(sum(received) / len(received))} KV tokens in the mean."
     )
 
 
@@ -572,10 +570,10 @@ def _timeline(study: Figures) -> Section:
             "the least busy. " * (len(each["ranks"]) < study["asked"]["cluster"]["num_ranks"])
         )
         caption = (
-            f"{name} takes {numbers.seconds(each['total_ms'] / 1e3)} for a layer, "
-            f"{numbers.seconds(each['forward_ms'] / 1e3)} of it forward. A "
-            f"rank computes {numbers.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
-            f"{numbers.percent(share['most'])} and rank {share['least_rank']} {numbers.percent(share['least'])}. {some}"
+            f"{name} takes {page.seconds(each['total_ms'] / 1e3)} for a layer, "
+            f"{page.seconds(each['forward_ms'] / 1e3)} of it forward. A "
+            f"rank computes {page.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
+            f"{page.percent(share['most'])} and rank {share['least_rank']} {page.percent(share['least'])}. {some}"
         ).strip()
         items.append(
             Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plots.timeline(each, longest))

@@ -29,7 +29,7 @@ from megatron_balance.lab.bench import (
     standing,
     why_not,
 )
-from megatron_balance.lab.report import limits, numbers, variants
+from megatron_balance.lab.report import limits, page, variants
 from megatron_balance.lab.report.variants import recommended
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
@@ -239,7 +239,7 @@ def placement(plan: MicrobatchPlan) -> Figures:
             "where": kind,
             "zone": zone,
             "num_ranks": len(ranks),
-            "rank_runs": numbers.runs(ranks),
+            "rank_runs": page.runs(ranks),
         }
         for seq, length, kind, zone, ranks in rows[:LISTED]
     ]
@@ -371,20 +371,18 @@ def _fastest(base: Figures, best: Figures) -> str:
     today = named(base)
     if base is best:
         return (
-            f"{today} takes {numbers.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
+            f"{today} takes {page.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
             "against that fits in memory and plans within a step."
         )
     if not runs(best):
         return (
             f"No planner that was compared fits in memory and plans within a step; the nearest, {best['planner']}, "
-            f"takes {numbers.seconds(best['step_s'])} a step (simulated)."
+            f"takes {page.seconds(best['step_s'])} a step (simulated)."
         )
-    versus = f"{numbers.seconds(best['step_s'])} instead of {numbers.seconds(base['step_s'])} a step (simulated)"
+    versus = f"{page.seconds(best['step_s'])} instead of {page.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
         cannot = f" {base['planner']} {why_not(base)}: no job takes its time." if why_not(base) else ""
-        return (
-            f"{best['planner']} is {numbers.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
-        )
+        return f"{best['planner']} is {page.times(best['speedup'])} as fast as {today}: {versus}.{_mean(best)}{cannot}"
     return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
 
 
@@ -395,13 +393,13 @@ def _mean(row: Figures) -> str:
 def _room(row: Figures, memory_bytes: float) -> list[str]:
     if row["fits"] and not row["hides"]:
         return [
-            f"Its planning takes {numbers.seconds(row['plan_ms'] / 1e3)} a batch (measured), longer than the step: "
+            f"Its planning takes {page.seconds(row['plan_ms'] / 1e3)} a batch (measured), longer than the step: "
             "training would wait for it."
         ]
     if row["fits"]:
         return []
     return [
-        f"It does not fit: a rank would need {numbers.size(row['peak_bytes'])} and has {numbers.size(memory_bytes)} "
+        f"It does not fit: a rank would need {page.size(row['peak_bytes'])} and has {page.size(memory_bytes)} "
         "(simulated). Its time is what a step would take if it did."
     ]
 
@@ -424,8 +422,8 @@ def suggestions(tried: Figures) -> list[str]:
 
 
 def _suggestion(row: Figures, tried: Figures) -> str:
-    before, after = numbers.seconds(tried["step_s"]), numbers.seconds(row["step_s"])
-    gain = f"{before} would become {after} a step, {numbers.times(row['times_as_fast'])} as fast (simulated)"
+    before, after = page.seconds(tried["step_s"]), page.seconds(row["step_s"])
+    gain = f"{before} would become {after} a step, {page.times(row['times_as_fast'])} as fast (simulated)"
     if row["where"] == "machine":
         return f"With {row['name']}, {gain}."
     how = f" (`{row['options']}`)" if row["options"] else ""

@@ -19,10 +19,9 @@ from math import ceil
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.arrays import as_rows, sums
+from megatron_balance.ir.arrays import as_rows, sums, union
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
-from megatron_balance.ir.intervals import union
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.patterns.waves import ALIGN, lead_cuts, side_of
 from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.ir.intervals import key, key_bounds, ranges
+from megatron_balance.ir.arrays import Ints, key, key_bounds, ranges, run_bounds
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.steps import INPUTS, Packed, RowRun
 

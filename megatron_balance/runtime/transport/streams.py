@@ -24,13 +24,12 @@ from torch import Tensor
 from megatron_balance.analysis.wire import Carried, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
-from megatron_balance.runtime.counters import PhaseTraffic
 from megatron_balance.runtime.cuda import StreamMessage, Streams
 from megatron_balance.runtime.groups import Behind, Groups, StreamPair
 from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, IssueStep, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
-from megatron_balance.runtime.recorder import Trace, Traced
+from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
 from megatron_balance.runtime.transport.comm import (
     CollectiveCall,
     Parcel,

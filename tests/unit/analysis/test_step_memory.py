@@ -38,9 +38,9 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import head_module, num_parameters
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import Layers
 from megatron_balance.ir.strategy import Scheme
 from megatron_balance.model_config import pretrained
 from megatron_balance.planners.base import StepContext

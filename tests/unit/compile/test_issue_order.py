@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
-from megatron_balance.compile.order import Start
+from megatron_balance.compile.order import BY_ID, IssueOrder, Start, issue_orders
 from megatron_balance.compile.pipeline import compile_ranks
-from megatron_balance.compile.proof.issued import GroupCall, IssuedCall, issued, parts, verify_issue_order
+from megatron_balance.compile.proof.runs import GroupCall, IssuedCall, issued, parts, verify_issue_order
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Rows

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.issue_order import IssueOrder, issue_orders
-from megatron_balance.compile.order import RunLaunches, order
+from megatron_balance.compile.order import IssueOrder, RunLaunches, issue_orders, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import Policy

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.issue_order import issue_orders
-from megatron_balance.compile.order import order
+from megatron_balance.compile.order import issue_orders, order
 from megatron_balance.compile.pipeline import PASSES, compile_policies, compile_ranks, expand, in_order, project
 from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.proof.meaning import verify

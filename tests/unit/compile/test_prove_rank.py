@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.issue_order import BY_ID
 from megatron_balance.compile.join import split
+from megatron_balance.compile.order import BY_ID
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof import one_rank
 from megatron_balance.compile.proof.meaning import verify

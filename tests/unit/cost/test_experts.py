@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance.config import load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.experts import ExpertLoad, expert_part
+from megatron_balance.cost.modules import ExpertLoad, expert_part
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 from megatron_balance.model_config import pretrained

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.kernel import padded_head_dim, padding_elements, tiles
+from megatron_balance.ir.arrays import Rectangles, num_pairs
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from megatron_balance.ir.model import Model
 

@@ -23,8 +23,8 @@ from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Rectangles, num_pairs
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.intervals import Rectangles, num_pairs
 from megatron_balance.ir.mask import CAUSAL, SlidingWindow
 from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
 

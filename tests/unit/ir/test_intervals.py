@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_balance.ir.arrays import held_twice, key, key_position, key_seq, overlap_bounds, overlaps, union
 from megatron_balance.ir.columns import Fragment
-from megatron_balance.ir.intervals import held_twice, key, key_position, key_seq, overlap_bounds, overlaps, union
 
 
 def draw(seed: int, count: int) -> np.ndarray:

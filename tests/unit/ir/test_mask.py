@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Rectangles, num_pairs, sees, trim_pairs
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.intervals import Rectangles, num_pairs, sees, trim_pairs
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, SlidingWindow, kind_of, mask_named
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from tests.support.masks import visible

@@ -13,12 +13,12 @@ from megatron_balance.compile.pipeline import expand
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
-from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.step import Layers
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator import simulate
 from megatron_balance.simulator.setup import Setup
-from megatron_balance.simulator.training import simulate_planned
+from megatron_balance.simulator.ticks import simulate_planned
 from megatron_balance.workloads.lengths import draw
 from tests.support import by_hand
 

@@ -13,8 +13,8 @@ from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import coupled
 from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.compile.issue_order import IssueOrder, issue_orders
 from megatron_balance.compile.layouts import fragments
+from megatron_balance.compile.order import IssueOrder, issue_orders
 from megatron_balance.compile.pipeline import Projector, expand
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.compile.transpose import POLICIES, Policy
@@ -28,7 +28,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.lab.report.study import placement
 from megatron_balance.patterns.base import CommPattern, Context, ZoneWork, prefix_pairs
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
-from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.planning.place import Layers, with_layers
 from megatron_balance.simulator.attention import EngineName, attention_call
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 

@@ -16,15 +16,15 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir import text
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Transfer
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.program import Exchange, Kind
+from megatron_balance.ir.step import Layers
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.patterns.head_exchange import head_slices
 from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.patterns.sends import Send
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.layers import with_layers
+from megatron_balance.planning.place import with_layers
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
 

@@ -14,8 +14,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir import plan as plans
-from megatron_balance.ir.layers import Layers
-from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.ir.step import EMPTY, Carry, Layers
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner

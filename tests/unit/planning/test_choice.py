@@ -16,9 +16,8 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.choice import StepMode, choose_planner, step_mode

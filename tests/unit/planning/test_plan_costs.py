@@ -19,11 +19,10 @@ from megatron_balance.cost.table import (
     save_table,
 )
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import AnyPlanZone, Zone
-from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.ir.step import Layers
 from megatron_balance.planning.choice import load_config, planning_cost
-from megatron_balance.planning.step_planner import PlanSpec
+from megatron_balance.planning.step_planner import PlanAhead, PlanSpec
 from tests.support.cli import CommandLine
 
 CLUSTER, MODEL = Cluster(8, 4), Model(8, 8, 16)

@@ -15,17 +15,15 @@ import pytest
 from megatron_balance.compile.proof.one_rank import NotAloneError
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import SlidingWindow
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.step import EMPTY, StepPlan
+from megatron_balance.ir.step import EMPTY, Layers, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages
 from megatron_balance.planning import proofs
-from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.proofs import FIRST, Proofs, Prover, prove_step
-from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 
 SPEC = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {}, prove_every=1)
 STEP = ((100, 90), (30,))
@@ -218,7 +216,7 @@ def is_running(pid: int) -> bool:
 def test_the_planning_process_ends_with_a_killed_parent_though_another_process_holds_its_pipes() -> None:
     program = (
         "import os, signal, time\n"
-        "from megatron_balance.planning.ahead import PlanAhead\n"
+        "from megatron_balance.planning.step_planner import PlanAhead\n"
         "from tests.unit.planning.test_proofs import SPEC\n"
         "ahead = PlanAhead(SPEC)\n"
         "ahead.submit(0, ((10,),))\n"

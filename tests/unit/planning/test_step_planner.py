@@ -18,13 +18,19 @@ from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.proof.meaning import verify
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, to_json
+from megatron_balance.ir.step import EMPTY, Carry, Layers, to_json
 from megatron_balance.planners.base import JointStages
-from megatron_balance.planning.ahead import MOST_UNSENT, PlanAhead, answer_requests, read_frame, write_frame
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import (
+    MOST_UNSENT,
+    PlanAhead,
+    PlanSpec,
+    StepPlanner,
+    answer_requests,
+    read_frame,
+    write_frame,
+)
 
 STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
 

@@ -14,7 +14,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.lab.bench import best_of, hold_against, in_the_mean, saving
-from megatron_balance.lab.report import limits, numbers
+from megatron_balance.lab.report import limits, page
 from megatron_balance.lab.report.study import SHOWN_RANKS, answer, length_histogram, placement, timeline
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
@@ -282,20 +282,20 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        (numbers.seconds(1.3249), "1.32 s"),
-        (numbers.seconds(0.0215), "21.5 ms"),
-        (numbers.seconds(999.7e-6), "1,000 us"),
-        (numbers.seconds(0), "0 s"),
-        (numbers.size(4.234e9), "4.23 GB"),
-        (numbers.size(12), "12 bytes"),
-        (numbers.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
-        (numbers.percent(0.4123), "41 %"),
-        (numbers.percent(0.0412), "4.1 %"),
-        (numbers.percent(0.0001), "under 0.1 %"),
-        (numbers.percent(0), "0 %"),
-        (numbers.listed(["a", "b", "c"]), "a, b and c"),
-        (numbers.count(1, "batch", "batches"), "1 batch"),
-        (numbers.count(1200, "batch", "batches"), "1,200 batches"),
+        (page.seconds(1.3249), "1.32 s"),
+        (page.seconds(0.0215), "21.5 ms"),
+        (page.seconds(999.7e-6), "1,000 us"),
+        (page.seconds(0), "0 s"),
+        (page.size(4.234e9), "4.23 GB"),
+        (page.size(12), "12 bytes"),
+        (page.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
+        (page.percent(0.4123), "41 %"),
+        (page.percent(0.0412), "4.1 %"),
+        (page.percent(0.0001), "under 0.1 %"),
+        (page.percent(0), "0 %"),
+        (page.listed(["a", "b", "c"]), "a, b and c"),
+        (page.count(1, "batch", "batches"), "1 batch"),
+        (page.count(1200, "batch", "batches"), "1,200 batches"),
     ],
 )
 def test_numbers_read_well(said, meant):

@@ -171,7 +171,7 @@ def test_its_configurations_load(tmp_path):
 def test_its_step_figures_are_written():
     package = ROOT / "megatron_balance"
     written = "".join(
-        (package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/counters.py")
+        (package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/recorder.py")
     )
     names = {
         name.partition(".")[0]

@@ -12,13 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.counters import PhaseTraffic  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm  # noqa: E402
 from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
-from megatron_balance.runtime.recorder import Trace  # noqa: E402
-from megatron_balance.runtime.transport import gloo  # noqa: E402
-from megatron_balance.runtime.transport.gloo import Relay  # noqa: E402
+from megatron_balance.runtime.recorder import (
+    PhaseTraffic,
+    Trace,  # noqa: E402
+)
+from megatron_balance.runtime.transport.comm import Relay
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance.compile import pipeline
-from megatron_balance.compile.issue_order import IssueOrder
+from megatron_balance.compile.order import IssueOrder
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.proof import runs
 from megatron_balance.compile.transpose import POLICIES, Policy

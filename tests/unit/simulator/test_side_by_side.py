@@ -16,7 +16,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.simulator.training import simulate_planned
+from megatron_balance.simulator.ticks import simulate_planned
 from tests.unit.simulator.test_simulated_training import MODEL, machine
 
 LENGTHS = ((6000, 3000, 900), (4000, 2000, 100))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_balance.cost.experts import ExpertLoad, expert_part
+from megatron_balance.cost.modules import ExpertLoad, expert_part
 from megatron_balance.cost.parallel import all_to_all_s, group_of
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -29,9 +29,8 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator import pipeline
 from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.attention import attention_call
-from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.setup import Setup
-from megatron_balance.simulator.step import bound_s, simulate_step
+from megatron_balance.simulator.step import Perturbation, bound_s, simulate_plans, simulate_step, summary
 from tests.support import by_hand
 from tests.support.flat_cost import MODEL, flat_machine
 

@@ -17,8 +17,7 @@ from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_
 from megatron_balance.planning.ticks import ticks
 from megatron_balance.simulator.setup import Setup, parts_of
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.simulator.ticks import most_held, simulate_joint
-from megatron_balance.simulator.training import simulate_planned
+from megatron_balance.simulator.ticks import most_held, simulate_joint, simulate_planned
 from tests.unit.simulator.test_simulated_ticks import planned, whole
 
 MODEL = Model(

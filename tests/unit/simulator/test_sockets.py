@@ -24,7 +24,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
-from megatron_balance.simulator.emulated import sockets, tcp
+from megatron_balance.simulator.emulated import sockets
 from megatron_balance.simulator.phase import phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
@@ -153,7 +153,7 @@ def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
 
 
 def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
-    gloo = pytest.importorskip("megatron_balance.runtime.transport.gloo")
+    gloo = pytest.importorskip("megatron_balance.runtime.transport.comm")
     assert gloo.Gloo.ahead == sockets.AHEAD
 
 

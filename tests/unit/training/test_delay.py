@@ -11,8 +11,8 @@ import torch
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import Layers
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.ledger import DataIdentity, Ledger
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans

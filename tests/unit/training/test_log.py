@@ -26,8 +26,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planning.proofs import Proofs
-from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
+from megatron_balance.runtime.recorder import Counters
 from megatron_balance.training import log
 from megatron_balance.training.figures import JobFacts
 from megatron_balance.training.log import LineFile, LogTarget, StepLog

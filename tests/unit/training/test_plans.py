@@ -10,14 +10,12 @@ import pytest
 
 from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
-from megatron_balance.planning.ahead import Ready
 from megatron_balance.planning.proofs import Proofs
-from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.planning.step_planner import PlanSpec, Ready, StepPlanner
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
 
