@@ -34,7 +34,7 @@ Element: TypeAlias = Literal["narrow", "wide", "gradient"]
 # Tensors of a message
 
 
-class TensorShape(NamedTuple):
+class _TensorShape(NamedTuple):
     """One tensor of a message.
 
     `element`: "narrow" is the model's type, "wide" the one that partials are accumulated in,
@@ -47,7 +47,7 @@ class TensorShape(NamedTuple):
 
 class HeadSizes(NamedTuple):
     """Width of a head's queries and keys in an attention call, and bytes of an element of each type
-    (`TensorShape`). `value_dim`: width of its values and outputs; None: the same. `latent_dim`: of
+    (`_TensorShape`). `value_dim`: width of its values and outputs; None: the same. `latent_dim`: of
     what travels in place of keys and values; None: they do.
     """
 
@@ -76,7 +76,7 @@ class HeadSizes(NamedTuple):
                 return self.gradient_bytes
 
 
-def tensor_shapes(message: Carried, sizes: HeadSizes) -> tuple[TensorShape, ...]:
+def tensor_shapes(message: Carried, sizes: HeadSizes) -> tuple[_TensorShape, ...]:
     """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with
     both. Keys and values of one width are one tensor, of two they are two.
     """
@@ -84,23 +84,23 @@ def tensor_shapes(message: Carried, sizes: HeadSizes) -> tuple[TensorShape, ...]
     dim, values = sizes.dim, sizes.dim if sizes.value_dim is None else sizes.value_dim
     match kind:
         case Kind.Q:
-            return (TensorShape((rows, heads, dim), "narrow"),)
+            return (_TensorShape((rows, heads, dim), "narrow"),)
         case Kind.KV:
             return _pair(rows, heads, sizes.kv_widths, "narrow")
         case Kind.OUT:
-            return TensorShape((rows, heads, values), "narrow"), TensorShape((rows, heads), "wide")
+            return _TensorShape((rows, heads, values), "narrow"), _TensorShape((rows, heads), "wide")
         case Kind.OUT_GRAD:
-            return TensorShape((2, rows, heads, values), "narrow"), TensorShape((rows, heads), "wide")
+            return _TensorShape((2, rows, heads, values), "narrow"), _TensorShape((rows, heads), "wide")
         case Kind.Q_GRAD:
-            return (TensorShape((rows, heads, dim), "gradient"),)
+            return (_TensorShape((rows, heads, dim), "gradient"),)
         case Kind.KV_GRAD:
             return _pair(rows, heads, sizes.kv_widths, "gradient")
 
 
-def _pair(rows: int, heads: int, widths: tuple[int, ...], element: Element) -> tuple[TensorShape, ...]:
+def _pair(rows: int, heads: int, widths: tuple[int, ...], element: Element) -> tuple[_TensorShape, ...]:
     if len(widths) == 2 and widths[0] == widths[1]:
-        return (TensorShape((2, rows, heads, widths[0]), element),)
-    return tuple(TensorShape((rows, heads, width), element) for width in widths)
+        return (_TensorShape((2, rows, heads, widths[0]), element),)
+    return tuple(_TensorShape((rows, heads, width), element) for width in widths)
 
 
 def tensor_bytes(messages: Iterable[Carried], sizes: HeadSizes) -> Iterator[int]:

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_balance.cli import inputs, output, simulation
+from megatron_balance.cli import inputs, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Bench, best_of, named, saving, standing
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)",
     )
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(rows, left_out, baseline, bench)
         if sentence := of_sizes(rows, base):
-            output.console().print(sentence)
+            inputs.console().print(sentence)
     return 0
 
 
@@ -78,13 +78,13 @@ def baseline_of(planners: Sequence[str]) -> str:
 
 
 def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: Bench) -> None:
-    console = output.console()
+    console = inputs.console()
     console.print(bench.headline())
     by_name = {row["planner"]: row for row in rows}
     left = ("planner", "runs as")
     middle = ("step s", "with hosts", "tokens/s", "speedup", "over bound", "MFU", "imbalance: tokens", "attention")
     columns = (left[0], *middle, "plan ms", "peak GB", left[1])
-    table = output.table(f"simulated; speedup over {named(by_name[baseline])}", columns, left)
+    table = inputs.table(f"simulated; speedup over {named(by_name[baseline])}", columns, left)
     for row in rows:
         balance = row["imbalance"]
         with_host = "" if row["step_with_host_s"] is None else f"{row['step_with_host_s']:.3f}"

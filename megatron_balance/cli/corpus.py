@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     describe.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
     for action in (build, describe):
         action.allow_abbrev = False  # as for the verbs: an abbreviation is a typing mistake that happens to work
-        output.add_json(action)
+        inputs.add_json(action)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,28 +66,28 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     """Write the corpus; what was skipped."""
-    from megatron_balance.workloads import corpus
+    from megatron_balance.workloads import idx
 
     inputs.check_positive(args, "max_bytes", "limit")
     if args.tokenizer is not None and (args.stdlib or args.max_bytes is not None):
         raise ConfigError("corpus build: --tokenizer reads JSONL; leave out --stdlib and --max-bytes")
     if not args.paths and not args.stdlib:
         raise ConfigError("corpus build: no documents; name files or folders after PREFIX, or give --stdlib")
-    files = corpus.find_files(args.paths, args.suffix)
+    files = idx.find_files(args.paths, args.suffix)
     if args.stdlib:
-        files += corpus.find_files([corpus.standard_library()], ".py", leave_out=corpus.INSTALLED)
+        files += idx.find_files([idx.standard_library()], ".py", leave_out=idx.INSTALLED)
     if not files:
         ending = f" ending in {args.suffix!r}" if args.suffix else ""
         raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
     if args.tokenizer is not None:
-        from megatron_balance.workloads.corpus import TextTokenizer, build_jsonl
+        from megatron_balance.workloads.idx import TextTokenizer, build_jsonl
 
         tokenizer = TextTokenizer(args.tokenizer)
         built = build_jsonl(args.prefix, files, args.key, tokenizer, args.limit, replace=args.force)
         return {"end_of_document": tokenizer.end, "skipped": {"empty": built.empty, "beyond_limit": built.beyond_limit}}
-    built = corpus.build(args.prefix, _progress(files), args.max_bytes, args.limit, replace=args.force)
+    built = idx.build(args.prefix, _progress(files), args.max_bytes, args.limit, replace=args.force)
     skipped = {"empty": built.empty, "too_large": built.too_large, "beyond_limit": built.beyond_limit}
-    return {"end_of_document": corpus.END_OF_DOCUMENT, "skipped": skipped}
+    return {"end_of_document": idx.END_OF_DOCUMENT, "skipped": skipped}
 
 
 def _progress(files: list[Path]) -> Iterator[Path]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from megatron_balance.cli import output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -82,7 +82,7 @@ HELP = "what of the stack is here and what is missing"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    output.add_json(parser)
+    inputs.add_json(parser)
     add = parser.add_argument
     add(
         "--write-cluster",
@@ -177,7 +177,7 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
         raise ConfigError(f"--write-cluster {path}: the file is there already; remove it or name another")
     node = hardware.read_node()
     text = hardware.cluster_yaml(node, path.stem, datetime.datetime.now(datetime.UTC).date())
-    output.write(path, text, "--write-cluster")
+    inputs.write(path, text, "--write-cluster")
     keys = dict(load_cluster(str(path.absolute())).given)
     if as_json:
         print(json_text({"file": str(path), "cluster": keys, "node": asdict(node)}))
@@ -340,9 +340,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _show(checks: list[Check], ready: dict[str, bool]) -> None:
-    console = output.console(140)
+    console = inputs.console(140)
     columns = ("part", "for", "status", "found", "wanted")
-    table = output.table("What this machine has", columns, columns, "fold")
+    table = inputs.table("What this machine has", columns, columns, "fold")
     for check in checks:
         table.add_row(check.name, check.needed_for, check.status, check.found, check.wanted)
     console.print(table)

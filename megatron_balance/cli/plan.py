@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_balance.cli import inputs, output, verify
+from megatron_balance.cli import inputs, verify
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import json_text
@@ -52,11 +52,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the whole plan (-: and nothing else, to standard output); 'verify FILE' proves it",
     )
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    alone = output.check(args)
+    alone = inputs.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _run_planner(choice: PlannerChoice, given: Inputs, *, verify: bool) -> list[
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
-    for batch in output.progress(given.batches, choice.name):
+    for batch in inputs.progress(given.batches, choice.name):
         start = time.perf_counter()
         plan = choice.plan(batch, given.cluster, given.model, cost)
         plan_ms = 1e3 * (time.perf_counter() - start)
@@ -156,7 +156,7 @@ def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
-    console = output.console(120)
+    console = inputs.console(120)
     reports = list(reports)
     cluster = given.cluster
     node_word = "node" if cluster.num_nodes == 1 else "nodes"
@@ -172,7 +172,7 @@ def _show(reports: Iterable[dict[str, Any]], given: Inputs) -> None:
     )
     for report in reports:
         title = f"{report['planner']}: per rank, one layer, forward"
-        table = output.table(title, ("", "min", "mean", "max", "max / mean"), ("",))
+        table = inputs.table(title, ("", "min", "mean", "max", "max / mean"), ("",))
         results = report["results"]
         for label, key in PER_RANK:
             if key != "attention_tokens_per_rank" or any(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 
@@ -53,16 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="measure links too: the launched world's under torchrun, else gloo between two processes of this machine",
     )
     add("--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)")
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     inputs.check_positive(args, "repeats", "threads", "ranks_per_node")
     if args.ranks_per_node and not args.links:
         raise ConfigError("--ranks-per-node goes with --links, which is not given")
-    output.check_folder(args)
+    inputs.check_folder(args)
     try:
-        from megatron_balance.profiling import cost_table, links
+        from megatron_balance.profiling import cost_table
     except ImportError as error:
         if error.name != "torch":
             raise
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     device, options = args.device or cost_table.best_device(), _options(args)
     model = load_model(args.model or DEFAULT_MODELS[device])
     cost_table.prepare(device, args.threads)
-    measured, first = links.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
+    measured, first = cost_table.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
     if not first:
         return 0  # rank 0 measures the kernels and writes
     table = cost_table.profile(model, device, options, _progress, measured)

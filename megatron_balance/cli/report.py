@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, output, simulation
+from megatron_balance.cli import inputs, simulation
 from megatron_balance.cli.compare import baseline_of, of_sizes
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron_balance.lab.report import page
 
-    page_on_stdout = output.check(args)
+    page_on_stdout = inputs.check(args)
     library = page.plot_library()  # before minutes of simulation
     if args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
         document = _simulated(args)
         text = simulated.page(document, library)
-    output.write(args.out, text)
+    inputs.write(args.out, text)
     if page_on_stdout:
         return 0
     if args.json:

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.files import json_text
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)"
     )
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     tables = paper.chosen(args.paper, args.table)
     inputs.check_positive(args, "batches")
     rows_of: dict[str, list[Row]] = {}
-    console = output.console()
+    console = inputs.console()
     if not args.json:
         console.print(paper.title)
-    for name, table in output.progress(list(tables.items()), args.paper):
-        rows_of[name] = table.rows(Effort(args.batches or table.batches, output.progress))
+    for name, table in inputs.progress(list(tables.items()), args.paper):
+        rows_of[name] = table.rows(Effort(args.batches or table.batches, inputs.progress))
         if not args.json:
             _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(console: Console, title: str, rows: list[Row]) -> None:
     from megatron_balance.lab.papers.base import ITSELF
 
-    table = output.table(title, ("", "published", "ours", "unit", "ratio", "kind"), ("", "unit", "kind"))
+    table = inputs.table(title, ("", "published", "ours", "unit", "ratio", "kind"), ("", "unit", "kind"))
     notes = list(dict.fromkeys(row.remark for row in rows if row.remark))
     for row in rows:
         sign = "" if row.sign == "=" else f"{row.sign} "

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.cli import inputs, output, simulation
+from megatron_balance.cli import inputs, simulation
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Bench, Planned
@@ -27,11 +27,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a Chrome/Perfetto trace of the first step (or of one layer of a full tick), all ranks",
     )
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    alone = output.check(args, "--trace")
+    alone = inputs.check(args, "--trace")
     given = simulation.read(args)
     bench = simulation.bench(args, given)
     if args.trace and len(given.planners) > 1:
@@ -74,7 +74,7 @@ def _write_trace(path: Path, bench: Bench, planned: Planned) -> None:
         trace = layer_trace(step.fullest_tick().plan, bench.pool, "replay")
     else:
         trace = step_trace(step.plans, bench.machine, bench.setup)
-    output.write(path, json.dumps(trace.document(), allow_nan=False), "--trace")
+    inputs.write(path, json.dumps(trace.document(), allow_nan=False), "--trace")
 
 
 def _changed(changes: dict[str, float]) -> str:
@@ -90,7 +90,7 @@ def _changed(changes: dict[str, float]) -> str:
 def _show(reports: dict[str, dict[str, Any]], bench: Bench, runs: dict[str, str]) -> None:
     from rich.table import Table
 
-    console = output.console()
+    console = inputs.console()
     console.print(bench.headline())
     for name, report in reports.items():
         step, peak = report["step_s"], report["peak_bytes_per_rank"]

@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.lab.bench import Bench, Inputs
 
@@ -240,7 +240,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         perturbation,
         args.microbatches,
         Machine(pool, model, _cost(args, given, pool), slow * args.pipeline),
-        output.progress,
+        inputs.progress,
         *_mode_keys(args, given),
         price=args.price_per_gpu_hour,
     )

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
@@ -64,16 +64,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML",
     )
     add("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from megatron_balance.planning.strategies import propose, rank
     from megatron_balance.workloads.lengths import draw
 
-    alone = output.check(args)
+    alone = inputs.check(args)
     inputs.check_positive(args, "tokens", "seq_length", "batches", "ranks", "ranks_per_node")
-    output.check_folder(args)
+    inputs.check_folder(args)
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; name a file in it")
     if args.schemes and args.plan_costs:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     proposed = propose(sample, args.tokens, costs, cluster.num_ranks)
     found = rank(proposed, batches, costs, cluster.num_ranks)
     if args.out:
-        output.write(args.out, _file(found, args))
+        inputs.write(args.out, _file(found, args))
     if alone:
         return 0
     if args.json:
@@ -130,14 +130,14 @@ def _file(found: Sequence[SampledStrategy], args: argparse.Namespace) -> str:
 
 
 def _show(found: Sequence[SampledStrategy], args: argparse.Namespace, cluster: Cluster) -> None:
-    console = output.console()
+    console = inputs.console()
     by = args.schemes or f"{args.model} on {args.cluster}"
     console.print(
         f"{cluster.num_ranks} GPUs, {by}; {args.dataset}, {args.batches} step{'s' * (args.batches != 1)} of "
         f"{args.tokens:,} tokens; seconds: mean of forward and backward of the steps that a strategy holds"
     )
     columns = ("strategy", "longest sequence", "seconds", "steps held", "best of")
-    table = output.table(None, columns, ("strategy",), "fold")
+    table = inputs.table(None, columns, ("strategy",), "fold")
     for each in found:
         seconds = f"{each.seconds:.3f}" if each.held_batches else "-"
         best = f"{each.best_share:.0%}"

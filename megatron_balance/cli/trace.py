@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_balance.analysis import trace_format
 from megatron_balance.analysis.trace_format import Trace
-from megatron_balance.cli import output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import UnreadableError, read_json
 
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
         )
     joined = trace_format.joined(traces)
     document = joined.document()
-    output.write(args.out, json.dumps(document, allow_nan=False))
-    if args.out != output.STDOUT:
+    inputs.write(args.out, json.dumps(document, allow_nan=False))
+    if args.out != inputs.STDOUT:
         print(f"{args.out}: step {step}, {world} ranks, {len(joined.spans)} spans{_clocks(document['otherData'])}")
     return 0
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import inputs, output
+from megatron_balance.cli import inputs
 from megatron_balance.errors import ConfigError
 from megatron_balance.files import json_text
 from megatron_balance.planners import PLANNERS
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a rank; --ranks counts GPUs (default 1)")
     add("--most-delay", type=float, default=0.5, metavar="D", help="mean steps that a token may wait (default 0.5)")
     add("--queues", type=int, default=3, metavar="N", help="most queues (default 3)")
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,10 +97,10 @@ def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple
 
 
 def _show(trials: Sequence[Trial], num_steps: int, most_delay: float) -> None:
-    console = output.console()
+    console = inputs.console()
     columns = ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", "")
     title = f"{num_steps} steps; less imbalance for more delay"
-    table = output.table(title, columns, ("thresholds", ""))
+    table = inputs.table(title, columns, ("thresholds", ""))
     for trial in trials:
         table.add_row(
             str(len(trial.thresholds)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_balance.cli import output
+from megatron_balance.cli import inputs
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import UnreadableError, json_text, read_json
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="keep",
         help="backward with received KV kept, or communicated again",
     )
-    output.add_json(parser)
+    inputs.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
         for p in plans
     ]
     document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
-    output.write(path, json.dumps(document, allow_nan=False) + "\n")
+    inputs.write(path, json.dumps(document, allow_nan=False) + "\n")
 
 
 def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:

@@ -26,7 +26,7 @@ def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
     return table[np.lexsort((table[:, Held.ZONE], table[:, Held.RANK]))]
 
 
-class Remapped(NamedTuple):
+class _Remapped(NamedTuple):
     """`remote`: tokens that a rank attends to and another owns, `RemoteHeld` rows by holder, then
     owner; `linear`: `Placed` rows of linear layouts, rank by rank in their order outside attention.
     """
@@ -35,7 +35,7 @@ class Remapped(NamedTuple):
     linear: Ints
 
 
-def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
+def remapped(plan: MicrobatchPlan, table: Ints) -> _Remapped:
     """Return what the moves of a plan make of its `fragments`, of all ranks or of some.
 
     `linear` is right for a rank where the table has it and all that hold something of its own.
@@ -66,11 +66,11 @@ def remapped(plan: MicrobatchPlan, table: Ints) -> Remapped:
     kept = np.clip(kept_until[table[:, Held.RANK]] - begins, 0, sizes)
     own[:, Placed.STOP] = own[:, Placed.START] + kept
     linear = np.concatenate([own[kept > 0], np.column_stack([rows[:, RemoteHeld.OWNER], rows[:, RemoteHeld.SPAN]])])
-    return Remapped(rows, linear[np.argsort(linear[:, Placed.RANK], kind="stable")])
+    return _Remapped(rows, linear[np.argsort(linear[:, Placed.RANK], kind="stable")])
 
 
 def remote_in(plan: MicrobatchPlan) -> Ints:
-    """`Remapped.remote` of all ranks; no rows where the plan has no remap."""
+    """`_Remapped.remote` of all ranks; no rows where the plan has no remap."""
     if not plan.moves:
         return np.empty((0, RemoteHeld.WIDTH), dtype=np.int64)
     return remapped(plan, fragments(plan)).remote

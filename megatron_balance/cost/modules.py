@@ -152,6 +152,14 @@ def layer_flops(model: Model) -> float:
     return sum(module.flops for module in layer_modules(model))
 
 
+# Uneven routing of tokens to experts: how many more visits the busiest rank gets than an even
+# share.
+#
+# Ranks that share a layer's experts wait until all have computed, so the layer takes as long as the
+# busiest of them. Uneven are experts that all documents like (`shares`), and documents that like
+# other experts than the rest (`spread`): ranks with few documents then have other loads than the mean
+# of the batch.
+
 _EXPERT_MODULE = "mlp"
 """The module of a layer (`cost.modules`) that experts are."""
 

@@ -51,6 +51,11 @@ def sums(index: Ints, amounts: Ints, size: int) -> Ints:
     return totals
 
 
+# Arithmetic on token intervals of many sequences at once: overlaps, unions, atoms.
+#
+# A token is one integer, `key(seq, position)`: keys ascend by sequence, then by position, so one
+# sorted array serves the intervals of all sequences. No other module packs sequences and positions.
+
 # Positions of a sequence are below 2 ** POSITION_BITS.
 POSITION_BITS = 40
 

@@ -379,6 +379,11 @@ def _digest(parts: Iterator[str] | Sequence[str]) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
+# The two layers around any planner's decision, remapping and routing, as settings (Zeppelin,
+# sections 3.4 and 3.3).
+#
+# `planning.layers` decides by these settings what a plan gets; `solvers.remap` solves the remap.
+
 When: TypeAlias = Literal["always", "pays", "never"]
 
 

@@ -32,9 +32,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.groups import job_device, tensor_parallel
-from megatron_balance.planners import megatron_dynamic
+from megatron_balance.planners import megatron
 from megatron_balance.planners.base import JointStages
-from megatron_balance.planners.megatron_dynamic import Microbatch, Scheduler
+from megatron_balance.planners.megatron import Microbatch, Scheduler
 from megatron_balance.planning.choice import PlannerChoice, Run
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape
@@ -405,7 +405,7 @@ class _Guarded:
                 )
                 self._said = True
             # Whatever Megatron raises, assertions and index errors alike, our rules plan the batch.
-            return megatron_dynamic.RULES["hybrid"](lengths, tokens, num_ranks)
+            return megatron.RULES["hybrid"](lengths, tokens, num_ranks)
 
 
 def own_scheduler() -> Scheduler | None:

@@ -14,7 +14,7 @@ from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pai
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import zigzag
+from megatron_balance.patterns import ring
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -27,8 +27,8 @@ from megatron_balance.patterns.base import (
     held_rows,
     prefix_pairs,
 )
+from megatron_balance.patterns.ring import INDEX, PLACE, START, STOP
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
-from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP
 
 # From lengths and the number of ranks to a table of chunks (`patterns.zigzag`).
 Cut: TypeAlias = Callable[[Ints, int], Ints]
@@ -167,6 +167,4 @@ def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chun
     return _Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
-ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(
-    _AllGather, (zigzag.chunks, zigzag.of_documents, zigzag.of_sequence)
-)
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(_AllGather, (ring.chunks, ring.of_documents, ring.of_sequence))

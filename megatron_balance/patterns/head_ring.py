@@ -50,9 +50,22 @@ from megatron_balance.patterns.head_exchange import (
     shared_by_heads,
     traded,
 )
-from megatron_balance.patterns.ring import arriving, attention, forward_hops, hops_of, ring_launches, walks
+from megatron_balance.patterns.ring import (
+    Zigzag,
+    arriving,
+    attention,
+    chunk,
+    forward_hops,
+    fragments,
+    holders,
+    hops_of,
+    pairs_per_rank,
+    ring_launches,
+    tokens,
+    walks,
+    zigzag,
+)
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of, transfers_of
-from megatron_balance.patterns.zigzag import Zigzag, chunk, fragments, holders, pairs_per_rank, tokens, zigzag
 
 # Cells of (rank, sequence) worked on at once, which bounds memory.
 _BLOCK = 1 << 20

@@ -31,7 +31,7 @@ IN, ON = range(2)
 # In the backward the way is turned: gradients are added up inside the node, and cross once. A
 # replayed backward brings the inputs the same way, the first exchange before anything else, since
 # the second one passes on what it brings.
-class OncePerNode(CommPattern[Z]):
+class _OncePerNode(CommPattern[Z]):
     """Rewrites what the comm pattern `plain` sends; to be mixed into it."""
 
     merges_remap = False
@@ -104,19 +104,19 @@ class OncePerNode(CommPattern[Z]):
         return replace(found, traffic=replace(found.traffic, inputs=inputs, passed_on=on))
 
 
-class DispatchOnce(OncePerNode[TaskTable], Dispatch):
+class DispatchOnce(_OncePerNode[TaskTable], Dispatch):
     """Every rank sends what the tasks of others need, once to each node."""
 
     plain = Dispatch()
 
 
-class HeadExchangeOnce(OncePerNode[Zone], HeadExchange):
+class HeadExchangeOnce(_OncePerNode[Zone], HeadExchange):
     """Two all-to-alls around one launch; key-value heads that ranks of a node share cross once."""
 
     plain, cuts_heads = HeadExchange(), True
 
 
-class ChunkExchangeOnce(OncePerNode[Zone], ChunkExchange):
+class ChunkExchangeOnce(_OncePerNode[Zone], ChunkExchange):
     """As `HeadExchangeOnce`, where every rank holds a contiguous chunk of each sequence."""
 
     plain, cuts_heads = ChunkExchange(), True
@@ -143,7 +143,7 @@ _Piece: TypeAlias = tuple[int, int, tuple[int, ...]]  # (start, stop, ranks that
 
 @lru_cache(maxsize=64)
 def _ways(
-    pattern: OncePerNode[Any], zone: Any, lengths: bytes, heads: tuple[int, int], nodes: tuple[int, int], mask: Mask
+    pattern: _OncePerNode[Any], zone: Any, lengths: bytes, heads: tuple[int, int], nodes: tuple[int, int], mask: Mask
 ) -> tuple[Ints, ...]:
     # `_Wanted` rows of what is sent at first, and of what is passed on behind that.
     context = Context(np.frombuffer(lengths, dtype=np.int64), *heads, *nodes, mask=mask)

@@ -11,17 +11,13 @@ from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.ir.step import Layers
 from megatron_balance.planners import (
     auto,
+    baselines,
     distca,
     flexsp,
-    hybrid_dp,
     hydraulis,
     knapformer,
     megatron,
-    megatron_dynamic,
-    packing,
-    whole_pool,
     wlb_llm,
-    wlb_sharding,
     zeppelin,
 )
 from megatron_balance.planners.base import Planner, Try, slack
@@ -42,25 +38,27 @@ def _parted_within(options: Any) -> bool:
 
 
 PLANNERS: dict[str, Planner] = {
-    "te_ring": Planner(whole_pool.te_ring, whole_pool.WholePoolOptions, tries=(Try(least=Bounds.pool_ring),)),
+    "te_ring": Planner(baselines.te_ring, baselines.WholePoolOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(
-        whole_pool.llama_all_gather,
-        whole_pool.WholePoolOptions,
+        baselines.llama_all_gather,
+        baselines.WholePoolOptions,
         tries=(Try(least=Bounds.pool_zigzag_gather),),
     ),
-    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=(Try(least=Bounds.pool_gather),)),
+    "wlb_sharding": Planner(wlb_llm.shard, wlb_llm.WlbShardingOptions, tries=(Try(least=Bounds.pool_gather),)),
     "ulysses": Planner(
-        whole_pool.ulysses,
-        whole_pool.WholePoolOptions,
+        baselines.ulysses,
+        baselines.WholePoolOptions,
         _ONCE_PER_NODE,
         parts_heads=_always,
         tries=(Try(least=Bounds.pool_heads),),
     ),
-    "packing": Planner(packing.plan, packing.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)),
+    "packing": Planner(
+        baselines.packing, baselines.PackingOptions, _ONCE_PER_NODE, tries=(Try(least=Bounds.even_tokens),)
+    ),
     "hybrid_dp": Planner(
-        hybrid_dp.plan,
-        hybrid_dp.HybridDpOptions,
-        plan_batch=hybrid_dp.plan_batch,
+        baselines.hybrid_dp,
+        baselines.HybridDpOptions,
+        plan_batch=baselines.hybrid_dp_batch,
         room=slack,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
@@ -84,13 +82,13 @@ PLANNERS: dict[str, Planner] = {
         idle=knapformer.idle,
     ),
     "megatron_dynamic": Planner(
-        megatron_dynamic.plan,
-        megatron_dynamic.MegatronDynamicOptions,
-        plan_batch=megatron_dynamic.plan_batch,
+        megatron.plan,
+        megatron.MegatronDynamicOptions,
+        plan_batch=megatron.plan_batch,
         room=slack,
         tries=_RINGS,
         left_out=_IN_ZEPPELIN,
-        plan_with=megatron_dynamic.plan_by,
+        plan_with=megatron.plan_by,
     ),
     "distca": Planner(
         distca.plan,

@@ -178,6 +178,16 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
     return plan
 
 
+# The two layers around any planner's decision: remapping and routing (Zeppelin, sections 3.4 and
+# 3.3).
+#
+# `with_layers` adds to a plan where tokens live outside attention (`moves`) and which transfers
+# between nodes go over all NICs (`routing`). Eq. (1) holds the direct transfer of n bytes against its
+# three legs, n b_intra (x1 - 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2; each
+# leg has its own latency, so short transfers go directly (`Routing.min_tokens`). Eq. (1) takes the
+# other NICs to be idle, which holds for a ring; elsewhere, and for a remap, the load of each NIC
+# decides.
+
 # Tokens of a rank by which a head exchange is judged.
 _EVEN = 1 << 16
 

@@ -156,6 +156,12 @@ def predict(spec: PlanSpec, lengths: Lengths) -> Predicted:
     return Predicted(too_large, total)
 
 
+# Planning ahead: a background process that plans the coming steps while the current one runs.
+#
+# It is spawned, imports neither torch nor Megatron, and answers numbered frames of JSON over two
+# pipes in the order it was asked, so a result does not depend on timing. A process that dies or is
+# silent for too long is started again, once; then all is planned on the spot.
+
 log = logging.getLogger(__name__)
 
 

@@ -24,17 +24,15 @@ from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import joined_nodes
 from megatron_balance.cost.perturbed import on_cluster
-from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO
-from megatron_balance.planners.pipelines import deal, packed
+from megatron_balance.planners.pipelines import check_scheme, deal, fit_scheme, lengths_to_fit, packed
 from megatron_balance.planning.choice import PlannerChoice
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch
-from megatron_balance.solvers.microbatches import EFFICIENCY
+from megatron_balance.solvers.dispatch import EFFICIENCY, PipelineCost, dispatch
 
 Floats = NDArray[np.float64]
 Lengths = Sequence[int]

@@ -10,19 +10,23 @@ from __future__ import annotations
 import datetime
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
+from megatron_balance.runtime.cuda import StreamMessage
+from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Entries, Kernel, merge_partials
 
@@ -127,7 +131,7 @@ Progress = Callable[[Iterable[Callable[[], None]], int, str], Iterator[Callable[
 def _time_s(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     call()
     if device.type == "cuda":
-        return median(events_s(call) for _ in range(repeats))
+        return median(_events_s(call) for _ in range(repeats))
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     return min(clock_s(call, clock) for _ in range(repeats))
 
@@ -138,7 +142,7 @@ def clock_s(call: Callable[[], object], clock: Callable[[], float] = time.perf_c
     return clock() - begin
 
 
-def events_s(call: Callable[[], object]) -> float:
+def _events_s(call: Callable[[], object]) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -322,3 +326,165 @@ def model_scale(model: Model) -> float:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Times of messages between two ranks: of a launched world, or of this machine's loopback.
+#
+# On NCCL they go as training's go: over the communicators of its streams (`runtime.groups`), which
+# NCCL gives other channels than a communicator of the whole world or of two ranks, and in both
+# directions in one group call.
+
+
+def measure_links(
+    device_name: str, options: ProfileOptions, ranks_per_node: int | None
+) -> tuple[tuple[LinkTable, ...], bool]:
+    """Times of the launched world's links (torchrun), else of this machine's loopback; and whether
+    this process goes on to measure kernels.
+
+    `ranks_per_node`: of the launched world; None: all ranks are on one node.
+
+    Raises:
+        ConfigError: a world of one rank, or no way to reach a second process.
+    """
+    if not dist.is_torchelastic_launched():
+        return _loopback_links(options.message_bytes, options.repeats), True
+    dist.init_process_group("nccl" if device_name == "cuda" else "gloo")
+    try:
+        rank, device = dist.get_rank(), torch.device(device_name)
+        if device_name == "cuda":  # NCCL needs a device of its own for each rank
+            device = torch.device(device_name, rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        return world_links(
+            options.message_bytes, options.repeats, ranks_per_node or dist.get_world_size(), device
+        ), rank == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _loopback_links(message_bytes: Sequence[int], repeats: int) -> tuple[LinkTable, ...]:
+    """Times of messages between two processes of this machine over gloo, of which it starts the
+    second: its `intra_node` link.
+
+    Raises:
+        ConfigError: gloo did not connect the two, as where it finds no interface to listen on.
+    """
+    import tempfile
+
+    from torch import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder, 'store')}"
+        process = context.Process(target=_answer, args=(store, tuple(message_bytes), repeats), daemon=True)
+        process.start()
+        try:
+            _join(store, 0)
+            seconds = _ping((0, 1), message_bytes, repeats, torch.device("cpu"))
+        except RuntimeError as error:
+            raise ConfigError(f"--links: gloo could not reach a second process on this machine: {error}") from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+    return (LinkTable("intra_node", "gloo", tuple(message_bytes), tuple(seconds)),)
+
+
+def _answer(store: str, message_bytes: tuple[int, ...], repeats: int) -> None:
+    _join(store, 1)
+    _ping((0, 1), message_bytes, repeats, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def _join(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+
+
+def world_links(
+    message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device
+) -> tuple[LinkTable, ...]:
+    """Times of messages of rank 0 with its neighbour, and with the first rank of the next node; none
+    on other ranks. Collective: every rank of the launched world calls it.
+
+    Raises:
+        ConfigError: a world of one rank.
+    """
+    size = dist.get_world_size()
+    if size < 2:
+        raise ConfigError(
+            "--links: the launched world has 1 rank; launch 2 or more with torchrun, or leave torchrun out for the "
+            "loopback"
+        )
+    groups = make_groups([range(size)], ranks_per_node)
+    links: list[LinkTable] = []
+    for name, peer in (("intra_node", 1), ("inter_node", ranks_per_node)):
+        if peer < size and (name == "inter_node" or ranks_per_node > 1):
+            if groups.streams is not None:
+                seconds = exchanged((0, peer), name, message_bytes, repeats, groups)
+            else:
+                seconds = _ping((0, peer), message_bytes, repeats, device)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                links.append(LinkTable(name, dist.get_backend(), tuple(message_bytes), tuple(seconds)))
+    return tuple(links)
+
+
+def exchanged(
+    pair: tuple[int, int],
+    stream: str,
+    message_bytes: Sequence[int],
+    repeats: int,
+    groups: Groups,
+    sample: Callable[[Callable[[], object]], float] = _events_s,
+) -> list[float]:
+    """Seconds of one message of each size, while as much goes the other way: the median of samples
+    (`sample`: seconds of a call).
+
+    Ranks outside `pair` take no part. `stream`: as in `compile.order.stream_name`.
+    """
+    assert groups.streams is not None, "gloo has no streams"
+    if groups.rank not in pair:
+        return []
+    peer = pair[1] if groups.rank == pair[0] else pair[0]
+    streams, of = groups.streams, groups.streams.of(stream)
+    seconds: list[float] = []
+    for size in message_bytes:
+        ends = [(groups.rank, peer, True, of.empty(size)), (peer, groups.rank, False, of.empty(size))]
+        transfers = [
+            StreamMessage(src, dst, 0, sends, peer, x) for src, dst, sends, x in sorted(ends, key=itemgetter(0))
+        ]
+
+        def exchange(transfers: Sequence[StreamMessage] = transfers) -> None:
+            of.wait(streams.now())
+            of.batch(transfers)
+            streams.wait(of.record())
+
+        exchange()
+        seconds.append(median(sample(exchange) for _ in range(repeats)))
+    return seconds
+
+
+def _ping(pair: tuple[int, int], message_bytes: Sequence[int], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of one message of each size: half of there and back, the median of samples. Ranks
+    outside `pair` take no part.
+    """
+    rank = dist.get_rank()
+    if rank not in pair:
+        return []
+    peer = pair[1] if rank == pair[0] else pair[0]
+    seconds: list[float] = []
+    for size in message_bytes:
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+
+        def there_and_back(payload: Tensor = payload) -> None:
+            for sending in (rank == pair[0], rank != pair[0]):
+                if sending:
+                    dist.send(payload, peer)
+                else:
+                    dist.recv(payload, peer)
+
+        there_and_back()
+        sample = _events_s if device.type == "cuda" else clock_s
+        seconds.append(median(sample(there_and_back) for _ in range(repeats)) / 2)
+    return seconds

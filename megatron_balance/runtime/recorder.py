@@ -275,6 +275,9 @@ def hidden_share(*traces: Trace) -> float:
     return 1.0 - waited / under_way if under_way else 1.0
 
 
+# Counts of what a rank's attention calls really did, made where it is done.
+
+
 @dataclass(slots=True)
 class Counters:
     """Sums over the calls of one bound plan on this rank, forward and backward together unless said

@@ -20,7 +20,7 @@ from megatron_balance.cost.perturbed import of_model
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.simulator.emulated.sockets import Sockets
+from megatron_balance.simulator.emulated import Sockets
 from megatron_balance.simulator.events import StreamsPhase
 from megatron_balance.simulator.phase import SimulatedPhase, issued_s, phase_of, ring_names
 

@@ -241,6 +241,18 @@ class Events:
             self.started(rank, exchange)
 
 
+# Exchanges on CUDA streams, as `runtime.transport.streams` issues them.
+#
+# Each leg of an exchange is one call on its stream: it begins when the stream's call before has
+# ended, when the compute stream has come to its start (unless the rank only passes it on), and,
+# routed, when the leg before it has ended on this rank. A transfer runs when both ends have begun:
+# call, alpha, then its bytes; a call ends with the last of its transfers.
+#
+# Where transfers wait for SMs, a call that is launched while its rank attends begins when a thread
+# block has ended if it goes between nodes, since these streams have a higher priority
+# (`runtime.groups`), else when the kernel's last blocks run.
+
+
 @dataclass(slots=True)
 class _ExchangeLeg:
     """A leg of an exchange on a rank.

@@ -313,6 +313,10 @@ def _bound_of_microbatch(lengths: Sequence[int], machine: Machine, setup: Setup)
     return model.num_layers * (forward + backward + again) + cost.head_s(tokens) + cost.head_s(tokens, backward=True)
 
 
+# Several simulated steps as the figures that `megatron-balance simulate` prints; none was
+# measured.
+
+
 @dataclass(frozen=True, slots=True)
 class Perturbation:
     """Machines that differ from the one that was planned for: `draws` of them, times off by factors

@@ -310,6 +310,11 @@ def _ticks_utilisation(times: _TickTimes, machine: Machine, step_s: float) -> di
     }
 
 
+# A planned step as training would run it, on clocks: microbatches whole or as two nano-batches
+# (docs/adr/0013), pipeline stages each for itself or attending together (docs/adr/0014), pipelines
+# side by side (docs/adr/0023).
+
+
 def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup) -> Step:
     """The step on the machine of one stage's ranks and of all stages' (equal where there is one).
 

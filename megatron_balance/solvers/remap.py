@@ -109,7 +109,7 @@ class _RemapProblem:
     intra: float
 
 
-def by_node(counts: Ints, node_size: int) -> Ints:
+def _by_node(counts: Ints, node_size: int) -> Ints:
     """`counts` [d] as [nodes, node_size]; ranks that the last node lacks have 0."""
     num_nodes = -(-len(counts) // node_size)
     table = np.zeros(num_nodes * node_size, dtype=np.int64)
@@ -139,7 +139,7 @@ def _solve_exactly(problem: _RemapProblem) -> Ints:
     water-filling, which minimises the largest cost of every node, hence of all; the sum depends on
     min(S, D) alone.
     """
-    surplus, deficit = by_node(problem.surplus, problem.node_size), by_node(problem.deficit, problem.node_size)
+    surplus, deficit = _by_node(problem.surplus, problem.node_size), _by_node(problem.deficit, problem.node_size)
     inside = np.minimum(surplus.sum(axis=1), deficit.sum(axis=1))
     sent = _fill_fairly(surplus, inside, problem.intra)
     received = _fill_fairly(deficit, inside, problem.intra)
@@ -227,7 +227,7 @@ def _formulate(problem: _RemapProblem) -> tuple[Ints, milp.Milp]:
         rows.add(len(need), need, need, (rank, pair, 1.0))
     num_variables = len(pairs) + sum(len(ranks) for _, ranks, _ in ends) + 1
     # What a node can keep it keeps: no rank pays more, and no second objective is needed.
-    kept = np.minimum(*(by_node(need, problem.node_size).sum(axis=1) for need in (problem.surplus, problem.deficit)))
+    kept = np.minimum(*(_by_node(need, problem.node_size).sum(axis=1) for need in (problem.surplus, problem.deficit)))
     first = len(pairs)
     for rank, ranks, need in ends:
         each = np.arange(len(need))

@@ -33,8 +33,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
-from megatron_balance.planners.knapformer import KnapFormerOptions, plan
-from megatron_balance.planners.knapformer.topology import Topology, parse
+from megatron_balance.planners.knapformer import KnapFormerOptions, Topology, parse, plan
 from megatron_balance.runtime.attention import differentiable_once
 from megatron_balance.torch.batch import back, exchanged, there
 from megatron_balance.torch.ranks import device_of, shared, shared_pool

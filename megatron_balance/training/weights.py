@@ -56,7 +56,7 @@ class _LinkWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class _Slot:
     """Transfers of one slot of layers (`analysis.link`), or of all. `inside`: among ranks of
     a node, behind `across` in a pull and before it in a push; None: there are none on any rank, so
     that no rank waits for the call.
@@ -82,8 +82,8 @@ class WeightExchange:
     are pulled forwards and pushed backwards.
     """
 
-    pulls: tuple[Slot, ...]
-    pushes: tuple[Slot, ...]
+    pulls: tuple[_Slot, ...]
+    pushes: tuple[_Slot, ...]
     group: dist.ProcessGroup
     device: torch.device
 
@@ -108,7 +108,7 @@ class WeightExchange:
         own, mine = owned[owned[:, Shard.RANK] == rank], held(strategy, parameters, rank=rank)
         # Embedding and output have slots of their own, beside those of layers.
         count = num_slots(strategy, parameters.num_layers) + 2 if apart.slots else 1
-        made: list[tuple[Slot, ...]] = []
+        made: list[tuple[_Slot, ...]] = []
         for name, role, sending, receiving in (
             ("pull", WeightPiece.DST, own, mine),
             ("push", WeightPiece.SRC, mine, own),
@@ -123,7 +123,7 @@ class WeightExchange:
                 _RankShards(rank, base.num_ranks, sending, receiving),
                 _RankShards(rank, base.num_ranks, mine, mine),
             ]
-            cut: list[Slot] = []
+            cut: list[_Slot] = []
             for slot in range(count):
                 # A slot of all transfers, where nothing runs beside compute.
                 chosen = [of == slot if apart.slots else slice(None) for of in slots]
@@ -131,7 +131,7 @@ class WeightExchange:
                     each.way(table[which], of[which])
                     for each, table, of, which in zip(ends, tables, slots, chosen, strict=False)
                 ]
-                cut.append(Slot(ways[0], ways[1] if ways[1:] else None))
+                cut.append(_Slot(ways[0], ways[1] if ways[1:] else None))
             made.append(tuple(cut))
         return cls(*made, group=group, device=device)
 

@@ -18,7 +18,7 @@ from megatron_balance.runtime import kernels  # noqa: E402
 from megatron_balance.runtime.kernels import KERNELS, choose_kernel, cpu_flash, libraries  # noqa: E402
 from megatron_balance.runtime.kernels.base import Entries, PlainKernel, hidden  # noqa: E402
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel  # noqa: E402
-from megatron_balance.runtime.kernels.varlen import PaddedKernel, VarlenKernel  # noqa: E402
+from megatron_balance.runtime.kernels.libraries import PaddedKernel, VarlenKernel  # noqa: E402
 from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.attention_libraries import ByFormula  # noqa: E402
 

@@ -14,8 +14,8 @@ from megatron_balance import Batch, Cluster, Model, make_planner
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Layers
 from megatron_balance.megatron import planning as own
-from megatron_balance.planners import megatron_dynamic
-from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, plan_with
+from megatron_balance.planners import megatron
+from megatron_balance.planners.megatron import MegatronDynamicOptions, plan_with
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.step_planner import PlanSpec
 
@@ -44,7 +44,7 @@ def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
     scheduler = own.own_scheduler()
     assert scheduler is not None
     for lengths, tokens, num_ranks in batches(300):
-        assert megatron_dynamic.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
+        assert megatron.RULES["hybrid"](lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
 
 
 def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:

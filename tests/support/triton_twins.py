@@ -23,8 +23,7 @@ from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layo
 from megatron_balance.runtime.lower.moves import Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
-from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, PlainMover, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
 from megatron_balance.runtime.movers.triton.mover import TritonMover
 from megatron_balance.runtime.movers.triton.tables import add_tables

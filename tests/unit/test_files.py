@@ -22,8 +22,7 @@ from megatron_balance.errors import BalanceError, ConfigError
 from megatron_balance.files import UnreadableError, json_text, open_lines, parse_json, read_text
 from megatron_balance.lab.report.run import read as read_steps
 from megatron_balance.strict_yaml import read_yaml
-from megatron_balance.workloads.datasets import _of_jsonl  # pyright: ignore[reportPrivateUsage]
-from megatron_balance.workloads.lengths import read_lengths
+from megatron_balance.workloads.lengths import _of_jsonl, read_lengths
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join(8 * [f'*{before}'])}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -169,7 +168,7 @@ def test_written_json_has_null_for_what_is_no_number() -> None:
 
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_balance"
-INSIDE = {"files.py", "planning/step_planner.py", "planning/step_planner.py", "ir/step.py"}
+INSIDE = {"files.py", "planning/step_planner.py", "ir/step.py"}
 """The writer itself; what goes to our own planning process, or has whole numbers and names alone."""
 
 
@@ -183,5 +182,5 @@ def test_no_json_is_written_that_other_readers_refuse() -> None:
                 continue
             if "allow_nan" not in {each.arg for each in node.keywords}:
                 lax.append(f"{path.relative_to(PACKAGE).as_posix()}: {ast.unparse(node)}")
-    quoted = ("lab/report/run.py", "workloads/datasets.py", "workloads/lengths.py", "cost/table.py")  # in messages
+    quoted = ("lab/report/run.py", "workloads/lengths.py", "workloads/lengths.py", "cost/table.py")  # in messages
     assert [each for each in lax if each.partition(":")[0] not in {*INSIDE, *quoted}] == []

@@ -32,7 +32,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planners.wlb_sharding import SHARDINGS
+from megatron_balance.planners.wlb_llm import SHARDINGS
 from megatron_balance.planning.place import Layers
 
 ZONES = ("inter_node", "intra_node", "local")

@@ -33,10 +33,9 @@ from megatron_balance.planning.choice import load_config
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.ledger import DataIdentity, HeldDocument, Ledger
 from megatron_balance.workloads import documents
-from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.documents import OrderCache
 from megatron_balance.workloads.idx import CorpusWriter, read_index
-from megatron_balance.workloads.lengths import read_lengths
+from megatron_balance.workloads.lengths import document_lengths, read_lengths
 from tests.support import cost_table
 from tools.faults.cases import Outcome, SlowError, within
 from tools.faults.plans import drawn

@@ -21,8 +21,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, parcel_bytes, unpack
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, Sent, Space
-from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, PlainMover, Sent, Space
 from tools.gpu.rows import Context, Figure, Row, Target
 
 BUDGET_S = 90.0

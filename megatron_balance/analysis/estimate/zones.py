@@ -25,9 +25,8 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
 from megatron_balance.patterns.base import Context, HopByHop
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
-from megatron_balance.patterns.ring import launches_by_kind, walks
+from megatron_balance.patterns.ring import launches_by_kind, walks, zigzag
 from megatron_balance.patterns.waves import Need, Schedule, schedule
-from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
@@ -225,7 +224,7 @@ def _groups_apart(
     of_group = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
     own = lengths[[seq for zone in zones for seq in zone.seqs]]
     num_tokens = by_rank(of_group, own, count)
-    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), index_of(ranks.tolist()), num_groups=count)
+    made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), _index_of(ranks.tolist()), num_groups=count)
     heads = most_heads(machine.model, size)
     zero = np.zeros_like(own)
     first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, np.zeros(count))
@@ -246,7 +245,7 @@ def _even_zone(
     own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
     size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
     groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
-    made = ZoneTimes(ranks, float(own.sum()) / num_ranks, index_of(zone.ranks), num_groups=groups)
+    made = ZoneTimes(ranks, float(own.sum()) / num_ranks, _index_of(zone.ranks), num_groups=groups)
     num_tokens, heads = float(own.sum()) / groups, most_heads(model, size)
     if size > 1:
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
@@ -278,7 +277,7 @@ def _zone_in_waves(zone: SharedZone, context: Context, machine: Machine) -> Zone
     size, groups = made.size, len(made.groups)
     ranks = (np.array(made.groups)[:, None] * size + np.arange(size)).ravel()
     runs = made.run_tokens().astype(np.float64)
-    times = ZoneTimes(ranks, runs.ravel(), index_of(ranks.tolist()), num_groups=groups)
+    times = ZoneTimes(ranks, runs.ravel(), _index_of(ranks.tolist()), num_groups=groups)
     queries, keys = head_counts(head_slices(context.num_heads, context.num_kv_heads, size))
     heads = int(queries.max()), int(keys.max())
     times.waves = WaveTimes(_wave_launch_seconds(made, heads, machine), *_waves(made, heads[1], machine))
@@ -379,7 +378,7 @@ def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
     return np.bincount(ranks, weights=values, minlength=size).astype(np.float64)
 
 
-def index_of(ranks: Sequence[int]) -> slice | Ints:
+def _index_of(ranks: Sequence[int]) -> slice | Ints:
     """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
     first, last = ranks[0], ranks[-1]
     in_a_row = list(ranks) == list(range(first, last + 1))

@@ -66,7 +66,7 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
         check_same(rank, "forward", proved.forward, compiled.program.forward)
         check_same(rank, "backward", proved.backward, compiled.program.backward)
     for backward in (False, True) if program.policy else (False,):
-        lowered = [(ops, phase.steps) for ops, phase in phases_of(ranks, backward=backward)]
+        lowered = [(ops, phase.steps) for ops, phase in _phases_of(ranks, backward=backward)]
         for rank, (ops, steps) in enumerate(lowered):
             verify_steps(ops, steps, rank, plan.mask)
         verify_meeting(lowered)
@@ -165,6 +165,9 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
     nics = range(-(-per_node // per_nic))
     return [(proxy(src, nic), proxy(dst, nic)) for nic in nics] * plan.routing.pieces
 
+
+# The group calls of a rank in the order in which it issues them, and a proof that all ranks issue
+# them in one order.
 
 # In the order of their issue.
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
@@ -290,7 +293,7 @@ def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool
     """Group calls of every rank in one phase of a plan."""
     return [
         list(batches(ops, phase.steps, rank, ranks_per_node))
-        for rank, (ops, phase) in enumerate(phases_of(ranks, backward=backward))
+        for rank, (ops, phase) in enumerate(_phases_of(ranks, backward=backward))
     ]
 
 
@@ -307,7 +310,7 @@ def interleaved(
     for rank in range(len(nano_batches[0])):
         segment_calls: dict[tuple[int, str], list[IssuedCall]] = {}
         for nano_batch, ranks in enumerate(nano_batches):
-            ops, (steps, (attend, end), _) = phases_of(ranks[rank : rank + 1], backward=backward)[0]
+            ops, (steps, (attend, end), _) = _phases_of(ranks[rank : rank + 1], backward=backward)[0]
             of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
             for part, own in of.items():
                 segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
@@ -321,7 +324,7 @@ def interleaved(
     return made
 
 
-def phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+def _phases_of(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
     """Ops of each rank in one phase, with the order of its steps."""
     return [
         (each.program.backward, each.backward) if backward else (each.program.forward, each.forward) for each in ranks

@@ -47,8 +47,7 @@ from megatron_balance.planning.strategies import (
     propose,
     rank,
 )
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, slowest_s
-from megatron_balance.solvers.microbatches import pack
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, pack, slowest_s
 from megatron_balance.solvers.packing import first_fit_decreasing
 from megatron_balance.workloads.lengths import draw
 

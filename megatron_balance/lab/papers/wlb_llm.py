@@ -45,9 +45,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.wlb_llm import NAME, REMAINED, WlbLlmOptions, pack
-from megatron_balance.planners.wlb_sharding import WlbShardingOptions
-from megatron_balance.planners.wlb_sharding import plan as shard
+from megatron_balance.planners.wlb_llm import NAME, REMAINED, WlbLlmOptions, WlbShardingOptions, pack, shard
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.setup import Setup

@@ -36,7 +36,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import When
 from megatron_balance.lab.papers.base import Effort, Ours, Published, SimulatedCase, number, paper
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.packing import redundant_pairs
+from megatron_balance.planners.baselines import redundant_pairs
 from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events
 from megatron_balance.simulator.step import Setup, simulate_step
@@ -81,7 +81,7 @@ class ZeppelinCase(SimulatedCase):
 
 
 @dataclass(frozen=True, slots=True)
-class ZeppelinSystem:
+class _ZeppelinSystem:
     """A planner with its options and the layers around it."""
 
     name: str
@@ -101,19 +101,19 @@ class ZeppelinSystem:
         return simulate_step(self.plans(case, lengths), case.machine, case.setup).step_s
 
 
-TE = ZeppelinSystem("TE CP", "te_ring")
-TE_ROUTED = ZeppelinSystem("TE CP, routed", "te_ring", routing="always")
-LLAMA = ZeppelinSystem("LLaMA CP", "llama_all_gather")
-HYBRID = ZeppelinSystem("Hybrid DP", "hybrid_dp")
+TE = _ZeppelinSystem("TE CP", "te_ring")
+TE_ROUTED = _ZeppelinSystem("TE CP, routed", "te_ring", routing="always")
+LLAMA = _ZeppelinSystem("LLaMA CP", "llama_all_gather")
+HYBRID = _ZeppelinSystem("Hybrid DP", "hybrid_dp")
 PRINTED: dict[str, Any] = {"rule": "paper"}
-ENGINE = ZeppelinSystem("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
-ENGINE_ROUTED = ZeppelinSystem("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
-ZEPPELIN = ZeppelinSystem("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
-OURS = ZeppelinSystem("zeppelin, rule groups", "zeppelin", {"rule": "groups"})
-DEFAULT = ZeppelinSystem("zeppelin, default", "zeppelin")
+ENGINE = _ZeppelinSystem("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
+ENGINE_ROUTED = _ZeppelinSystem("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
+ZEPPELIN = _ZeppelinSystem("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
+OURS = _ZeppelinSystem("zeppelin, rule groups", "zeppelin", {"rule": "groups"})
+DEFAULT = _ZeppelinSystem("zeppelin, default", "zeppelin")
 
 
-def tokens_per_s(system: ZeppelinSystem, case: ZeppelinCase, batches: Sequence[Lengths]) -> float:
+def tokens_per_s(system: _ZeppelinSystem, case: ZeppelinCase, batches: Sequence[Lengths]) -> float:
     return sum(map(sum, batches)) / sum(system.step_s(case, lengths) for lengths in batches)
 
 
@@ -141,7 +141,7 @@ ACROSS = 8
 """The rank that receives from the other node."""
 
 
-def _call_of(case: ZeppelinCase, system: ZeppelinSystem, lengths: Sequence[int]) -> BothPhases:
+def _call_of(case: ZeppelinCase, system: _ZeppelinSystem, lengths: Sequence[int]) -> BothPhases:
     """One attention call on the event engine, traced."""
     plan, enter = system.plans(case, lengths)[0], np.zeros(case.cluster.num_ranks)
     return events(plan, case.machine, "keep", (enter, enter), trace=True)
@@ -243,8 +243,8 @@ def fig3(effort: Effort) -> Ours:
     split: dict[str, dict[str, _CostShares]] = {}
     for dataset in effort.progress(list(SHOWN), "fig3"):
         batches = case.batches(dataset, effort.batches)
-        packed[dataset] = _by_range(batches, [packing_shares(case, lengths) for lengths in batches])
-        split[dataset] = _by_range(batches, [even_shares(case, lengths) for lengths in batches])
+        packed[dataset] = _by_range(batches, [_packing_shares(case, lengths) for lengths in batches])
+        split[dataset] = _by_range(batches, [_even_shares(case, lengths) for lengths in batches])
     worst = packed[STAND_IN]["< 1k"]
     yield "a) packing, < 1k, many short sequences: in vain or waiting", worst.redundant + worst.waiting
     for dataset, label in SHOWN.items():
@@ -256,7 +256,7 @@ def fig3(effort: Effort) -> Ours:
             yield f"b) even CP, {label} {name}: waiting", share.waiting
 
 
-def packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
+def _packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
     """Each sequence's part where all are one causal sequence: by pairs, waiting by tokens."""
     computing, waiting = _call_s(case, (sum(lengths),))
     needed = np.array([CAUSAL.num_pairs(n) for n in lengths], dtype=np.float64)
@@ -269,7 +269,7 @@ def packing_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShar
     ]
 
 
-def even_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
+def _even_shares(case: ZeppelinCase, lengths: Sequence[int]) -> list[_CostShares]:
     """Each sequence's part where every one is split evenly over all ranks."""
     computing, waiting = _call_s(case, lengths)
     size = 2 * case.cluster.num_ranks
@@ -331,11 +331,11 @@ def fig5(_: Effort) -> Ours:
     case = cases["7B"]
     limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
-        shares = token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
+        shares = _token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
         yield from ((f"{label}: in the {zone} zone of 7B", each) for zone, each in zip(ZONES, shares, strict=True))
 
 
-def token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
+def _token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
     """The share of a distribution's tokens in sequences up to each limit, and above the last one."""
     edges = [float(bins.edges[0]), *(float(limit) for limit in limits), float(bins.edges[-1])]
     tokens = [_tokens(low, high, bins) for low, high in pairwise(edges)]

@@ -180,6 +180,8 @@ def _part(name: str) -> str:
     return (resources.files("megatron_balance.lab.report") / name).read_text(encoding="utf-8")
 
 
+# Numbers as people read them.
+
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 

@@ -45,7 +45,7 @@ LOADS = ("imbalance_before", "imbalance_after")
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedRun:
+class _LoggedRun:
     """A run's steps in order, each once; `notes`: oddities of its file, and how they were read."""
 
     label: str
@@ -68,7 +68,7 @@ class LoggedRun:
         return [value for value in self.series(key) if value is not None]
 
 
-def read(path: Path, option: str = "--steps") -> LoggedRun:
+def read(path: Path, option: str = "--steps") -> _LoggedRun:
     """The run whose `--balance-log` folder or `steps.jsonl` this is."""
     file = path / STEPS_FILE if path.is_dir() else path
     if file.exists() and not file.is_file():
@@ -92,17 +92,17 @@ def read(path: Path, option: str = "--steps") -> LoggedRun:
     notes += _unsound(steps)
     missing = tuple(key for key in (*NUMBERS, *LOADS) if all(step.get(key) is None for step in steps))
     label = file.parent.name if file.name == STEPS_FILE and file.parent.name else file.stem
-    return LoggedRun(label, str(file), tuple(steps), tuple(notes), missing)
+    return _LoggedRun(label, str(file), tuple(steps), tuple(notes), missing)
 
 
-def _read_all(paths: Sequence[Path]) -> list[LoggedRun]:
+def _read_all(paths: Sequence[Path]) -> list[_LoggedRun]:
     """Several runs, whose labels differ."""
     runs = [read(path) for path in paths]
     if len({Path(run.path).resolve() for run in runs}) < len(runs):
         raise ConfigError(f"--steps {paths[0]}: is given twice; a run is held against another one")
     if len({run.label for run in runs}) == len(runs):
         return runs
-    return [LoggedRun(run.path, run.path, run.steps, run.notes, run.missing) for run in runs]
+    return [_LoggedRun(run.path, run.path, run.steps, run.notes, run.missing) for run in runs]
 
 
 def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
@@ -318,9 +318,11 @@ def document(paths: Sequence[Path]) -> Figures:
     }
 
 
-def _described(run: LoggedRun) -> Figures:
+def _described(run: _LoggedRun) -> Figures:
     """One run: means without the warm-up, and curves with it."""
-    steady = LoggedRun(run.label, run.path, run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps, (), ())
+    steady = _LoggedRun(
+        run.label, run.path, run.steps[WARM_UP:] if len(run.steps) >= 3 * WARM_UP else run.steps, (), ()
+    )
     step_ms = steady.numbers("step_ms")
     tokens = steady.numbers("num_tokens")
     num_ranks = _num_ranks(run)
@@ -345,12 +347,12 @@ def _described(run: LoggedRun) -> Figures:
     }
 
 
-def _config(run: LoggedRun) -> str | None:
+def _config(run: _LoggedRun) -> str | None:
     file = Path(run.path).parent / "config.yaml"
     return str(file) if file.is_file() else None
 
 
-def _num_ranks(run: LoggedRun) -> int | None:
+def _num_ranks(run: _LoggedRun) -> int | None:
     """Ranks of the pool, from the counters of each rank."""
     counters = run.steps[-1].get("counters")
     if not isinstance(counters, dict):
@@ -363,7 +365,7 @@ def _ends(losses: Sequence[float]) -> Figures | None:
     return {"first": losses[0], "last": losses[-1], "lowest": min(losses)} if losses else None
 
 
-def _curves(run: LoggedRun) -> Figures:
+def _curves(run: _LoggedRun) -> Figures:
     """Every curve [points], None where it has nothing; `steps_per_point` neighbours are one point."""
     each = -(-len(run.steps) // MOST_POINTS)
     groups = [range(at, min(len(run.steps), at + each)) for at in range(0, len(run.steps), each)]
@@ -397,7 +399,7 @@ FEWEST = 8
 """Steps below which nothing is said about what goes with what."""
 
 
-def follows(run: LoggedRun) -> Figures:
+def follows(run: _LoggedRun) -> Figures:
     """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
     correlations: Figures = {}
     step_ms = run.series("step_ms")
@@ -419,7 +421,7 @@ def _ranked(values: Sequence[float]) -> np.ndarray:
 # Two runs
 
 
-def _compared(runs: Sequence[LoggedRun]) -> Figures:
+def _compared(runs: Sequence[_LoggedRun]) -> Figures:
     """The second run against the first, on the steps that both have."""
     first, second = ({step["step"]: step for step in run.steps} for run in runs)
     common = sorted(first.keys() & second.keys())
@@ -455,7 +457,7 @@ def _compared(runs: Sequence[LoggedRun]) -> Figures:
     }
 
 
-def _versus(a: LoggedRun, b: LoggedRun, times: Sequence[float], ratio: float) -> str:
+def _versus(a: _LoggedRun, b: _LoggedRun, times: Sequence[float], ratio: float) -> str:
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (

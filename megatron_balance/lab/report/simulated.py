@@ -5,8 +5,8 @@ around the figures of `study`.
 from __future__ import annotations
 
 from megatron_balance.lab.bench import Figures, named, standing
-from megatron_balance.lab.report import page, plots
 from megatron_balance.lab.report import page as html
+from megatron_balance.lab.report import plots
 from megatron_balance.lab.report.limits import COMPUTING, PARTS
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
 
@@ -51,26 +51,26 @@ def _short(study: Figures) -> Section:
     cards = [
         Card(
             f"a step of {best['planner']}{' (median)' if study['lengths']['num_batches'] > 1 else ''}",
-            page.seconds(best["step_s"]),
-            f"{page.tokens(best['tokens_per_s'])} tokens a second",
+            html.seconds(best["step_s"]),
+            f"{html.tokens(best['tokens_per_s'])} tokens a second",
             "simulated",
         ),
         Card(
             f"speedup over {named(base)}",
             f"{best['speedup']:.2f}x",
-            f"{page.seconds(base['step_s'])} before",
+            f"{html.seconds(base['step_s'])} before",
             "simulated",
         ),
         Card(
             "largest loss",
-            page.percent(limits["parts_s"][part] / limits["step_s"]),
+            html.percent(limits["parts_s"][part] / limits["step_s"]),
             f"{PARTS[part]}, of a step of {best['planner']}",
             "simulated",
         ),
         Card(
             "memory of a rank, at most",
-            page.size(best["peak_bytes"]),
-            f"of {page.size(study['asked']['cluster']['memory_bytes'])}"
+            html.size(best["peak_bytes"]),
+            f"of {html.size(study['asked']['cluster']['memory_bytes'])}"
             f"{'' if best['fits'] else ', so it does not fit'}",
             "simulated",
         ),
@@ -95,13 +95,13 @@ def _question(study: Figures) -> Section:
     rows = [
         (
             "ranks",
-            f"{cluster['num_ranks']:,}: {page.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
+            f"{cluster['num_ranks']:,}: {html.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
             f"{rank}",
         ),
-        ("between nodes", f"{nics}, {page.rate(cluster['nic_bytes_per_s'])} each way"),
-        ("inside a node", f"{page.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
+        ("between nodes", f"{nics}, {html.rate(cluster['nic_bytes_per_s'])} each way"),
+        ("inside a node", f"{html.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
         ("arithmetic of a rank", f"{cluster['flops_per_s'] / 1e12:,.0f} Tflop/s at its peak, by its data sheet"),
-        ("memory of a rank", page.size(cluster["memory_bytes"])),
+        ("memory of a rank", html.size(cluster["memory_bytes"])),
         ("times are from", source),
     ]
     kv = (
@@ -112,26 +112,26 @@ def _question(study: Figures) -> Section:
     of_model = [
         ("layers", f"{model['num_layers']}, of width {model['hidden_size']:,}"),
         ("attention heads", f"{model['num_heads']} of {model['head_dim']}; {kv}"),
-        ("keys and values of a token", f"{page.size(model['kv_bytes_per_token'])} a layer"),
+        ("keys and values of a token", f"{html.size(model['kv_bytes_per_token'])} a layer"),
     ]
     batch = lengths["tokens_per_batch"]
-    spread = f" ({page.tokens(batch['min'])} to {page.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
+    spread = f" ({html.tokens(batch['min'])} to {html.tokens(batch['max'])})" if batch["min"] != batch["max"] else ""
     of_step = [
         ("lengths", asked["lengths"]),
         (
             "batches",
-            f"{page.count(lengths['num_batches'], 'batch', 'batches')} of {page.tokens(batch['mean'])} "
+            f"{html.count(lengths['num_batches'], 'batch', 'batches')} of {html.tokens(batch['mean'])} "
             f"tokens{spread}; {step['batches']} in a step",
         ),
         (
             "capacity of a rank",
-            "; ".join(sorted({f"{page.tokens(each)} tokens" for each in asked["planners"].values()})),
+            "; ".join(sorted({f"{html.tokens(each)} tokens" for each in asked["planners"].values()})),
         ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
         (
             "slow ranks",
-            page.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
+            html.listed([f"rank {rank} ({by:g} times)" for rank, by in step["slow_ranks"].items()]) or "none",
         ),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
@@ -171,21 +171,21 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{page.count(histogram['num_sequences'], 'sequence')} of {page.tokens(histogram['shortest'])} to "
-        f"{page.tokens(histogram['longest'])} tokens, half of them of {page.tokens(histogram['median'])} or "
+        f"{html.count(histogram['num_sequences'], 'sequence')} of {html.tokens(histogram['shortest'])} to "
+        f"{html.tokens(histogram['longest'])} tokens, half of them of {html.tokens(histogram['median'])} or "
         f"fewer. Sequences of {plots.length_range(heavy['from'], heavy['below'])} tokens are "
-        f"{page.percent(share['sequences'])} of all, hold {page.percent(share['tokens'])} of the tokens and are "
-        f"{page.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
+        f"{html.percent(share['sequences'])} of all, hold {html.percent(share['tokens'])} of the tokens and are "
+        f"{html.percent(share['attention_pairs'])} of the attention work, which grows with the square of the "
         "length. Equal numbers of tokens are therefore not equal work."
     )
     rows = tuple(
         (
             plots.length_range(each["from"], each["below"]),
             f"{each['sequences']:,}",
-            page.percent(each["sequences"] / totals["sequences"]),
+            html.percent(each["sequences"] / totals["sequences"]),
             f"{each['tokens']:,}",
-            page.percent(each["tokens"] / totals["tokens"]),
-            page.percent(each["attention_pairs"] / totals["attention_pairs"]),
+            html.percent(each["tokens"] / totals["tokens"]),
+            html.percent(each["attention_pairs"] / totals["attention_pairs"]),
         )
         for each in bins
     )
@@ -208,8 +208,8 @@ def _planners(study: Figures) -> Section:
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
         f"fast as {base} the "
-        f"median step is. The first is {rows[0]['planner']} with {page.seconds(rows[0]['step_s'])}; the slowest, "
-        f"{slowest['planner']}, takes {page.seconds(slowest['step_s'])}."
+        f"median step is. The first is {rows[0]['planner']} with {html.seconds(rows[0]['step_s'])}; the slowest, "
+        f"{slowest['planner']}, takes {html.seconds(slowest['step_s'])}."
     )
     table = HtmlTable(
         f"planners that a job can run, fastest first, then the others; speedup over {base}",
@@ -229,12 +229,12 @@ def _planners(study: Figures) -> Section:
                 named(row),
                 _step(row),
                 f"{row['speedup']:.2f}x",
-                page.tokens(row["tokens_per_s"]),
-                page.percent(row["mfu"]),
+                html.tokens(row["tokens_per_s"]),
+                html.percent(row["mfu"]),
                 f"{row['imbalance']['attention']:.2f}",
                 f"{row['imbalance']['tokens']:.2f}",
-                f"{page.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
-                f"{page.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+                f"{html.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
+                f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
             )
             for row in rows
         ),
@@ -267,8 +267,8 @@ def _planners(study: Figures) -> Section:
 
 def _step(row: Figures) -> str:
     low, high = row["spread_s"]["p5"], row["spread_s"]["p95"]
-    wide = f" ({page.seconds(low)} to {page.seconds(high)})" if high > 1.005 * low else ""
-    return f"{page.seconds(row['step_s'])}{wide}"
+    wide = f" ({html.seconds(low)} to {html.seconds(high)})" if high > 1.005 * low else ""
+    return f"{html.seconds(row['step_s'])}{wide}"
 
 
 def _made(study: Figures) -> Section:
@@ -349,7 +349,7 @@ def _limits(study: Figures) -> Section:
     caption = (
         "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
         + " ".join(
-            f"{name} loses {page.percent(1 - each['computing_s'] / each['step_s'])}."
+            f"{name} loses {html.percent(1 - each['computing_s'] / each['step_s'])}."
             for name, each in of_planners.items()
         )
     )
@@ -360,7 +360,7 @@ def _limits(study: Figures) -> Section:
             PARTS[part],
             "computing" if part in COMPUTING else "loss",
             *(
-                f"{page.seconds(each['parts_s'][part])} ({page.percent(each['parts_s'][part] / each['step_s'])})"
+                f"{html.seconds(each['parts_s'][part])} ({html.percent(each['parts_s'][part] / each['step_s'])})"
                 for each in of_planners.values()
             ),
         )
@@ -371,7 +371,7 @@ def _limits(study: Figures) -> Section:
         Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
         HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
         Text(
-            f"Over the first {page.count(steps, 'step')}. One thing after another is made ideal, and charged what "
+            f"Over the first {html.count(steps, 'step')}. One thing after another is made ideal, and charged what "
             "the step gains: no rank slower than the others, then transfers between nodes that take no time, then "
             "those inside nodes. What is left computes; what all ranks would take if they computed equally long is "
             "computing, and the rest is imbalance or waiting. Transfers that are hidden behind computing cost nothing."
@@ -390,7 +390,7 @@ def _kernels(study: Figures) -> list[Item]:
     return [
         Text(
             f"The attention itself is the same work under every planner, but {base['planner']} computes "
-            f"{page.seconds(slow)} for what {best['planner']} computes in {page.seconds(fast)}: the smaller the "
+            f"{html.seconds(slow)} for what {best['planner']} computes in {html.seconds(fast)}: the smaller the "
             "pieces that sequences are cut into, the worse they fill a GPU."
         )
     ]
@@ -405,10 +405,10 @@ def _what_next(study: Figures) -> Section:
         top = sorted(rows, key=standing)[:SHOWN_TRIES]
         caption = (
             f"Each bar is one change to {best} as it was asked for, simulated on the first "
-            f"{page.count(tried['num_steps'], 'step')} "
-            f"({page.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
+            f"{html.count(tried['num_steps'], 'step')} "
+            f"({html.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
             f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes "
-            f"{page.seconds(top[0]['step_s'])}."
+            f"{html.seconds(top[0]['step_s'])}."
         )
         items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
         table = HtmlTable(
@@ -418,22 +418,22 @@ def _what_next(study: Figures) -> Section:
                 (
                     row["name"],
                     f"`{row['options']}`" if row["options"] else "",
-                    page.seconds(row["step_s"]),
+                    html.seconds(row["step_s"]),
                     f"{row['times_as_fast']:.2f}x",
-                    f"{page.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
+                    f"{html.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
                     f"{'' if row['hides'] else '; planning does not hide'}",
                 )
                 for row in rows
             ),
             "simulated",
         )
-        items.append(Fold(f"All {page.count(len(rows), 'change')} as a table", (table,)))
+        items.append(Fold(f"All {html.count(len(rows), 'change')} as a table", (table,)))
     same = [*tried["unchanged"], *(row["name"] for row in tried["tries"] if abs(row["saves"]) < SAME)]
     if same:
-        items.append(Fold(f"{page.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
+        items.append(Fold(f"{html.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
     if tried["impossible"]:
         reasons = tuple(f"{name}: {reason}" for name, reason in tried["impossible"].items())
-        items.append(Fold(f"{page.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
+        items.append(Fold(f"{html.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
     return Section("next", "What to try next", tuple(items))
 
 
@@ -456,7 +456,7 @@ def _places(study: Figures) -> Section:
         which = (
             "All sequences"
             if drawn == placed["num_sequences"]
-            else f"The {drawn} longest of {page.count(placed['num_sequences'], 'sequence')}"
+            else f"The {drawn} longest of {html.count(placed['num_sequences'], 'sequence')}"
         )
         alone = next(kind for kind in placed["kinds"] if kind["where"] == "one rank")
         caption = (
@@ -479,8 +479,8 @@ def _alone(kind: Figures, placed: Figures) -> str:
     if not kind["sequences"]:
         return "Every sequence is shared by several ranks."
     return (
-        f"{page.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
-        f"{page.tokens(kind['longest'])} tokens, stay on one rank."
+        f"{html.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to "
+        f"{html.tokens(kind['longest'])} tokens, stay on one rank."
     )
 
 
@@ -496,7 +496,7 @@ def _kinds(name: str, placed: Figures) -> HtmlTable:
         for kind in placed["kinds"]
     )
     moved = placed["remapped_tokens"]
-    remap = f"; {page.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
+    remap = f"; {html.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
     routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
     return HtmlTable(
         f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact"
@@ -544,7 +544,7 @@ def _load(study: Figures, name: str) -> str:
     return (
         f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
         f"{balance['tokens']:.2f} times "
-        f"the mean tokens, and a rank receives {page.tokens(sum(received) / len(received))} KV tokens in the mean."
+        f"the mean tokens, and a rank receives {html.tokens(sum(received) / len(received))} KV tokens in the mean."
     )
 
 
@@ -570,10 +570,10 @@ def _timeline(study: Figures) -> Section:
             "the least busy. " * (len(each["ranks"]) < study["asked"]["cluster"]["num_ranks"])
         )
         caption = (
-            f"{name} takes {page.seconds(each['total_ms'] / 1e3)} for a layer, "
-            f"{page.seconds(each['forward_ms'] / 1e3)} of it forward. A "
-            f"rank computes {page.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
-            f"{page.percent(share['most'])} and rank {share['least_rank']} {page.percent(share['least'])}. {some}"
+            f"{name} takes {html.seconds(each['total_ms'] / 1e3)} for a layer, "
+            f"{html.seconds(each['forward_ms'] / 1e3)} of it forward. A "
+            f"rank computes {html.percent(share['mean'])} of that time in the mean, rank {share['most_rank']} "
+            f"{html.percent(share['most'])} and rank {share['least_rank']} {html.percent(share['least'])}. {some}"
         ).strip()
         items.append(
             Plot(f"plot-timeline-{at}", f"One layer of {name}", caption, "simulated", *plots.timeline(each, longest))

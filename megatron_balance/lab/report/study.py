@@ -29,8 +29,8 @@ from megatron_balance.lab.bench import (
     standing,
     why_not,
 )
-from megatron_balance.lab.report import limits, page, variants
-from megatron_balance.lab.report.variants import recommended
+from megatron_balance.lab.report import limits, page
+from megatron_balance.lab.report.limits import recommended
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.planning.choice import PlannerChoice
@@ -57,7 +57,7 @@ def study(
     cluster, model = bench.machine.cluster, bench.machine.model
     rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in bench.progress(shown, "what limits the step")}
-    tried = variants.of(bench.first_steps(), best.planned.choice)
+    tried = limits.of(bench.first_steps(), best.planned.choice)
     return {
         "report": "simulated",
         "kind": "simulated",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_balance.lab.bench import Figures
-from megatron_balance.lab.report import page, plots
 from megatron_balance.lab.report import page as html
+from megatron_balance.lab.report import plots
 from megatron_balance.lab.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
 from megatron_balance.lab.report.plots import Figure
 from megatron_balance.lab.report.run import NAMES
@@ -29,7 +29,7 @@ def page(document: Figures, library: str) -> str:
         _next(document),
         _made(),
     )
-    return html.render(f"Training run: {page.listed(names)}", lead, sections, library)
+    return html.render(f"Training run: {html.listed(names)}", lead, sections, library)
 
 
 def _each(document: Figures, sentence: Callable[[Figures], str]) -> str:
@@ -62,7 +62,7 @@ def _section(document: Figures, curve: _StepCurve) -> Section:
     if len(lacking) < len(runs):
         items.append(Plot(f"plot-{curve.id}", curve.title, caption, curve.kind, *curve.figure(runs)))
     if lacking:
-        items.append(Text(f"The log of {page.listed(lacking)} has no `{key}`, so it is not shown here."))
+        items.append(Text(f"The log of {html.listed(lacking)} has no `{key}`, so it is not shown here."))
     return Section(curve.id, curve.heading, tuple(items))
 
 
@@ -85,11 +85,11 @@ def _short(document: Figures) -> Section:
     cards: list[Card] = []
     for run in document["runs"]:
         step = run["step_ms"]
-        low, high = (page.seconds(step[name] / 1e3) for name in ("p5", "p95"))
+        low, high = (html.seconds(step[name] / 1e3) for name in ("p5", "p95"))
         note = f"5 % took less than {low}, 5 % more than {high}"
-        cards.append(Card(f"a step of {run['label']}, median", page.seconds(step["median"] / 1e3), note, "measured"))
+        cards.append(Card(f"a step of {run['label']}, median", html.seconds(step["median"] / 1e3), note, "measured"))
         if run["tokens_per_s"] is not None:
-            cards.append(Card(f"tokens a second of {run['label']}", page.tokens(run["tokens_per_s"]), "", "measured"))
+            cards.append(Card(f"tokens a second of {run['label']}", html.tokens(run["tokens_per_s"]), "", "measured"))
     for run in document["runs"]:
         if run["loss"] is not None:
             cards.append(
@@ -138,7 +138,7 @@ def _ran(document: Figures) -> Section:
     ]
     steady = _each(
         document,
-        lambda run: f"Means of {run['label']} are over {page.count(run['steady_steps'], 'step')}{_warm(run)}.",
+        lambda run: f"Means of {run['label']} are over {html.count(run['steady_steps'], 'step')}{_warm(run)}.",
     )
     notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
     items.append(Text(steady))
@@ -170,8 +170,8 @@ def _loss(run: Figures) -> str:
 def _time(run: Figures) -> str:
     step = run["step_ms"]
     return (
-        f"Half the steps of {run['label']} took less than {page.seconds(step['median'] / 1e3)}, nine in ten "
-        f"{page.seconds(step['p5'] / 1e3)} to {page.seconds(step['p95'] / 1e3)}."
+        f"Half the steps of {run['label']} took less than {html.seconds(step['median'] / 1e3)}, nine in ten "
+        f"{html.seconds(step['p5'] / 1e3)} to {html.seconds(step['p95'] / 1e3)}."
     )
 
 
@@ -190,9 +190,9 @@ def _traffic(run: Figures) -> str:
     if received is None:
         return ""
     known = crossing is not None and received
-    share = f", {page.percent(crossing / received)} of them from other nodes" if known else ""
+    share = f", {html.percent(crossing / received)} of them from other nodes" if known else ""
     return (
-        f"A rank of {run['label']} receives the keys and values of {page.tokens(received)} tokens a step in the "
+        f"A rank of {run['label']} receives the keys and values of {html.tokens(received)} tokens a step in the "
         f"mean{share}."
     )
 
@@ -201,10 +201,10 @@ def _planning(run: Figures) -> str:
     waited, took = run["means"]["plan_wait_ms"], run["means"]["plan_ms"]
     if waited is None:
         return ""
-    planned = "" if took is None else f" Planning it took {page.seconds(took / 1e3)}."
+    planned = "" if took is None else f" Planning it took {html.seconds(took / 1e3)}."
     return (
-        f"A step of {run['label']} waited {page.seconds(waited / 1e3)} for its plan in the mean, "
-        f"{page.percent(waited / run['means']['step_ms'])} of its time.{planned}"
+        f"A step of {run['label']} waited {html.seconds(waited / 1e3)} for its plan in the mean, "
+        f"{html.percent(waited / run['means']['step_ms'])} of its time.{planned}"
     )
 
 
@@ -215,8 +215,8 @@ def _predicted(run: Figures) -> str:
     how = run["follows"].get("predicted_ms")
     order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
     return (
-        f"{run['label']}: {page.seconds(predicted / 1e3)} predicted (simulated) and "
-        f"{page.seconds(step_ms / 1e3)} measured in the mean, a ratio of {step_ms / predicted:,.3g}{order}."
+        f"{run['label']}: {html.seconds(predicted / 1e3)} predicted (simulated) and "
+        f"{html.seconds(step_ms / 1e3)} measured in the mean, a ratio of {step_ms / predicted:,.3g}{order}."
     )
 
 
@@ -251,8 +251,8 @@ def _limits(document: Figures) -> Section:
         (
             name,
             *(
-                f"{page.seconds(each['parts_ms'][part] / 1e3)} "
-                f"({page.percent(each['parts_ms'][part] / each['step_ms'])})"
+                f"{html.seconds(each['parts_ms'][part] / 1e3)} "
+                f"({html.percent(each['parts_ms'][part] / each['step_ms'])})"
                 for each in of_runs.values()
             ),
         )

@@ -42,8 +42,20 @@ from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca.greedy import Drain, Rule, empty_light_servers
-from megatron_balance.planners.distca.servers import Caps, Servers, enforce_caps
-from megatron_balance.planners.distca.shards import RANK, SEQ, START, STOP, Edges, HeadTail, Plain, Seconds, TaskSizes
+from megatron_balance.planners.distca.servers import (
+    RANK,
+    SEQ,
+    START,
+    STOP,
+    Caps,
+    Edges,
+    HeadTail,
+    Plain,
+    Seconds,
+    Servers,
+    TaskSizes,
+    enforce_caps,
+)
 from megatron_balance.solvers.groups import check_pool
 
 

@@ -16,8 +16,17 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planners.distca.servers import Parts, Servers, at_hand, at_least, at_most, num_bytes
-from megatron_balance.planners.distca.shards import Items, Piece, TaskSizes
+from megatron_balance.planners.distca.servers import (
+    Items,
+    Parts,
+    Piece,
+    Servers,
+    TaskSizes,
+    at_hand,
+    at_least,
+    at_most,
+    num_bytes,
+)
 
 # Differences below this share of the mean load are none.
 _ROUNDING = 1e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats
+from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.planners.distca.shards import RANK, START, STOP, Edges, Piece, Shards, TaskSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,3 +282,303 @@ def _sentence(servers: Servers, server: int, need: list[tuple[int, int]]) -> str
         "has to give anything "
         "away, or plan fewer tokens at once"
     )
+
+
+# The part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
+#
+# An item is the attention of queries [start, stop) to all keys before them: (stop^2 - start^2) / 2
+# pairs. A share of them goes to another server by moving n queries that see the keys up to y, for n
+# size_q + max(0, y - resident) size_kv bytes (the paper counts resident keys, too).
+#
+# Plain shards are [y - n, y): with c = share (stop^2 - start^2), n = y - sqrt(y^2 - c), and the bytes
+# are least at n = sqrt(c r), r = size_kv / (2 size_q + size_kv), that is y = sqrt(c) (1 / sqrt(r) +
+# sqrt(r)) / 2, within sqrt(start^2 + c) <= y <= stop. (The paper prints the lower bound without its
+# last term, - start.)
+#
+# Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it:
+# a share of the pairs is the same share of the queries, and the tail needs all keys up to its end,
+# fewest for the innermost part. (The paper takes the head's area alone.)
+#
+# S(p), the seconds of the first p queries of a sequence, is asked of the cost model at whole tiles;
+# its square root, nearly a straight line, is interpolated. A shard [a, b) takes S(b) - S(a).
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSizes:
+    """Bytes of a query and its output, and of a key and its value."""
+
+    query: float
+    kv: float
+
+
+# A fragment, and the first and last of its edges (or pairs of blocks) that bound a part of it.
+Piece: TypeAlias = tuple[int, int, int]
+
+
+# Queries that move, and up to where they need keys.
+Part: TypeAlias = tuple[Floats, Floats]
+
+
+# Share that counts as all of an item, so that no rounding makes it more.
+_ALL = 1 - 1e-14
+
+
+# Items by row, with memory for what is worked out about all of them at once. `set` fills a row with an
+# item of these `bounds` that takes `seconds`; `only` copies some rows, with spare ones up to `size`.
+# `cheapest`: for each row the part that takes `seconds` of it for the fewest bytes, were there no
+# blocks; the target has the first `resident` keys. Its result holds until the next call and may be
+# written to.
+class PlainItems:
+    def __init__(self, size: int, sizes: TaskSizes) -> None:
+        self._sizes = sizes
+        ratio = sizes.kv / (2 * sizes.query + sizes.kv)
+        self._best = (1 / ratio + ratio) / 4 + 1 / 2
+        self._values = np.ones((3, size))
+        self._before, self._stop, self._rate = self._values
+        self._before[:] = 0.0
+        self._moved, self._queries, self._key_stop = np.empty((3, size))
+
+    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
+        before, stop = bounds[0] * bounds[0], bounds[1] * bounds[1]
+        self._before[row], self._stop[row], self._rate[row] = before, stop, (stop - before) * _ALL / seconds
+
+    def only(self, rows: Ints, size: int) -> PlainItems:
+        items = PlainItems(size, self._sizes)
+        items._values[:, : len(rows)] = self._values[:, rows]
+        return items
+
+    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
+        area = np.multiply(seconds, self._rate, out=self._moved)
+        squares, queries = self._key_stop, self._queries
+        np.multiply(area, self._best, out=squares)
+        np.maximum(squares, np.add(self._before, area, out=queries), out=squares)
+        if resident is not None:
+            np.maximum(squares, np.square(resident, out=queries), out=squares)
+        np.minimum(squares, self._stop, out=squares)
+        np.subtract(squares, area, out=queries)
+        np.sqrt(queries, out=queries)
+        key_stop = np.sqrt(squares, out=squares)
+        return np.subtract(key_stop, queries, out=queries), key_stop
+
+
+class PairItems:
+    """Head-tail pairs of items whose tails are [inner, outer)."""
+
+    def __init__(self, size: int) -> None:
+        self._values = np.ones((2, size))
+        self._inner, self._rate = self._values
+        self._queries, self._key_stop = np.empty((2, size))
+
+    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
+        self._inner[row], self._rate[row] = bounds[0], (bounds[1] - bounds[0]) / seconds
+
+    def only(self, rows: Ints, size: int) -> PairItems:
+        items = PairItems(size)
+        items._values[:, : len(rows)] = self._values[:, rows]
+        return items
+
+    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
+        # All queries see as many keys, wherever they are.
+        del resident
+        queries = np.multiply(seconds, self._rate, out=self._queries)
+        key_stop = np.add(self._inner, queries, out=self._key_stop)
+        queries *= 2
+        return queries, key_stop
+
+
+Items: TypeAlias = PlainItems | PairItems
+
+
+# A way to cut fragments. Indices are into `mass` (`seconds`, as a list): seconds of attention summed
+# up along each fragment, from its begin to its end.
+class Plain:
+    """Shards [low, high) of edges."""
+
+    def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
+        self.edges, self.sizes = edges, sizes
+        # Bytes of the queries up to an edge, and of the keys, too.
+        self._before: Floats = np.multiply(edges.positions, sizes.query, dtype=np.float64)
+        self._upto: Floats = np.multiply(edges.positions, sizes.query + sizes.kv, dtype=np.float64)
+        self.mass, self.begins, self.ends = edges.seconds, edges.first, edges.last
+        self._positions: list[int] = edges.positions.tolist()
+        self.seconds: list[float] = edges.seconds.tolist()
+
+    def items(self, size: int) -> PlainItems:
+        return PlainItems(size, self.sizes)
+
+    # The two positions that `Items.set` takes for a piece.
+    def bounds(self, piece: Piece) -> tuple[int, int]:
+        return self._positions[piece[1]], self._positions[piece[2]]
+
+    # Seconds of the lightest part that can be cut off a piece at whole blocks.
+    def lightest(self, piece: Piece) -> float:
+        mass, low, high = self.seconds, piece[1], piece[2]
+        # The last block may be short.
+        return min(mass[low + 1] - mass[low], mass[high] - mass[high - 1])
+
+    # The least index at which a part of the piece may stop; from there on it may anywhere.
+    def first_stop(self, piece: Piece) -> int:
+        return piece[1] + 1
+
+    # Bytes to migrate parts of a piece, all keys counted: from each `low` to `stop`, to the index
+    # after it, ...; `key_stops`: ends of the keys that they need.
+    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
+        del piece
+        return self._upto[stop : stop + len(low)] - self._before[low]
+
+    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
+        del piece
+        return self.edges.positions[stop : stop + len(low)]
+
+    # A lower bound on the bytes of a part that takes `seconds`; `keys`: count all, or none.
+    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
+        mass, positions, (_, begin, end) = self.seconds, self._positions, piece
+        # The last part has fewest queries, the first fewest keys.
+        low = bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1
+        stop = min(max(bisect_left(mass, mass[begin] + seconds, begin, end + 1), begin + 1), end)
+        return (positions[end] - positions[low]) * self.sizes.query + (positions[stop] * self.sizes.kv if keys else 0.0)
+
+    # End of the keys that a whole piece needs; `least_keys`: the smallest one of any part of it.
+    def key_stop(self, piece: Piece) -> int:
+        return self._positions[piece[2]]
+
+    def least_keys(self, piece: Piece) -> int:
+        return self._positions[piece[1] + 1]
+
+    def num_queries(self, piece: Piece) -> int:
+        return self._positions[piece[2]] - self._positions[piece[1]]
+
+    # Runs of queries of pieces [n, 3]: row of the piece, start, stop.
+    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
+        positions = self.edges.positions
+        return np.arange(len(pieces)), positions[pieces[:, 1]], positions[pieces[:, 2]]
+
+
+class HeadTail:
+    """Pairs [low, high) of mirrored blocks, counted from a fragment's ends."""
+
+    def __init__(self, edges: Edges, sizes: TaskSizes) -> None:
+        self.edges, self.sizes = edges, sizes
+        blocks = edges.last - edges.first
+        pairs = (blocks + 1) // 2
+        self.ends = np.cumsum(pairs + 1) - 1
+        self.begins = self.ends - pairs
+        fragment = np.repeat(np.arange(len(blocks)), pairs + 1)
+        pair = np.arange(len(fragment)) - self.begins[fragment]
+        first, last = edges.first[fragment], edges.last[fragment]
+        head, tail = edges.seconds[first + pair], edges.seconds[np.maximum(last - pair, first)]
+        whole = edges.seconds[last] - edges.seconds[first]
+        self.mass: Floats = np.where(
+            2 * pair >= blocks[fragment], whole, head - edges.seconds[first] + edges.seconds[last] - tail
+        )
+        self.seconds: list[float] = self.mass.tolist()
+
+    def _edges(self, fragment: int | Ints, index: Ints) -> tuple[Ints, Ints]:
+        pair = index - self.begins[fragment]
+        head = self.edges.first[fragment] + pair
+        return head, np.maximum(self.edges.last[fragment] - pair, head)
+
+    def items(self, size: int) -> PairItems:
+        return PairItems(size)
+
+    def bounds(self, piece: Piece) -> tuple[float, float]:
+        outer = self.key_stop(piece)
+        return outer - self.num_queries(piece) / 2, outer
+
+    def lightest(self, piece: Piece) -> float:
+        return self.seconds[piece[2]] - self.seconds[piece[2] - 1]
+
+    def first_stop(self, piece: Piece) -> int:
+        return piece[2]
+
+    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
+        positions = self.edges.positions
+        (head, tail), inner = self._edges(piece[0], low), self._edges(piece[0], np.array(stop))
+        queries = positions[tail] - positions[head] - (positions[inner[1]] - positions[inner[0]])
+        return queries * self.sizes.query + positions[tail] * self.sizes.kv
+
+    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
+        del stop
+        return self.edges.positions[self._edges(piece[0], low)[1]]
+
+    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
+        del seconds
+        return self.least_keys(piece) * self.sizes.kv if keys else 0.0
+
+    def key_stop(self, piece: Piece) -> int:
+        return int(self.edges.positions[self._edges(piece[0], np.array(piece[1]))[1]])
+
+    def least_keys(self, piece: Piece) -> int:
+        return self.key_stop((piece[0], piece[2] - 1, piece[2]))
+
+    def num_queries(self, piece: Piece) -> int:
+        (outer_head, inner_head), (outer_tail, inner_tail) = (
+            self.edges.positions[each].tolist() for each in self._edges(piece[0], np.array(piece[1:]))
+        )
+        return outer_tail - outer_head - (inner_tail - inner_head)
+
+    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
+        fragments, positions = pieces[:, 0], self.edges.positions
+        (start, stop), (inner_start, inner_stop) = (
+            [positions[each] for each in self._edges(fragments, pieces[:, bound])] for bound in (1, 2)
+        )
+        two = np.flatnonzero(inner_start < inner_stop)
+        head_stop = stop.copy()
+        head_stop[two] = inner_start[two]
+        which = np.append(np.arange(len(pieces)), two)
+        return which, np.append(start, inner_stop[two]), np.append(head_stop, stop[two])
+
+
+Shards: TypeAlias = Plain | HeadTail
+
+
+# Columns of `owned`: rows of the tokens that each rank holds outside attention.
+RANK, SEQ, START, STOP = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """S as knots. `pair_s`: the least time of another (query, key) pair, of the longest runs."""
+
+    knots: Floats
+    roots: Floats
+    pair_s: float
+
+    @classmethod
+    def of(cls, cost: CostModel, longest: int) -> Seconds:
+        tiles = -(-longest // TILE_TOKENS) + 1
+        steps = np.unique(np.rint(2 ** np.arange(0, np.log2(tiles), 0.5)))
+        knots = TILE_TOKENS * np.append(steps[steps < tiles], tiles)
+        pairs = knots * (knots + 1) / 2
+        times = np.array([cost.attention_s(n, run) for n, run in zip(pairs.tolist(), knots.tolist(), strict=True)])
+        times = np.maximum.accumulate(times)
+        times, pairs = np.append(0.0, times), np.append(0.0, pairs)
+        return cls(np.append(0.0, knots), np.sqrt(times), float((np.diff(times) / np.diff(pairs)).min()))
+
+    def upto(self, positions: Ints) -> Floats:
+        return np.square(np.interp(positions, self.knots, self.roots))
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Where the fragments of `owned` may be cut: at multiples of the block, and at their end."""
+
+    owned: Ints
+    first: Ints
+    last: Ints
+    positions: Ints
+    seconds: Floats
+
+    @classmethod
+    def of(cls, owned: Ints, block: int, seconds: Seconds) -> Edges:
+        starts, stops = owned[:, START], owned[:, STOP]
+        counts = -(-(stops - starts) // block) + 1
+        last = np.cumsum(counts) - 1
+        first = last - counts + 1
+        fragment = np.repeat(np.arange(len(owned)), counts)
+        positions = starts[fragment] + block * (np.arange(len(fragment)) - first[fragment])
+        upto = positions.copy()
+        tile = min(block, TILE_TOKENS)
+        upto[last] = starts + -(-(stops - starts) // tile) * tile
+        positions[last] = stops
+        return cls(owned, first, last, positions, seconds.upto(upto))

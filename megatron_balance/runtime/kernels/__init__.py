@@ -20,15 +20,16 @@ from megatron_balance.runtime.kernels.libraries import (
     FlashAttn2Calls,
     FlashAttn3Calls,
     Offer,
+    PaddedKernel,
     TeFusedCalls,
     TorchCalls,
+    VarlenKernel,
     capability_of,
     cudnn_fault,
     first_line,
     flash_attention_4_fault,
     restore_flash_attention,
 )
-from megatron_balance.runtime.kernels.varlen import PaddedKernel, VarlenKernel
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ class Lowering:
         like: Lowering | None = None,
     ) -> None:
         self.compiled, self.program, self.setting = compiled, compiled.program, setting
-        self.launching = Launching(kernel, self.program.mask)
+        self.launching = _Launching(kernel, self.program.mask)
         self.phases: dict[PhaseName, Phase] = {}
         if like is not None and "forward" in setting.phases and self.shares_forward(like):
             # What policy keep hands to the backward, policy replay lets go.
@@ -190,7 +190,7 @@ class _ForwardLookup(NamedTuple):
     # By kind of input, instances of owned rows that are not remapped.
     kept: dict[Kind, Ints]
     indexes: Indexes
-    launches: LookedUp | None
+    launches: _LookedUp | None
     sizes: dict[Kind, dict[int, tuple[int, int]]]
 
 
@@ -325,6 +325,16 @@ def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = Non
     return tuple(count.items())
 
 
+# Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers, all ops of
+# a phase at once.
+#
+# Pairs become kernel entries: as few (query rows, key rows) blocks as the buffers' order allows. An
+# entry is *full* (every query sees every key) or *causal*, aligned at the bottom right: its last
+# query sees its last key, as in FlashAttention. A pair that is neither is split in two. Neighbouring
+# pairs that lie side by side in their buffers become one entry: in a zigzag ring every round then has
+# one entry a sequence. Under a sliding window every pair is an entry, of FlashAttention's
+# `window_size`.
+
 _HOST = torch.device("cpu")
 
 
@@ -349,7 +359,7 @@ class _Regions(NamedTuple):
         return regions, row_ranges
 
 
-class LookedUp(NamedTuple):
+class _LookedUp(NamedTuple):
     """The launches of a phase, by number."""
 
     queries: _Regions
@@ -362,7 +372,7 @@ class LookedUp(NamedTuple):
     reads: list[frozenset[tuple[Kind, int]]]
     op_of: list[int]
 
-    def reversed(self, program: RankProgram) -> LookedUp:
+    def reversed(self, program: RankProgram) -> _LookedUp:
         """The launches of the backward, which are the forward's in reverse."""
         indices = [
             [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
@@ -372,13 +382,13 @@ class LookedUp(NamedTuple):
         return self._replace(op_of=[backward[op] for op in self.op_of])
 
 
-class Launching:
+class _Launching:
     """Makes launches for one kernel under one mask."""
 
     def __init__(self, kernel: Kernel, mask: Mask) -> None:
         self.kernel, self.mask = kernel, mask
 
-    def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> LookedUp | None:
+    def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> _LookedUp | None:
         """The launches of a phase, or None where it has none. `values`: where the phase finds
         queries and keys.
         """
@@ -394,7 +404,7 @@ class Launching:
         (q, q_row), (k, k_row) = (self.operands(regions, launch, count) for regions in (queries, keys))
         fused = _fuse(pairs, launch, q_row, k_row, self.mask)
         reads = [_reads(*operands) for operands in zip(q, k, strict=True)]
-        return LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
+        return _LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
 
     def operands(self, wanted_regions: _Regions, launch: Ints, count: int) -> tuple[list[Operand], Ints]:
         """For each launch an operand that holds its regions, and the row where each region begins.
@@ -433,7 +443,7 @@ class Launching:
             operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i]))
         return operands, row
 
-    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
+    def forward(self, looked_up: _LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
         """Launches of the forward by op index. `zones`: the zone's name of each op."""
         launches: LaunchesOf = {}
         if looked_up is None:
@@ -445,7 +455,7 @@ class Launching:
             launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
         return launches
 
-    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
+    def backward(self, looked_up: _LookedUp | None, zones: Sequence[str], indexes: Indexes) -> LaunchesOf:
         launches: LaunchesOf = {}
         if looked_up is None:
             return launches

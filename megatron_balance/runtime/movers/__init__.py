@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.movers.base import Mover
-from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.base import Mover, PlainMover
 
 MOVERS = ("auto", "plain", "triton")
 

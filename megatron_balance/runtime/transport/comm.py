@@ -193,6 +193,18 @@ def _reduce_scatter(
     return CollectiveCall(call, [packed, raw], _slots(receives, raw, 0))
 
 
+# Exchanges on gloo: asynchronous sends and receives, and threads that relay for others beside a
+# rank's own work.
+#
+# Every point-to-point message has a tag, so that transfers of several exchanges under way between the
+# same two ranks, and those that a proxy relays beside its own, are never taken for one another.
+#
+# A proxy must not wait for its own computation (Zeppelin, section 3.3). gloo needs someone to wait
+# for a piece before it can be sent on, so threads do it; torch releases the interpreter while they
+# wait. Tasks of one group come one after the other (rounds of a ring, say); groups wait for nothing
+# in one another, so each has a thread.
+
+
 @dataclass(slots=True)
 class _GlooCalls:
     """An exchange's calls.

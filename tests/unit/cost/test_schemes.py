@@ -9,10 +9,10 @@ import pytest
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.cost.schemes import check_scheme, fit_scheme, sequence_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme
+from megatron_balance.planners.pipelines import check_scheme, fit_scheme, sequence_s
 
 MODEL = load_model("llama-7b")
 CLUSTER = load_cluster("a800-ib").build()

@@ -24,8 +24,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import deal
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.strategies import with_proposed
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, least_s
-from megatron_balance.solvers.microbatches import pack
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, least_s, pack
 
 MODEL = Model(4, 4, 8, num_layers=4)
 CLUSTER = Cluster(8, 4)

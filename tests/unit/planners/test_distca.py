@@ -23,7 +23,7 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, linear_owned, plan, schedule
-from megatron_balance.planners.distca.shards import PlainItems, TaskSizes
+from megatron_balance.planners.distca.servers import PlainItems, TaskSizes
 
 MODEL, GROUPED = Model(num_heads=32, num_kv_heads=32, head_dim=128), Model(num_heads=32, num_kv_heads=8, head_dim=128)
 CLUSTER = Cluster(16, 8)

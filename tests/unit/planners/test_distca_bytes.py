@@ -20,8 +20,19 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.planners.distca import DistcaOptions, plan_owned
-from megatron_balance.planners.distca.servers import Caps, Servers, at_hand, num_bytes
-from megatron_balance.planners.distca.shards import Edges, HeadTail, PairItems, Piece, Plain, Seconds, TaskSizes
+from megatron_balance.planners.distca.servers import (
+    Caps,
+    Edges,
+    HeadTail,
+    PairItems,
+    Piece,
+    Plain,
+    Seconds,
+    Servers,
+    TaskSizes,
+    at_hand,
+    num_bytes,
+)
 from tests.support.flat_cost import MODEL, FlatCost
 
 BLOCK = 128

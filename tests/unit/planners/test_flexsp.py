@@ -19,17 +19,18 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners import flexsp
-from megatron_balance.planners.flexsp import FlexSpOptions, blast, plan_batch
-from megatron_balance.solvers import sized_groups
-from megatron_balance.solvers.milp import NoAnswerError
-from megatron_balance.solvers.sized_groups import (
+from megatron_balance.planners.flexsp import (
+    FlexSpOptions,
     Groups,
     GroupsProblem,
     Limits,
+    blast,
     bucket,
     greedy,
     improve,
+    plan_batch,
 )
+from megatron_balance.solvers.milp import NoAnswerError
 
 MODEL = Model(32, 8, 128)
 LENGTHS = [24957, 8593, 25756, 17251, 28869, 6177, 5610, 592, 9331, 15506]
@@ -143,7 +144,7 @@ def test_a_capacity_beyond_any_batch_loses_no_sequence(tokens_per_rank: int, cap
 
 
 def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sized_groups._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
+    monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
     problem = GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
     with pytest.raises(NoAnswerError, match="groups that are not there"):
         improve(problem, ((2, (0, 1)),), Limits())

@@ -15,7 +15,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.hybrid_dp import HybridDpOptions, plan_batch
+from megatron_balance.planners.baselines import HybridDpOptions, hybrid_dp_batch
 
 MODEL = Model(8, 2, 16, hidden_size=128, ffn_size=256)
 
@@ -92,7 +92,7 @@ def test_ranks_keep_within_their_capacity_unless_only_all_of_them_hold_the_batch
 )
 def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list[int], cluster: Cluster) -> None:
     options = HybridDpOptions(tokens_per_rank=100)
-    made = plan_batch(Batch(tuple(lengths)), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
+    made = hybrid_dp_batch(Batch(tuple(lengths)), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(lengths)))
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(lengths[seq] for seq in seqs)
@@ -103,7 +103,7 @@ def test_microbatches_even_out_flops_over_their_sum() -> None:
     # More short sequences than memory holds: those ranks run more microbatches while the ring's
     # ranks have done their part.
     cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
-    made = plan_batch(
+    made = hybrid_dp_batch(
         Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000)
     )
     assert len(made.plans) > 1
@@ -118,7 +118,9 @@ def test_a_sequence_longer_than_the_pool_is_named() -> None:
     with pytest.raises(
         InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are available"
     ):
-        plan_batch(Batch((5, 801)), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=100))
+        hybrid_dp_batch(
+            Batch((5, 801)), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=100)
+        )
 
 
 @pytest.mark.parametrize(("option", "value"), [("slack", 0.9), ("tolerance", -0.1)])

@@ -21,9 +21,17 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.fits import gamma_of, gamma_work, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan
-from megatron_balance.planners.knapformer.knapsack import assign
-from megatron_balance.planners.knapformer.topology import Topology, TopologyPrices, TopologySearch, allowed_sizes, parse
+from megatron_balance.planners import knapformer
+from megatron_balance.planners.knapformer import (
+    KnapFormerOptions,
+    Topology,
+    TopologyPrices,
+    TopologySearch,
+    allowed_sizes,
+    assign,
+    parse,
+    plan,
+)
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
@@ -119,7 +127,7 @@ def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int
         group = min(room or range(len(sizes)), key=lambda g: (loads[g] / (sizes[g] * mean), g))
         expected[seq] = group
         loads[group] += work[seq]
-    with patch.object(knapsack, "_MANY", many):
+    with patch.object(knapformer, "_MANY", many):
         assert assign(np.array(work, dtype=np.float64), [1] * len(work), sizes, None).tolist() == expected
 
 

@@ -16,7 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.megatron_dynamic import RULES, MegatronDynamicOptions, Microbatch, plan_batch, plan_with
+from megatron_balance.planners.megatron import RULES, MegatronDynamicOptions, Microbatch, plan_batch, plan_with
 
 MODEL = Model(8, 2, 16)
 each_rules = pytest.mark.parametrize("rules", RULES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_balance import Cluster, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.planners.packing import redundant_pairs
+from megatron_balance.planners.baselines import redundant_pairs
 from megatron_balance.solvers.packing import best_fit
 
 MODEL = Model(8, 2, 16)

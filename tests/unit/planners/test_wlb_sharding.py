@@ -16,7 +16,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import Zone
 from megatron_balance.patterns.base import Context
-from megatron_balance.planners.wlb_sharding import WlbShardingOptions, candidates, kernel_s, plan, predicted_s
+from megatron_balance.planners.wlb_llm import WlbShardingOptions, candidates, kernel_s, plan, predicted_s
 from tests.support.flat_cost import FlatCost
 
 LLAMA, H100 = load_model("llama-7b"), load_cluster("h200").build(num_ranks=4)

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.profiling.links import exchanged  # noqa: E402
+from megatron_balance.profiling.cost_table import exchanged  # noqa: E402
 from megatron_balance.runtime.cuda import StreamMessage  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 

@@ -16,8 +16,8 @@ TOP = Path(__file__).resolve().parents[3]
 FORBIDDEN = {
     "Imports point down": ("ir/batch.py", "megatron_balance.planners"),
     "The vocabulary needs the standard library only": ("ir/batch.py", "numpy"),
-    "The library torch only": ("planners/whole_pool.py", "torch"),
-    "Planners do not know one another": ("planners/whole_pool.py", "megatron_balance.planners.zeppelin"),
+    "The library torch only": ("planners/baselines.py", "torch"),
+    "Planners do not know one another": ("planners/baselines.py", "megatron_balance.planners.zeppelin"),
     "The library megatron only": ("cli/plan.py", "megatron.core"),
     "Planning imports no configuration library": ("patterns/ring.py", "yaml"),
 }
@@ -58,7 +58,7 @@ plan = "plan --planner zeppelin --lengths 4096,80 --ranks 4".split()
 assert main([*plan, "--json"]) == 0
 assert not loaded("torch", "rich", "megatron.", "megatron_balance.simulator"), "a plan"
 assert main([*plan, "--verify"]) == 0
-import megatron_balance.analysis.wire, megatron_balance.workloads.corpus, megatron_balance.workloads.lengths
+import megatron_balance.analysis.wire, megatron_balance.workloads.idx, megatron_balance.workloads.lengths
 assert not loaded("torch", "megatron."), "a table, bytes on the wire, lengths"
 """
 

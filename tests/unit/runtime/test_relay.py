@@ -15,11 +15,9 @@ from megatron_balance.ir.program import Kind  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm  # noqa: E402
 from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
-from megatron_balance.runtime.recorder import (
-    PhaseTraffic,
-    Trace,  # noqa: E402
-)
-from megatron_balance.runtime.transport.comm import Relay
+from megatron_balance.runtime.recorder import PhaseTraffic, Trace  # noqa: E402
+from megatron_balance.runtime.transport import comm  # noqa: E402
+from megatron_balance.runtime.transport.comm import Relay  # noqa: E402
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
@@ -38,8 +36,8 @@ class Wire:
         self.log: list[tuple[Any, ...]] = []
         self.lost = lost
         for name in ("receive", "send"):
-            monkeypatch.setattr(gloo, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
-        monkeypatch.setattr(gloo, "break_off", lambda _: self.log.append(("break off",)))
+            monkeypatch.setattr(comm, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
+        monkeypatch.setattr(comm, "break_off", lambda _: self.log.append(("break off",)))
 
     def begin(self, name: str, x: Any, peer: int, tag: int) -> Wire:
         self.log.append((name, peer, tag, x.nbytes))

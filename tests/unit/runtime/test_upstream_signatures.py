@@ -71,7 +71,7 @@ def test_megatron_makes_transformer_engines_attention_by_its_real_parameters() -
 
 
 def test_the_ring_that_te_ring_is_measured_by_is_there() -> None:
-    """`planners/whole_pool.py` names it; its gradients travel in the model's type, as
+    """`planners/baselines.py` names it; its gradients travel in the model's type, as
     `gradient_wire: bf16` has them.
     """
     module = parsed(TRANSFORMER_ENGINE, f"{ATTENTION}/context_parallel.py")

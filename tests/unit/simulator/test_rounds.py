@@ -24,7 +24,7 @@ from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.patterns import ring, zigzag
+from megatron_balance.patterns import ring
 from megatron_balance.patterns.base import HeadsThenHops, HopByHop
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.place import Layers, with_layers
@@ -154,7 +154,7 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
     mask=st.sampled_from([CAUSAL, FULL]),
 )
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
-    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
+    cut = ring.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
     forward, back = ring.walks(cut)
     for walked, blocks in ((forward, ring.hops_of(cut)), (back, ring.hops_of(cut, back=True))):
         assert blocks.reach is not None

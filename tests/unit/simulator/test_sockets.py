@@ -22,9 +22,8 @@ from megatron_balance.cost.base import Link
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Collective, Exchange, Kind, Program
-from megatron_balance.simulator import attention
+from megatron_balance.simulator import attention, emulated
 from megatron_balance.simulator.attention import attention_call, events
-from megatron_balance.simulator.emulated import sockets
 from megatron_balance.simulator.phase import phase_of
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
@@ -76,8 +75,8 @@ def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments so small that sockets that take turns have equal shares, and buckets that save
     nothing.
     """
-    monkeypatch.setattr(tcp, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
-    monkeypatch.setattr(tcp, "BURST_BYTES", (0, 0))
+    monkeypatch.setattr(emulated, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
+    monkeypatch.setattr(emulated, "BURST_BYTES", (0, 0))
 
 
 @pytest.mark.usefixtures("even")
@@ -154,7 +153,7 @@ def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
 
 def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
     gloo = pytest.importorskip("megatron_balance.runtime.transport.comm")
-    assert gloo.Gloo.ahead == sockets.AHEAD
+    assert gloo.Gloo.ahead == emulated.AHEAD
 
 
 SMALL = cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1)

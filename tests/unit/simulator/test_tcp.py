@@ -7,11 +7,11 @@ import heapq
 import pytest
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.simulator.emulated import sockets
+from megatron_balance.simulator import emulated
 from tests.support.flat_cost import INTER, INTRA, flat_machine
 
 NIC, LINK = INTER.bytes_per_s, INTRA.bytes_per_s
-FAST_BURST, NIC_BURST = sockets.BURST_BYTES
+FAST_BURST, NIC_BURST = emulated.BURST_BYTES
 
 
 class Wires:
@@ -22,7 +22,7 @@ class Wires:
         self.events: list[tuple[float, int]] = []
         self.left_s: dict[int, float] = {}
         self.came_s: dict[int, float] = {}
-        self.network = sockets.Network(
+        self.network = emulated.Network(
             machine, lambda: self.now, lambda at, number: heapq.heappush(self.events, (at, number)), self, longest
         )
 
@@ -70,19 +70,19 @@ def test_on_a_nic_that_ranks_share_the_message_that_came_first_is_first_through(
 def test_on_a_nic_of_its_own_a_ranks_messages_take_turns() -> None:
     first, second = Wires(flat_machine(4, 2)).carry((0, 2, 200_000), (0, 3, 200_000)).came_s.values()
     assert second == pytest.approx((400_000 - NIC_BURST) / NIC)
-    assert second - first <= sockets.SMALL_QUEUE * max(sockets.SEGMENT_BYTES) / NIC
+    assert second - first <= emulated.SMALL_QUEUE * max(emulated.SEGMENT_BYTES) / NIC
 
 
 def test_a_message_that_its_socket_cannot_hold_waits_for_what_goes_the_other_way() -> None:
     back, rest = 2 * 200_000, 100_000
-    came_s = Wires(shared()).carry((2, 1, 200_000), (3, 1, 200_000), (0, 2, sockets.SOCKET_BYTES + rest)).came_s
+    came_s = Wires(shared()).carry((2, 1, 200_000), (3, 1, 200_000), (0, 2, emulated.SOCKET_BYTES + rest)).came_s
     # The first acknowledgement waits until all that goes the other way has left; by then all the
     # socket held has come.
     assert came_s[2] == pytest.approx((back - NIC_BURST) / NIC + (rest - NIC_BURST) / NIC, rel=0.02)
 
 
 def test_a_sender_has_done_its_part_when_the_socket_has_the_message() -> None:
-    wires = Wires(flat_machine(2, 1)).carry((0, 1, sockets.SOCKET_BYTES), (0, 1, sockets.SOCKET_BYTES))
+    wires = Wires(flat_machine(2, 1)).carry((0, 1, emulated.SOCKET_BYTES), (0, 1, emulated.SOCKET_BYTES))
     assert wires.left_s[0] == 0.0
     assert wires.came_s[0] < wires.left_s[1] < wires.came_s[1]
 
@@ -91,7 +91,7 @@ def test_a_long_message_goes_in_longer_segments_and_takes_no_longer() -> None:
     num_bytes = 300_000_000
     found = Wires(flat_machine(2, 1), num_bytes).carry((0, 1, num_bytes))
     assert found.came_s[0] == pytest.approx(num_bytes / NIC, rel=0.005)
-    assert found.num_events < 10 * sockets.MOST_SEGMENTS
+    assert found.num_events < 10 * emulated.MOST_SEGMENTS
 
 
 def test_messages_of_two_ranks_keep_their_order() -> None:
@@ -101,5 +101,5 @@ def test_messages_of_two_ranks_keep_their_order() -> None:
 
 def test_the_wires_are_those_of_the_emulated_cluster() -> None:
     wiring = pytest.importorskip("tools.emulated_cluster.wiring")
-    assert (wiring.FAST_BURST_BYTES, wiring.NIC_BURST_BYTES) == sockets.BURST_BYTES
-    assert int(wiring.RANK_SETTINGS["net/ipv4/tcp_wmem"].split()[-1]) == sockets.SOCKET_BYTES
+    assert (wiring.FAST_BURST_BYTES, wiring.NIC_BURST_BYTES) == emulated.BURST_BYTES
+    assert int(wiring.RANK_SETTINGS["net/ipv4/tcp_wmem"].split()[-1]) == emulated.SOCKET_BYTES

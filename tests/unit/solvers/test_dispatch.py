@@ -7,9 +7,19 @@ import pytest
 
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.simulator.pipeline import ChunkPass, run
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch, exact, greedy, problem_of, slowest_s
-from megatron_balance.solvers.makespan_bound import by_weights
-from megatron_balance.solvers.microbatches import clock_s, microbatch_s, pack, util_tokens
+from megatron_balance.solvers.dispatch import (
+    PipelineCost,
+    clock_s,
+    dispatch,
+    exact,
+    greedy,
+    microbatch_s,
+    pack,
+    problem_of,
+    slowest_s,
+    util_tokens,
+)
+from megatron_balance.solvers.makespan import by_weights
 
 # Published 32B times of an A800 (Hetu, generate_strategy_32b.py), in seconds.
 TP16 = PipelineCost(1.378e-9, 1.0244e-4, 0.1457, 1, 52000)

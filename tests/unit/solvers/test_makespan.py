@@ -18,7 +18,7 @@ from megatron_balance.solvers.dispatch import (
     greedy,
     problem_of,
 )
-from megatron_balance.solvers.makespan_bound import MachinesProblem, Stairs, by_weights
+from megatron_balance.solvers.makespan import MachinesProblem, Stairs, by_weights
 
 
 def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import DataError
-from megatron_balance.workloads.corpus import INSTALLED, build, find_files, standard_library
-from megatron_balance.workloads.idx import bin_path, idx_path
+from megatron_balance.workloads.idx import INSTALLED, bin_path, build, find_files, idx_path, standard_library
 from tests.support.cli import CommandLine
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads import datasets
-from megatron_balance.workloads.datasets import document_lengths, is_path
+from megatron_balance.workloads import lengths
 from megatron_balance.workloads.idx import CorpusWriter
+from megatron_balance.workloads.lengths import document_lengths, is_path
 
 
 def lines(path: Path, *rows: Any) -> str:
@@ -107,7 +107,7 @@ def test_without_pyarrow_the_command_that_mends_it_is_named(tmp_path: Path, monk
         raise ImportError(name)
 
     (tmp_path / "d.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr(datasets, "import_module", missing)
+    monkeypatch.setattr(lengths, "import_module", missing)
     with pytest.raises(ConfigError, match="reading Parquet and Arrow needs pyarrow: pip install pyarrow"):
         document_lengths(str(tmp_path / "d.parquet"))
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, LogNormal
-from megatron_balance.workloads.lengths import DATASETS, draw, histogram, quantiles, read_lengths
+from megatron_balance.workloads.lengths import DATASETS, document_lengths, draw, histogram, quantiles, read_lengths
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -262,7 +261,7 @@ def test_documents_of_a_table_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_all_of_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_balance.workloads.datasets.LONGEST_LINE", 2**17)
+    monkeypatch.setattr("megatron_balance.workloads.lengths.LONGEST_LINE", 2**17)
     path = tmp_path / "blanks.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"length": 4}' + b" " * 2**20 + b"\n"))
     with pytest.raises(DataError, match="a line of more than 131072 characters"):

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import BesideTable, CostTable, LinkTable
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.profiling.cost_table import ProfileOptions, model_scale, profile
-from megatron_balance.profiling.links import world_links
+from megatron_balance.profiling.cost_table import ProfileOptions, model_scale, profile, world_links
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups

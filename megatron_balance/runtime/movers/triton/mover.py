@@ -18,8 +18,7 @@ from torch import Tensor
 from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, Sent, Space
-from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, PlainMover, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import (
     BLOCK_ROWS,
     AddBlock,

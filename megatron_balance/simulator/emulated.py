@@ -1,18 +1,9 @@
-"""Exchanges on gloo's sockets, as `runtime.transport.gloo` issues them and gloo carries them (its
-transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
+"""The transport of the emulated cluster: gloo's rules (`sockets`) over TCP through token buckets
+(`tcp`).
 
-Every message is a call of its own. The receiver says that it is ready, and only then the sender's
-bytes go. Two ranks have one connection: what one of them sends to the other, bytes and words of
-readiness alike, goes in the order in which it was given (`simulator.emulated.tcp`), so that a word
-said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead;
-and what it passes on for others it expects from the beginning, and sends on when it has come. A
-sender has done its part when its socket has the message.
-
-A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two
-under way at a time; an all-to-all gives every message to its connection at once, each send before
-the receive that is its counterpart. Where a rank's word is there when the other one comes to its
-send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
-they begin at the same moment.
+It describes what tools/emulated_cluster builds from network namespaces and `tc`, and is held
+against measurements there (docs/simulator.md, "How near it is"). `simulate --transport sockets`
+runs it.
 """
 
 from __future__ import annotations
@@ -31,8 +22,25 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.events import Events
 from megatron_balance.simulator.phase import Flow, GroupExchange, SimulatedPhase
 
+# Exchanges on gloo's sockets, as `runtime.transport.gloo` issues them and gloo carries them (its
+# transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
+#
+# Every message is a call of its own. The receiver says that it is ready, and only then the sender's
+# bytes go. Two ranks have one connection: what one of them sends to the other, bytes and words of
+# readiness alike, goes in the order in which it was given (`simulator.emulated.tcp`), so that a word
+# said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead;
+# and what it passes on for others it expects from the beginning, and sends on when it has come. A
+# sender has done its part when its socket has the message.
+#
+# A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two
+# under way at a time; an all-to-all gives every message to its connection at once, each send before
+# the receive that is its counterpart. Where a rank's word is there when the other one comes to its
+# send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
+# they begin at the same moment.
+
 AHEAD = 2
 """Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
+
 
 _HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""
@@ -266,6 +274,20 @@ def _messages(each: GroupExchange) -> list[Flow]:
 def _message(each: GroupExchange, src: int, dst: int, num_bytes: int, at: int) -> Flow:
     return Flow(each.exchange, "direct", each.stream, src, dst, src, dst, num_bytes, at)
 
+
+# Bytes on TCP connections through token buckets, as Linux carries them and `tc` shapes them
+# (docs/emulated-cluster.md).
+#
+# A link or a NIC is a queue in which segments leave in the order in which they came, whoever sent
+# them; a segment passes two of them, the sender's and the receiver's. What a connection may have on
+# its way is what its socket holds: a message goes into the socket until that is full, and room comes
+# back with the acknowledgements, which wait in the queues of the way back behind whatever goes that
+# way. So a message no longer than the socket's room is in the sender's queue at once, before all that
+# is given to other connections later.
+#
+# A queue that is in the sender's own namespace holds but a few segments of each socket at a time (TCP
+# small queues), and its sockets take turns; a NIC that ranks share is behind a bridge, where the
+# kernel has lost count of them.
 
 SOCKET_BYTES = 1 << 18
 """Bytes that a socket holds at most (net.ipv4.tcp_wmem)."""

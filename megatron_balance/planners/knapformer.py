@@ -1,0 +1,556 @@
+"""knapformer: a knapsack of sequences to groups of ranks, even chunks and exchanged heads in a
+group.
+
+Paper: KnapFormer: An Online Load Balancer for Efficient Diffusion Transformers Training, sections
+3.1 to 3.4. What we implement: topologies `gGnN+...` (3.2, `topology`); work of a sequence by the
+gamma-corrected model (3.1, `cost.fits`); the greedy first pass (3.3, `knapsack`); Ulysses inside a
+group (3.4, comm pattern `chunk_exchange`); `topology: auto`, which the paper leaves as future work.
+
+What we leave out: replicas that keep their sequences. Where we differ and why: where no group has
+room the least occupied one takes a sequence (open in the paper); groups may be empty. The model's
+own FLOPs stand for 24 d^2 and 4 d, and a causal model has half the pairs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate, chain, groupby
+from math import ceil
+from typing import Literal, overload
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats, Ints
+from megatron_balance.cost.fits import gamma_of, sequence_work
+from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.solvers.groups import INTER_NODE, INTRA_NODE, LOCAL, check_pool, plan_of
+
+AUTO, NODE = "auto", "node"
+HEADS = ("equal", "uneven", "ring")
+# In issue order.
+ZONES = (INTER_NODE, INTRA_NODE, LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class KnapFormerOptions:
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+    slack: float = 2.0
+    """In a training job without `tokens_per_rank`: room of a rank over the mean tokens per rank, at
+    least 1."""
+    topology: str = AUTO
+    """Groups of ranks, `gGnN` terms joined by `+`; `auto`: those of the least predicted time for
+    each batch; `node`: each node a group."""
+    heads: Literal["equal", "uneven", "ring"] = "equal"
+    """Groups whose ranks the heads do not divide among equally: an error, heads as equal as can be,
+    or keys and values go round them. `auto` takes none of these."""
+    gamma: float | None = None
+    """Correction of attention's FLOPs in a sequence's work; None: the cost model's. The paper has
+    0.49 and 0.385 for FLUX on H100."""
+    tries: int = 200
+    """`auto`: topologies that are tried at most."""
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: KnapFormerOptions) -> MicrobatchPlan:
+    _check(options)
+    lengths = batch.lengths
+    check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
+    gamma = gamma_of(cost, model) if options.gamma is None else options.gamma
+    # Of integers, which is twice as fast.
+    tokens = np.fromiter(lengths, dtype=np.int64, count=len(lengths))
+    work = sequence_work(tokens.astype(np.float64), model, gamma)
+    if options.topology == AUTO:
+        found = TopologySearch(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
+        return _planned(lengths, found.topology, found.group_of, (cluster, model), "uneven")
+    topology = _topology_of(options, cluster)
+    if options.heads == "equal":
+        _check_heads(topology.sizes, model.num_heads)
+    group_of = assign(work, lengths, topology.sizes, options.tokens_per_rank)
+    return _planned(lengths, topology, group_of, (cluster, model), options.heads)
+
+
+def idle(options: KnapFormerOptions, cluster: Cluster) -> str | None:
+    """Why there is no knapsack to fill: a topology of one group."""
+    if options.topology == AUTO or len(_topology_of(options, cluster).sizes) > 1:
+        return None
+    return (
+        f"planner knapformer: topology {options.topology} is one group of all {cluster.num_ranks} ranks, so a step "
+        "runs as ulysses places it; name smaller groups, or 'topology: auto'"
+    )
+
+
+def _topology_of(options: KnapFormerOptions, cluster: Cluster) -> Topology:
+    given = Topology((cluster.node_size,)) if options.topology == NODE else parse(options.topology)
+    return given.repeated(cluster.num_ranks)
+
+
+def _planned(
+    lengths: Sequence[int], topology: Topology, group_of: Ints, on: tuple[Cluster, Model], heads: str
+) -> MicrobatchPlan:
+    cluster, model = on
+    sizes = np.array(topology.sizes)
+    counts = np.bincount(group_of, minlength=len(sizes))
+    # Small types are sorted by radix.
+    small = group_of.astype(np.min_scalar_type(len(sizes)))
+    seqs: list[int] = small.argsort(kind="stable").tolist()
+    # Of the ranks of a group.
+    stop = sizes.cumsum()
+    node = (stop - sizes) // cluster.node_size
+    # Index into `ZONES`: local, inside a node, across nodes.
+    level = np.where(sizes == 1, 2, np.where(node == (stop - 1) // cluster.node_size, 1, 0))
+    # Issue order: by level, the widest first, then by rank; empty groups have no zone.
+    order = np.lexsort((stop, -sizes, level))
+    order = order[counts[order] > 0]
+    # Runs of each group in `seqs`, which is sorted by group.
+    first = counts.cumsum() - counts
+    columns: list[list[int]] = [column[order].tolist() for column in (level, stop - sizes, stop, first, first + counts)]
+    levels, starts, ends, firsts, lasts = columns
+    zones = tuple(
+        Zone(
+            ZONES[at],
+            "ring" if heads == "ring" and model.num_heads % (end - start) else "chunk_exchange",
+            tuple(range(start, end)),
+            tuple(seqs[begin:done]),
+        )
+        for at, start, end, begin, done in zip(levels, starts, ends, firsts, lasts, strict=True)
+    )
+    return plan_of("knapformer", lengths, on, zones)
+
+
+def _check(options: KnapFormerOptions) -> None:
+    if options.heads not in HEADS:
+        raise ConfigError(f"knapformer: heads {options.heads!r} is not known; choose one of {', '.join(HEADS)}")
+    if options.gamma is not None and options.gamma < 0:
+        raise ConfigError(f"knapformer: gamma {options.gamma}: must be at least 0")
+    if options.slack < 1:
+        raise ConfigError(f"knapformer: slack {options.slack}: room below the mean holds no batch; use at least 1")
+    if options.tries < 1:
+        raise ConfigError(f"knapformer: tries {options.tries}: must be at least 1")
+
+
+# Into which groups the ranks are divided: as KnapFormer writes it (section 3.2), the price of it,
+# and the search for the cheapest (its future work, section 5).
+
+_TERM = re.compile(r"g([1-9]\d*)n([1-9]\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the groups of one unit, in the order of their ranks; a unit repeats over the pool."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        return "+".join(f"g{size}n{len(list(alike))}" for size, alike in groupby(self.sizes))
+
+    def repeated(self, num_ranks: int) -> Topology:
+        """The topology of a pool: the unit as often as it fits; ConfigError where it does not."""
+        if num_ranks % self.num_ranks:
+            raise ConfigError(
+                f"topology {self}: a unit of {self.num_ranks} ranks does not divide the {num_ranks} ranks of the "
+                f"pool. Change it so that its ranks (the sum of G x N over its terms gGnN) divide {num_ranks}"
+            )
+        return Topology(self.sizes * (num_ranks // self.num_ranks))
+
+    def groups(self) -> list[tuple[int, ...]]:
+        return [tuple(range(stop - size, stop)) for size, stop in zip(self.sizes, accumulate(self.sizes), strict=True)]
+
+
+def parse(text: str) -> Topology:
+    """The topology of a text such as `g1n2+g2n1+g4n1`; ConfigError says which term is wrong."""
+    sizes: list[int] = []
+    for term in text.split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            raise ConfigError(
+                f"topology {text!r}: expected terms gGnN joined by '+', each N groups of G ranks (both 1 or more, no "
+                f"spaces), such as g1n2+g2n1+g4n1; got {term!r}"
+            )
+        size, count = (int(number) for number in match.groups())
+        sizes += [size] * count
+    return Topology(tuple(sizes))
+
+
+def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
+    """Reject groups whose ranks cannot be given equally many heads; ConfigError says what would do."""
+    wrong = sorted({size for size in sizes if num_heads % size})
+    if wrong:
+        right = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
+        raise ConfigError(
+            f"a group of {wrong[0]} ranks cannot share {num_heads} heads equally; use groups of "
+            f"{', '.join(map(str, right))} ranks, or choose a fallback: option heads: uneven (some ranks attend with "
+            "a head more) or heads: ring (keys and values go round such groups)"
+        )
+
+
+# Gradients travel in fp32.
+GRADIENT_BYTES = 4
+
+
+# Forward and backward over the forward alone.
+LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
+
+
+# Seconds of packing and unpacking over those of moving inside a node: read and written twice, at
+# a memory rate that is some seven times the link's.
+PACKING = 0.4
+
+
+# The first pass of KnapFormer's balancer (section 3.3): in descending order of work each sequence
+# goes to the least occupied group among those with room, occupancy being work over capacity, and
+# capacity the group's ranks times the mean work of a rank. Where no group has room the least occupied
+# takes it.
+
+_ROUNDING = 1 + 1e-9
+
+
+class TopologyPrices:
+    """Predicted seconds of a layer, forward and backward, of a batch's sequences under any
+    topology. Ranks of a group are alike; attention, linear modules and the two all-to-alls come one
+    after another.
+    """
+
+    def __init__(self, lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel) -> None:
+        self.cluster, self.model, self.cost = cluster, model, cost
+        self.tokens = np.array(lengths, dtype=np.float64)
+        known = {n: cost.attention_s(model.mask.num_pairs(n), n) for n in set(lengths)}
+        self.attention_s = np.array([known[n] for n in lengths], dtype=np.float64)
+        self.expert_s = cost.experts_s(2.0) - cost.experts_s(1.0)
+        self.token_s = cost.linear_s(1.0) - self.expert_s
+        self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
+        self._exchanges: dict[tuple[int, int], float] = {}
+        self._alone: dict[int, Floats] = {}
+
+    def seconds(self, topology: Topology, group_of: Ints) -> float:
+        return float(self.each(topology, group_of).max(initial=0.0))
+
+    def each(self, topology: Topology, group_of: Ints) -> Floats:
+        sizes = np.array(topology.sizes, dtype=np.float64)
+        tokens = np.bincount(group_of, weights=self.tokens, minlength=len(sizes)) / sizes
+        attention = np.bincount(group_of, weights=self.attention_s, minlength=len(sizes)) / sizes
+        # The busiest rank's heads over the mean: 1 where the heads divide, [M].
+        heads = np.ceil(self.model.num_heads / sizes) / (self.model.num_heads / sizes)
+        stops = np.cumsum(topology.sizes)
+        # On the first rank's node.
+        room = self.cluster.node_size - (stops - topology.sizes) % self.cluster.node_size
+        here = np.minimum(room, topology.sizes).tolist()
+        exchange = np.array([self._exchange_s(*each) for each in zip(topology.sizes, here, strict=True)])
+        own = LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
+        return own + EXPERTS * self.expert_s * tokens.max()
+
+    def is_slower(self, sizes: Sequence[int], seconds: float) -> bool:
+        """Whether the slowest group takes longer than `seconds` however groups are filled."""
+        limit, present = seconds * _ROUNDING, sorted(set(sizes))
+        alone = np.array([self._alone_s(size) for size in present])
+        fits = alone <= limit
+        if not fits.any(axis=0).all():
+            return True
+        of_size = np.array(present, dtype=np.float64)
+        # Rank-seconds.
+        least = np.where(fits, alone * of_size[:, None], np.inf).min(axis=0)
+        # From the largest size down: what only large groups do in time must fit into these.
+        needs = np.bincount(fits.argmax(axis=0), weights=least, minlength=len(present))
+        has = np.array([size * sizes.count(size) for size in present]) * limit
+        return bool((np.cumsum(needs[::-1]) > np.cumsum(has[::-1])).any())
+
+    def _alone_s(self, size: int) -> Floats:
+        if size not in self._alone:
+            heads = ceil(self.model.num_heads / size) / (self.model.num_heads / size)
+            exchange_s = min(
+                self._exchange_s(size, inside) for inside in range(1, min(size, self.cluster.node_size) + 1)
+            )
+            token_s = LINEAR * self.token_s + EXPERTS * self.expert_s + exchange_s
+            self._alone[size] = (token_s * self.tokens + ATTENTION * heads * self.attention_s) / size
+        return self._alone[size]
+
+    def _exchange_s(self, size: int, inside: int) -> float:
+        """Seconds of a group's all-to-alls, both ways and both passes, for each token that a rank
+        holds; `inside`: ranks on the first one's node.
+        """
+        if (size, inside) not in self._exchanges:
+            self._exchanges[size, inside] = self._all_to_alls_s(size, inside)
+        return self._exchanges[size, inside]
+
+    def _all_to_alls_s(self, size: int, inside: int) -> float:
+        if size == 1:
+            return 0.0
+        both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
+        packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
+        inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)
+        if inside == size:
+            return packing_s + inside_s
+        nics = 1 / self.cluster.ranks_per_nic
+        return packing_s + max(inside_s, self.cost.inter_node_s(both_ways * (size - inside) / size, 0, nics))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A topology of the whole pool, the group of each sequence, and seconds of a layer."""
+
+    topology: Topology
+    group_of: Ints
+    seconds: float
+
+
+class TopologySearch:
+    """Topologies of one size first; from the best of them groups are split and merged."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        work: Floats,
+        cluster: Cluster,
+        model: Model,
+        cost: CostModel,
+        tokens_per_rank: int | None,
+    ) -> None:
+        self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
+        self.sizes = allowed_sizes(cluster, model.num_heads)
+        self._prices = TopologyPrices(lengths, cluster, model, cost)
+        self._tried: set[tuple[int, ...]] = set()
+
+    def best(self, tries: int) -> _Found:
+        """The best of at most `tries`; one group of all where memory rules out the others."""
+        best: _Found | None = None
+        for size in self._uniform_sizes():
+            best = self._better((size,) * (self.cluster.num_ranks // size), best)
+        if best is None:
+            everyone = np.zeros(len(self.lengths), dtype=np.int64)
+            topology = Topology((self.cluster.num_ranks,))
+            return _Found(topology, everyone, self._prices.seconds(topology, everyone))
+        while len(self._tried) < tries:
+            better = best
+            for sizes in self._neighbours(best.topology.sizes, tries):
+                better = self._better(sizes, better)
+            if better is best:
+                return best
+            best = better
+        return best
+
+    def _uniform_sizes(self) -> list[int]:
+        return [size for size in self.sizes if self.cluster.num_ranks % size == 0]
+
+    def _neighbours(self, sizes: tuple[int, ...], tries: int) -> Iterator[tuple[int, ...]]:
+        """Some or all groups of one size split into smaller ones, or merged to larger ones."""
+        counts = {size: sizes.count(size) for size in self.sizes}
+        for size, other in ((a, b) for a in self.sizes for b in self.sizes if a != b):
+            large, small = max(size, other), min(size, other)
+            if large % small:
+                continue
+            ratio = large // small
+            # Groups of `size` that are changed at a time.
+            unit = 1 if size == large else ratio
+            most = counts[size] // unit
+            for times in sorted({1, most // 4, most // 2, most}):
+                if not 0 < times <= most or len(self._tried) >= tries:
+                    continue
+                changed = dict(counts)
+                changed[size] -= times * unit
+                changed[other] += times * (ratio if size == large else 1)
+                yield tuple(each for each in reversed(self.sizes) for _ in range(changed[each]))
+
+    @overload
+    def _better(self, sizes: tuple[int, ...], best: _Found) -> _Found: ...
+    @overload
+    def _better(self, sizes: tuple[int, ...], best: _Found | None) -> _Found | None: ...
+    def _better(self, sizes: tuple[int, ...], best: _Found | None) -> _Found | None:
+        if sizes in self._tried:
+            return best
+        self._tried.add(sizes)
+        if best is not None and self._prices.is_slower(sizes, best.seconds):
+            return best
+        try:
+            group_of = assign(self.work, self.lengths, sizes, self.tokens_per_rank)
+        except InfeasibleError:
+            return best
+        topology = Topology(sizes)
+        found = _Found(topology, group_of, self._prices.seconds(topology, group_of))
+        return found if best is None or _rank(found) < _rank(best) else best
+
+
+def _rank(found: _Found) -> tuple[float, int]:
+    return found.seconds, -len(found.topology.sizes)
+
+
+def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
+    """Sizes of groups, ascending, that divide the heads and lie in a node or are whole nodes."""
+    node = cluster.node_size
+    return [
+        size
+        for size in range(1, min(cluster.num_ranks, num_heads) + 1)
+        if num_heads % size == 0 and (node % size == 0 or size % node == 0)
+    ]
+
+
+# Groups, for each size there is, from which on sequences are assigned in runs.
+_MANY = 32
+
+
+# A run is worth so many sequences that are assigned one by one; runs that need not be.
+_PAYS, _FREE_RUNS = 32, 8
+
+
+def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> Ints:
+    """The group of each sequence, [S].
+
+    Args:
+        work: of each sequence, [S], above 0.
+        lengths: in tokens, [S].
+        sizes: ranks of each group, [M]; a group may stay empty.
+        tokens_per_rank: tokens that a rank can hold; None: any number.
+
+    Raises:
+        InfeasibleError: no group has memory left for a sequence.
+    """
+    if not len(work):
+        return np.zeros(0, dtype=np.int64)
+    chosen = _by_work(work, sizes)
+    if tokens_per_rank is None:
+        return chosen
+    held = np.bincount(chosen, weights=lengths, minlength=len(sizes))
+    if (held <= np.array(sizes) * tokens_per_rank).all():
+        return chosen
+    return _within_memory(work, lengths, sizes, tokens_per_rank)
+
+
+def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
+    # A key is work in its high bits and a number in its low ones, so equal work goes by number;
+    # the batch's work takes at most 61 - bits bits, and sums stay inside int64.
+    bits = max(len(work), len(sizes)).bit_length()
+    total = float(work.sum())
+    whole = (work * 2.0 ** (61 - bits - np.ceil(np.log2(total)))).astype(np.int64)
+    order = np.sort(((int(whole.max()) - whole) << bits) | np.arange(len(work)))
+    order &= (1 << bits) - 1
+    filling = _FilledGroups(sizes, int(whole.sum()), bits)
+    ordered = whole[order]
+    done = filling.in_runs(ordered) if len(sizes) >= _MANY * len(filling.kinds) else 0
+    if done < len(ordered):
+        filling.one_by_one(ordered[done:])
+    chosen = np.empty(len(work), dtype=np.int64)
+    chosen[order] = np.concatenate(filling.groups)
+    return chosen
+
+
+class _FilledGroups:
+    """Groups while they are filled with sequences in descending order of work."""
+
+    def __init__(self, sizes: Sequence[int], total: int, bits: int) -> None:
+        kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
+        self.kinds, self.bits = np.array([*kinds])[:, None], bits
+        self.kind_of: Ints = np.array([kinds[size] for size in sizes])
+        self.number = (1 << bits) - 1
+        # Then the least occupied one takes a sequence, room or not.
+        alike = len(kinds) == 1
+        self.limit = (1 << 63) - 1 if alike else int(total / sum(sizes) * _ROUNDING) << bits | self.number
+        self.keys: Ints = np.arange(len(sizes))
+        self.groups: list[Ints] = []
+
+    def in_runs(self, work: Ints) -> int:
+        """Assign sequences many at a time, and return how many were; ends where that does not pay."""
+        added = (work // self.kinds) << self.bits
+        done = runs = 0
+        while done < len(work) and done >= _PAYS * (runs - _FREE_RUNS):
+            runs += 1
+            # Ascending occupancy: a run fills a prefix, one sequence a group.
+            self.keys.sort()
+            keys, ahead, closed = self.keys, added[:, done : done + len(self.keys)], None
+            if len(self.kinds) == 1:
+                count = ahead.shape[1]
+                filled = keys[:count] + ahead[0]
+            else:
+                kinds = self.kind_of[keys & self.number]
+                roomy = keys + ahead[:, 0][kinds] <= self.limit
+                if not roomy.all():
+                    # Work from which on no closed group has room: shorter ones wait for the next run.
+                    again = (((self.limit - keys[~roomy]) >> self.bits) + 1) * self.kinds[kinds[~roomy], 0]
+                    ahead = ahead[:, : int((work[done : done + ahead.shape[1]] >= again.max()).sum())]
+                    if roomy.any():
+                        keys, closed, kinds = keys[roomy], keys[~roomy], kinds[roomy]
+                count = min(len(keys), ahead.shape[1])
+                filled = keys[:count] + ahead[kinds[:count], np.arange(count)]
+            # A run ends before a group that is fuller than one that it has filled already.
+            (ends,) = (np.minimum.accumulate(filled)[:-1] < keys[1:count]).nonzero()
+            stop = int(ends[0]) + 1 if len(ends) else count
+            self.groups.append(keys[:stop] & self.number)
+            keys[:stop] = filled[:stop]
+            self.keys = keys if closed is None else np.concatenate((keys, closed))
+            done += stop
+        return done
+
+    def one_by_one(self, work: Ints) -> None:
+        """Assign sequences: by one heap while the least occupied group has room, else one a size."""
+        by_kind: list[list[int]] = ((work // self.kinds) << self.bits).tolist()
+        kind_of: list[int] = self.kind_of.tolist()
+        added = [by_kind[kind] for kind in kind_of]
+        heap: list[int] = np.sort(self.keys).tolist()
+        taken: list[int] = []
+        while len(taken) < len(work):
+            self._in_turn(heap, added, taken)
+            self._with_room(heap, added, taken)
+        self.groups.append(np.array(taken, dtype=np.int64) & self.number)
+
+    def _in_turn(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
+        """Append the least occupied group's key to `taken` for each sequence, while it has room."""
+        number, limit = self.number, self.limit
+        for seq in range(len(taken), len(added[0])):
+            key = heap[0]
+            filled = key + added[key & number][seq]
+            if filled > limit:
+                return
+            taken.append(key)
+            heapreplace(heap, filled)
+
+    def _with_room(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
+        """As `_in_turn`, of groups with room, until the least occupied has had room a while."""
+        number, limit = self.number, self.limit
+        kind_of: list[int] = self.kind_of.tolist()
+        heaps: list[list[int]] = [[] for _ in self.kinds]
+        for key in sorted(heap):
+            heaps[kind_of[key & number]].append(key)
+        since = len(taken)
+        for seq in range(len(taken), len(added[0])):
+            least = [each[0] for each in heaps]
+            key = min(least)
+            if key + added[key & number][seq] > limit:
+                since = seq
+                key = min((each for each in least if each + added[each & number][seq] <= limit), default=key)
+            elif seq - since > len(heap):
+                break
+            taken.append(key)
+            heapreplace(heaps[kind_of[key & number]], key + added[key & number][seq])
+        heap[:] = sorted(chain.from_iterable(heaps))
+
+
+def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> Ints:
+    mean = float(work.sum()) / sum(sizes)
+    loads, left = [0.0] * len(sizes), [size * tokens_per_rank for size in sizes]
+    chosen = np.zeros(len(work), dtype=np.int64)
+    order: list[int] = (-work).argsort(kind="stable").tolist()
+    for seq in order:
+        own, length = float(work[seq]), lengths[seq]
+        held = [group for group, room in enumerate(left) if length <= room]
+        if not held:
+            most = max(range(len(sizes)), key=lambda group: left[group])
+            raise InfeasibleError(
+                f"sequence {seq} has {length} tokens; the group with the most memory left, of {sizes[most]} ranks x "
+                f"{tokens_per_rank} tokens, has room for {left[most]}. Use larger groups (topology), raise "
+                "--tokens-per-rank (tokens_per_rank), or plan a smaller batch"
+            )
+        roomy = [group for group in held if loads[group] + own <= sizes[group] * mean * _ROUNDING]
+        group = min(roomy or held, key=lambda each: (loads[each] / sizes[each], each))
+        chosen[seq] = group
+        loads[group] += own
+        left[group] -= length
+    return chosen
