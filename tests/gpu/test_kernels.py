@@ -15,10 +15,9 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.runtime import kernels  # noqa: E402
-from megatron_balance.runtime.kernels import KERNELS, choose_kernel, cpu_flash, libraries  # noqa: E402
+from megatron_balance.runtime.kernels import KERNELS, PaddedKernel, VarlenKernel, choose_kernel, cpu_flash  # noqa: E402
 from megatron_balance.runtime.kernels.base import Entries, PlainKernel, hidden  # noqa: E402
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel  # noqa: E402
-from megatron_balance.runtime.kernels.libraries import PaddedKernel, VarlenKernel  # noqa: E402
 from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.attention_libraries import ByFormula  # noqa: E402
 
@@ -174,11 +173,10 @@ def machine(monkeypatch):
 
     def have(capability, *installed, broken=None, trial=None, cudnn=""):
         def fault(name):
-            return (broken or {}).get(name, "" if name in installed else libraries.NOT_INSTALLED)
+            return (broken or {}).get(name, "" if name in installed else kernels.NOT_INSTALLED)
 
-        monkeypatch.setattr(libraries, "import_fault", fault)
-        for module in (kernels, libraries):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability if device.type == "cuda" else None)
+        monkeypatch.setattr(kernels, "import_fault", fault)
+        monkeypatch.setattr(kernels, "capability_of", lambda device: capability if device.type == "cuda" else None)
         monkeypatch.setattr(kernels, "trial_failure", lambda kernel, *_, **__: (trial or {}).get(kernel.name, ""))
         for name, one in KERNELS.items():
             if one.modules:
@@ -272,7 +270,7 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
     machine((9, 0), TE, cudnn="cuDNN 9.6.0: ")
     assert chosen() == "torch_varlen"
     utils = SimpleNamespace()
-    monkeypatch.setattr(libraries, "import_module", lambda _: utils)
+    monkeypatch.setattr(kernels, "import_module", lambda _: utils)
     for version, fault in (
         ((9, 6, 0), "multiples of 64"),
         ((9, 7, 0), ""),
@@ -280,7 +278,7 @@ def test_a_cudnn_that_wants_multiples_of_64_is_skipped(machine, monkeypatch):
         ((9, 20, 0), ""),
     ):
         utils.get_cudnn_version = lambda version=version: version
-        found = libraries.cudnn_fault()
+        found = kernels.cudnn_fault()
         assert (fault in found) if fault else not found
 
 
@@ -293,18 +291,18 @@ def test_an_import_that_raises_is_a_fault_and_no_end(tmp_path, monkeypatch, erro
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(error if "/" in error else f"raise {error}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert libraries.import_fault(f"{name}.interface").startswith(
+    assert kernels.import_fault(f"{name}.interface").startswith(
         ("OSError: lib", "ImportError: undef", "ZeroDivisionError: ")
     )
     (tmp_path / f"{name}_2").mkdir()
     (tmp_path / f"{name}_2" / "__init__.py").write_text("")
     assert (
-        libraries.import_fault(f"{name}_2.interface")
-        == libraries.import_fault("no_such_package.part")
-        == libraries.NOT_INSTALLED
+        kernels.import_fault(f"{name}_2.interface")
+        == kernels.import_fault("no_such_package.part")
+        == kernels.NOT_INSTALLED
     )
     (tmp_path / f"{name}_2" / "inner.py").write_text("import no_such_dependency")
-    assert libraries.import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
+    assert kernels.import_fault(f"{name}_2.inner") == "ModuleNotFoundError: No module named 'no_such_dependency'"
 
 
 class Misaligned(ByFormula):
@@ -322,7 +320,7 @@ class WithoutWindows(ByFormula):
     """Takes a window, and attends to all keys before a query."""
 
     def forward(self, at, q, k, v, scale):
-        return super().forward(replace(at, window=libraries.NO_WINDOW), q, k, v, scale)
+        return super().forward(replace(at, window=kernels.NO_WINDOW), q, k, v, scale)
 
 
 def test_the_trial_tells_a_kernel_that_means_something_else():
@@ -380,7 +378,7 @@ def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
-        libraries, "import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else libraries.NOT_INSTALLED
+        kernels, "import_fault", lambda module: "" if module in stand_ins.LIBRARIES[name] else kernels.NOT_INSTALLED
     )
     kernel = KERNELS[name.split(" ")[0]].make(DIM)
     inputs = _inputs(torch.bfloat16)
@@ -416,22 +414,22 @@ def test_flash_attention_4_lies_behind_torchs_operators_while_it_is_chosen(monke
     for depth in range(1, 3):
         monkeypatch.setitem(sys.modules, ".".join(FA4.split(".")[:depth]), ModuleType(""))
     monkeypatch.setitem(sys.modules, FA4, interface)
-    assert not libraries.flash_attention_4_fault()
-    own = libraries.TorchCalls()
-    four = libraries.TorchCalls("FA4")
+    assert not kernels.flash_attention_4_fault()
+    own = kernels.TorchCalls()
+    four = kernels.TorchCalls("FA4")
     try:
-        assert libraries.current_flash_attention_impl() == "FA4"
-        at = libraries.CuSeqlens(torch.zeros(1), torch.zeros(1), 1, 1, False)
+        assert kernels.current_flash_attention_impl() == "FA4"
+        at = kernels.CuSeqlens(torch.zeros(1), torch.zeros(1), 1, 1, False)
         q, k, v = _inputs(torch.bfloat16)
         with pytest.raises(RuntimeError, match="is now FA4, this kernel was made for FlashAttention-2; make it anew"):
             own.forward(at, q, k, v, SCALE)
         assert four.impl == "FA4"
-        libraries.TorchCalls()
-        assert libraries.current_flash_attention_impl() is None
-        libraries.TorchCalls("FA4")
+        kernels.TorchCalls()
+        assert kernels.current_flash_attention_impl() is None
+        kernels.TorchCalls("FA4")
     finally:
-        libraries.restore_flash_attention()
-    assert libraries.current_flash_attention_impl() is None
+        kernels.restore_flash_attention()
+    assert kernels.current_flash_attention_impl() is None
 
 
 def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):

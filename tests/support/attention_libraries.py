@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_balance.runtime.kernels import NO_WINDOW, CuSeqlens
 from megatron_balance.runtime.kernels.base import Entries, PlainKernel
-from megatron_balance.runtime.kernels.libraries import NO_WINDOW, CuSeqlens
 
 padded_statistics = False
 """Whether Transformer Engine's stand-in returns LSE as cuDNN before 9.6 does."""

@@ -22,7 +22,7 @@ from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads, VarlenKernel
+from megatron_balance.runtime.kernels import CuSeqlens, Grads, VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.pool import BufferPool
 from tests.support.silent import SilentStreams

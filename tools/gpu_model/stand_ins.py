@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.runtime import bind as binding
 from megatron_balance.runtime.cuda import StreamMessage
-from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads, VarlenKernel
+from megatron_balance.runtime.kernels import CuSeqlens, Grads, VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
 from megatron_balance.runtime.movers.triton.tables import UNIT

@@ -519,7 +519,7 @@ def _fig4(effort: Effort) -> Ours:
         yield f"{name}: idle", sum(idle_s for idle_s, _ in idle) / sum(all_s for _, all_s in idle)
 
 
-def fig5(effort: Effort) -> Ours:
+def _fig5(effort: Effort) -> Ours:
     """Rate of the kernel on 32K tokens in shards of one length, contexts drawn, over that at 4K."""
     case, generator = DistcaCase("8B", 8, 1024 * K, 128 * K), np.random.default_rng(0)
     rates: dict[int, float] = {}
@@ -639,7 +639,7 @@ def _cells(found: Speedups) -> Ours:
         yield from ((f"{cell}: over {system}", ratio) for system, ratio in each.items() if ratio < inf)
 
 
-def fig9(effort: Effort) -> Ours:
+def _fig9(effort: Effort) -> Ours:
     others: dict[str, Seconds] = {"Megatron": _megatron_s, GREEDY: _flexsp_s, "WLB-ideal": _wlb_s}
     found = _speedups(effort, "fig9", grid(TABLE_4, NODES), others)
     for system in others:
@@ -654,7 +654,7 @@ def fig9(effort: Effort) -> Ours:
     yield from _cells(found)
 
 
-def fig10(effort: Effort) -> Ours:
+def _fig10(effort: Effort) -> Ours:
     """Speedups with pipelines, model by model."""
     others: dict[str, Seconds] = {"Megatron": _megatron_s, "WLB-ideal": _wlb_s}
     found = _speedups(effort, "fig10", grid(TABLE_5, NODES_5, STAGES), others)
@@ -686,7 +686,7 @@ def received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
     return queries * of_token + keys * int(case.cost.kv_bytes(1)), outputs * of_token
 
 
-def table6(effort: Effort) -> Ours:
+def _table6(effort: Effort) -> Ours:
     """Share of the time of all layers that splitting and merging take, tokens as in Table 4."""
     for model, nodes in effort.progress(list(TABLE_6), "table6"):
         per_node = TABLE_4[model, 128][0] * 128 * K // 8
@@ -707,7 +707,7 @@ def table6(effort: Effort) -> Ours:
             yield f"{model}, {nodes} nodes: {what}", fmean(each)
 
 
-def table7(effort: Effort) -> Ours:
+def _table7(effort: Effort) -> Ours:
     """Bytes per second and GPU that hide all exchanges, documents of up to 512K."""
     for model, size, nodes, tolerance in effort.progress(list(TABLE_7), "table7"):
         case = DistcaCase(model, nodes, size * 512 * K, 512 * K)
@@ -789,14 +789,14 @@ PAPER = paper(
     {
         "fig3": _fig3,
         "fig4": _fig4,
-        "fig5": fig5,
+        "fig5": _fig5,
         "fig6": _fig6,
-        "fig9": fig9,
-        "fig10": fig10,
+        "fig9": _fig9,
+        "fig10": _fig10,
         "fig11": _fig11,
         "fig12": _fig12,
         "appendixa": _appendix_a,
-        "table6": table6,
-        "table7": table7,
+        "table6": _table6,
+        "table7": _table7,
     },
 )

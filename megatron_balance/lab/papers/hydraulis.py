@@ -306,7 +306,7 @@ def step_s(source: str, job: TrainedCase, text: str, batches: Sequence[Lengths],
     return min(others_s), fmean(_chosen_step(source, job, batch, base)[2] for batch in batches)
 
 
-def fig13(effort: Effort) -> Ours:
+def _fig13(effort: Effort) -> Ours:
     """Speed-up of each cell, least and most, and of propagation alone; HotSPa's switches."""
     for source in SOURCES:
         gains: dict[bool, dict[str, float]] = {True: {}, False: {}}
@@ -348,7 +348,7 @@ NODES = 20
 """Of a search for Eq. 3."""
 
 
-def fig14(effort: Effort) -> Ours:
+def _fig14(effort: Effort) -> Ours:
     """Seconds of Hydraulis; jobs whose context length no scheme holds are left out."""
     for source in SOURCES:
         for name, job in effort.progress(list(JOBS.items()), f"fig14, {source}"):
@@ -359,7 +359,7 @@ def fig14(effort: Effort) -> Ours:
             yield f"{name}, {source}", mean_s
 
 
-def fig15a(effort: Effort) -> Ours:
+def _fig15a(effort: Effort) -> Ours:
     """How often each strategy is chosen, and what that gains over <16,1,1> x 4 where it is chosen."""
     batches = B32.batches(effort.batches)
     for source in effort.progress(SOURCES, "fig15a"):
@@ -371,7 +371,7 @@ def fig15a(effort: Effort) -> Ours:
         yield f"chosen strategy over <16,1,1> x 4, median, {source}", gains[len(gains) // 2]
 
 
-def fig15b(effort: Effort) -> Ours:
+def _fig15b(effort: Effort) -> Ours:
     """(slowest - fastest) / slowest over pipelines."""
     batches = B32.batches(effort.batches)
     for source in effort.progress(SOURCES, "fig15b"):
@@ -383,7 +383,7 @@ def fig15b(effort: Effort) -> Ours:
             yield f"{system}, largest, {source}", max(each)
 
 
-def fig16(effort: Effort) -> Ours:
+def _fig16(effort: Effort) -> Ours:
     """Throughput over Megatron-LM's way; (c) is the candidate that holds the longest sequence."""
     batches = B32.batches(effort.batches)
     for source in effort.progress(SOURCES, "fig16"):
@@ -398,7 +398,7 @@ def fig16(effort: Effort) -> Ours:
         yield from ((f"{name}, {source}", base_s / fmean(each)) for name, each in steps.items())
 
 
-def fig20(effort: Effort) -> Ours:
+def _fig20(effort: Effort) -> Ours:
     """Least and most of Alg. 1's estimated seconds over the ideal ones; the mean of ours."""
     batches = B32.batches(effort.batches)
     for source in effort.progress(SOURCES, "fig20"):
@@ -422,7 +422,7 @@ COLUMNS = ("homogeneous", "heterogeneous without overlap", "heterogeneous with o
 PRINTED_FLOPS, PRINTED_BYTES_PER_S, PRINTED_TENSOR = 19.5e12, 200e9, 16
 
 
-def table1(effort: Effort) -> Ours:
+def _table1(effort: Effort) -> Ours:
     """Means over the batches, by the authors' coefficients and by ours."""
     batches = B32.batches(effort.batches)
     cluster, model = cluster_and_model(B32.size)
@@ -469,7 +469,7 @@ def _timed_s(run: Callable[[], T]) -> tuple[T, float]:
     return made, process_time() - begin
 
 
-def table2(effort: Effort) -> Ours:
+def _table2(effort: Effort) -> Ours:
     """Wall seconds on this machine."""
     del effort
     known = costs(AUTHORS, "32b")
@@ -524,15 +524,15 @@ PAPER = paper(
     "hydraulis",
     "Hydraulis (arXiv 2412.07894)",
     {
-        "fig13": fig13,
-        "fig14": fig14,
-        "fig15a": fig15a,
-        "fig15b": fig15b,
-        "fig16": fig16,
-        "fig20": fig20,
-        "table1": table1,
+        "fig13": _fig13,
+        "fig14": _fig14,
+        "fig15a": _fig15a,
+        "fig15b": _fig15b,
+        "fig16": _fig16,
+        "fig20": _fig20,
+        "table1": _table1,
         "a1": _longest_of_steps,
         "a2": _fluctuation,
-        "table2": table2,
+        "table2": _table2,
     },
 )

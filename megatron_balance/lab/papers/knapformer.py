@@ -124,13 +124,13 @@ def run(system: str, loaded: ByGpu) -> dict[str, float]:
 AUTO = "auto"
 
 
-def fig3(_: Effort) -> Ours:
+def _fig3(_: Effort) -> Ours:
     """A row a data code."""
     for text, code in zip(IMAGES_AND_VIDEOS.split(","), parse_codes(IMAGES_AND_VIDEOS), strict=True):
         yield f"{text}: tokens a GPU", code.samples * (code.visual_tokens + TEXT_TOKENS / 2)
 
 
-def table1(effort: Effort) -> Ours:
+def _table1(effort: Effort) -> Ours:
     """Four rows a workload and system; means over the batches."""
     for workload, codes in effort.progress(list(WORKLOADS.items()), "table1"):
         drawn = batches(codes, effort.batches)
@@ -140,4 +140,4 @@ def table1(effort: Effort) -> Ours:
                 yield f"{workload}, {system}: {what}", fmean(one[what] for one in each)
 
 
-PAPER = paper("knapformer", "KnapFormer", {"fig3": fig3, "table1": table1})
+PAPER = paper("knapformer", "KnapFormer", {"fig3": _fig3, "table1": _table1})

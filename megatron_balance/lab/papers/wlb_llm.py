@@ -387,7 +387,7 @@ def _carried(
     return (Carry.of(NAME, {REMAINED: remained}, waiting) if waiting else EMPTY), fresh
 
 
-def table2(effort: Effort) -> Ours:
+def _table2(effort: Effort) -> Ours:
     """Every method on both data sets, on the same global batches."""
     for dataset in effort.progress([SKEW, COUNTED], "table2"):
         batches = global_batches(dataset, max(8, effort.batches))
@@ -435,7 +435,7 @@ def layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float
     return sum(float(outcome.end_s.max()) for outcome in call)
 
 
-def fig15(effort: Effort) -> Ours:
+def _fig15(effort: Effort) -> Ours:
     """Ratios by context window, and over both."""
     by_window: dict[int, dict[str, list[float]]] = {}
     for case in effort.progress(FIG15_CASES, "fig15"):
@@ -481,7 +481,7 @@ def _over_plain(case: WlbCase, dataset: str, num_batches: int) -> dict[str, list
     }
 
 
-def fig12(effort: Effort) -> Ours:
+def _fig12(effort: Effort) -> Ours:
     """The numbers that the text prints, on both data sets; then each configuration."""
     names = {SKEW: "fig12", COUNTED: f"fig12, {COUNTED}"}
     found = {
@@ -514,14 +514,14 @@ def _summary(found: Found, what: str) -> Ours:
         yield f"{what}{name}", each[0], error_of(each)
 
 
-def fig13(effort: Effort) -> Ours:
+def _fig13(effort: Effort) -> Ours:
     plain = PLAIN.blocks(B7_128K, SKEW, effort.batches)
     for system in effort.progress((PER_DOCUMENT, ADAPTIVE, PACKED, WLB, MIXED), "fig13"):
         each = speedups(system.blocks(B7_128K, SKEW, effort.batches), plain)
         yield system.name, each[0], error_of(each)
 
 
-def fig14(effort: Effort) -> Ours:
+def _fig14(effort: Effort) -> Ours:
     for window in effort.progress(WINDOWS, "fig14"):
         case = replace(B7_128K, window=window)
         each = speedups(*(system.blocks(case, SKEW, effort.batches) for system in (WLB, PLAIN)))
@@ -532,10 +532,10 @@ PAPER = paper(
     "wlb_llm",
     "WLB-LLM (OSDI 2025, arXiv 2503.17924)",
     {
-        "fig12": fig12,
-        "fig13": fig13,
-        "fig14": fig14,
-        "table2": table2,
-        "fig15": fig15,
+        "fig12": _fig12,
+        "fig13": _fig13,
+        "fig14": _fig14,
+        "table2": _table2,
+        "fig15": _fig15,
     },
 )

@@ -117,7 +117,7 @@ def tokens_per_s(system: _ZeppelinSystem, case: ZeppelinCase, batches: Sequence[
     return sum(map(sum, batches)) / sum(system.step_s(case, lengths) for lengths in batches)
 
 
-def table2(_: Effort) -> Ours:
+def _table2(_: Effort) -> Ours:
     """The sum of each row, and shares that are not 0; printed are the numbers that we draw from."""
     for dataset, name in DATASETS.items():
         bins = cast("Bins", DISTRIBUTIONS[dataset])
@@ -183,7 +183,7 @@ def serial_routing_s(case: ZeppelinCase, lengths: Sequence[int]) -> float:
     return step.step_s - own_s + case.model.num_layers * attention_s
 
 
-def fig12(_: Effort) -> Ours:
+def _fig12(_: Effort) -> Ours:
     """The rounds of the three traces, and their sums."""
     case = ZeppelinCase("llama-3b", "a800", 16)
     ring, routed = _call_of(case, TE, SINGLE), _call_of(case, TE_ROUTED, SINGLE)
@@ -236,7 +236,7 @@ class _CostShares:
         return _CostShares(self.needed / total, self.redundant / total, self.waiting / total)
 
 
-def fig3(effort: Effort) -> Ours:
+def _fig3(effort: Effort) -> Ours:
     """Shares that packing wastes, and that even splitting waits, by data set and range of lengths."""
     case = ZeppelinCase("llama-3b", "a800", 16)
     packed: dict[str, dict[str, _CostShares]] = {}
@@ -319,7 +319,7 @@ def boundary(case: ZeppelinCase, link: Link) -> int:
     return length
 
 
-def fig5(_: Effort) -> Ours:
+def _fig5(_: Effort) -> Ours:
     """The boundaries, and how the tokens of each data set fall into the zones."""
     cases = {label: ZeppelinCase(model, "a800", 16) for label, model in FIG5_MODELS.items()}
     for label, case in cases.items():
@@ -398,7 +398,7 @@ def speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
     return {name: seconds[TE.name] / each for name, each in seconds.items()}
 
 
-def fig8(effort: Effort) -> Ours:
+def _fig8(effort: Effort) -> Ours:
     """Each cell of the grid, then what the text says of all."""
     by_cell: dict[Cell, dict[str, float]] = {}
     uneven: dict[str, list[dict[str, float]]] = {label: [] for label in UNEVEN}
@@ -479,7 +479,7 @@ PARTS = (
 REPEATS = 5
 
 
-def table3(_: Effort) -> Ours:
+def _table3(_: Effort) -> Ours:
     """The smallest and the largest rank of every row, then closed forms of the paper's own way."""
     case = ZeppelinCase("llama-7b", "h200", 32)
     of_batch = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
@@ -553,7 +553,7 @@ RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 """Tokens per second by data set and number of GPUs, then by system."""
 
 
-def fig9(effort: Effort) -> Ours:
+def _fig9(effort: Effort) -> Ours:
     """Throughput by scale, growth from the smallest to the largest scale, and the text's claims."""
     cases = {scale: ZeppelinCase("llama-3b", "a800", scale) for scale in SCALES}
     by_case: dict[tuple[str, int], dict[str, float]] = {}
@@ -585,7 +585,7 @@ def _growth(by_case: RatesByCase, dataset: str, name: str) -> float:
 CLUSTERS = {"A": "a800", "B": "h800"}
 
 
-def fig10(effort: Effort) -> Ours:
+def _fig10(effort: Effort) -> Ours:
     """Speedups on both clusters, and what the text says of them."""
     cases = {name: ZeppelinCase("llama-3b", cluster, 32) for name, cluster in CLUSTERS.items()}
     for dataset, label in effort.progress(list(DATASETS.items()), "fig10"):
@@ -612,7 +612,7 @@ VARIANTS = {
 }
 
 
-def fig11(effort: Effort) -> Ours:
+def _fig11(effort: Effort) -> Ours:
     """Each variant's speedup over TE's ring, by data set."""
     case = ZeppelinCase("llama-3b", "a800", 32)
     for dataset, label in effort.progress(list(DATASETS.items()), "fig11"):
@@ -631,14 +631,14 @@ PAPER = paper(
     "zeppelin",
     "Zeppelin (arXiv 2509.21841)",
     {
-        "fig3": fig3,
-        "fig5": fig5,
-        "table2": table2,
-        "fig8": fig8,
-        "fig9": fig9,
-        "fig10": fig10,
-        "fig11": fig11,
-        "fig12": fig12,
-        "table3": table3,
+        "fig3": _fig3,
+        "fig5": _fig5,
+        "table2": _table2,
+        "fig8": _fig8,
+        "fig9": _fig9,
+        "fig10": _fig10,
+        "fig11": _fig11,
+        "fig12": _fig12,
+        "table3": _table3,
     },
 )

@@ -98,13 +98,11 @@ def test_a_preset_is_priced_at_the_kernel_that_auto_takes_in_the_image(monkeypat
     """By the compute capability of its GPUs, with torch and Transformer Engine installed."""
     torch = pytest.importorskip("torch")
     from megatron_balance.runtime import kernels
-    from megatron_balance.runtime.kernels import libraries
 
     image = ("te_fused", "torch_varlen")
     capabilities = {"a800": (8, 0), "a800-ib": (8, 0), "h100": (9, 0), "h200": (9, 0), "h800": (9, 0)}
     for name, capability in capabilities.items():
         monkeypatch.setattr(kernels, "capability_of", lambda _, capability=capability: capability)
-        monkeypatch.setattr(libraries, "capability_of", lambda _, capability=capability: capability)
         device = torch.device("cuda")
         served = [k for k in kernels.automatic(device) if not kernels.KERNELS[k].refusal(device, torch.bfloat16, 128)]
         cluster = load_cluster(name).build()

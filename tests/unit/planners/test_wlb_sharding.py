@@ -16,7 +16,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import Zone
 from megatron_balance.patterns.base import Context
-from megatron_balance.planners.wlb_llm import WlbShardingOptions, candidates, kernel_s, plan, predicted_s
+from megatron_balance.planners.wlb_llm import WlbShardingOptions, candidates, kernel_s, predicted_s, shard
 from tests.support.flat_cost import FlatCost
 
 LLAMA, H100 = load_model("llama-7b"), load_cluster("h200").build(num_ranks=4)
@@ -126,6 +126,6 @@ def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_lin
 
 def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"sharding 'chunk' is not known; choose one of document, sequence, adaptive"):
-        plan(Batch((4,)), H100, LLAMA, COST, WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
+        shard(Batch((4,)), H100, LLAMA, COST, WlbShardingOptions(sharding="chunk"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InfeasibleError, match="the batch has 41 tokens; 4 ranks x 10 tokens hold 40"):
         make_planner("wlb_sharding", Cluster(4, 4), LLAMA, tokens_per_rank=10)([20, 21])

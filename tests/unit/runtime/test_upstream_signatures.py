@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.attention import _fa3, _fa4  # noqa: E402
 
-from megatron_balance.runtime.kernels import KERNELS, libraries  # noqa: E402
-from megatron_balance.runtime.kernels.libraries import CuSeqlens  # noqa: E402
+from megatron_balance.runtime import kernels  # noqa: E402
+from megatron_balance.runtime.kernels import KERNELS, CuSeqlens  # noqa: E402
 from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.upstream import FLASH_ATTN_4, TRANSFORMER_ENGINE, found, keys, parsed, signature  # noqa: E402
 
@@ -104,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorded]:
     }
     for name, record in recorded.items():
         monkeypatch.setattr(torch.ops.aten, name, record)
-    kernel, at = libraries.TorchCalls(), CuSeqlens(cu, cu, 4, 4, True, (3, 0))
+    kernel, at = kernels.TorchCalls(), CuSeqlens(cu, cu, 4, 4, True, (3, 0))
     kernel.forward(at, x, x, x, 0.5)
     kernel.backward(at, (x, x, lse.T), x, x, x, 0.5)
     return recorded
