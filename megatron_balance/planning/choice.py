@@ -31,7 +31,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
-from megatron_balance.planning.place import place_step
+from megatron_balance.planning.layers import place_step
 from megatron_balance.strict_yaml import STRICT, checked, unknown_name
 
 PingPong: TypeAlias = bool | Literal["auto"]

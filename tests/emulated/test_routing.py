@@ -20,7 +20,7 @@ from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Program
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 from tests.emulated import attention_jobs, routed_calls
 from tests.emulated.conftest import Emulate
 from tests.emulated.routed_calls import (

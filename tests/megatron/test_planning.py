@@ -26,7 +26,7 @@ from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.planning.choice import choose_layers, choose_planner
-from megatron_balance.planning.place import nano_batches_of
+from megatron_balance.planning.layers import nano_batches_of
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import tick_figures

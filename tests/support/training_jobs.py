@@ -14,7 +14,7 @@ from megatron_balance import make_planner
 from megatron_balance.errors import ConfigError, DataError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.planning.place import Layers, nano_batches_of
+from megatron_balance.planning.layers import Layers, nano_batches_of
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.plans import check_announced
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool

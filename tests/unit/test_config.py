@@ -15,7 +15,7 @@ from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.planning.choice import capacity, choose_planner, load_config, resolved, to_yaml
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
 MODELS = [

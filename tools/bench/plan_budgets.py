@@ -25,7 +25,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.ir.step import Solver
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners.base import JointStages
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups

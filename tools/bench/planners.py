@@ -33,7 +33,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.wlb_llm import SHARDINGS
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 
 ZONES = ("inter_node", "intra_node", "local")
 TOLERANCES = (0.02, 0.1)

@@ -180,7 +180,7 @@ def test_whether_a_remap_stays_is_asked_of_the_same_memory(monkeypatch: pytest.M
         told.append(machine.memory)
         return estimate(plan, machine)
 
-    monkeypatch.setattr("megatron_balance.planning.place.estimate", noted)
+    monkeypatch.setattr("megatron_balance.planning.layers.estimate", noted)
     lengths = (1786, 16857, 2484, 8655, 13212, 1377, 487, 10695, 1580, 4224, 1494)
     cluster, model = load_cluster("a800").build(num_ranks=16, ranks_per_node=8), load_model("llama-7b")
     memory = StepMemory(model, tuple(stages_of(model, 16, pipeline=2)))

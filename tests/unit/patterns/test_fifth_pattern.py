@@ -28,7 +28,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.lab.report.study import placement
 from megatron_balance.patterns.base import CommPattern, Context, ZoneWork, prefix_pairs
 from megatron_balance.patterns.sends import Blocks, Send, Sends, table_of
-from megatron_balance.planning.place import Layers, with_layers
+from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator.attention import EngineName, attention_call
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 

@@ -24,7 +24,7 @@ from megatron_balance.patterns.head_exchange import head_slices
 from megatron_balance.patterns.once_per_node import ON
 from megatron_balance.patterns.sends import Send
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.place import with_layers
+from megatron_balance.planning.layers import with_layers
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
 

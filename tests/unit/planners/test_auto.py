@@ -60,7 +60,7 @@ def test_a_remap_that_gains_less_than_it_moves_is_left_out(monkeypatch: pytest.M
     planner = make_planner("knapformer", cluster, MODEL, Layers(routing="pays", remap=True, remap_when="pays"))
     plan = planner(REMAPPED)
     assert not plan.moves
-    monkeypatch.setattr("megatron_balance.planning.place.best_first", lambda _: [0])
+    monkeypatch.setattr("megatron_balance.planning.layers.best_first", lambda _: [0])
     before = planner(REMAPPED)
     assert before.moves
     assert step_s(plan, cluster) < step_s(before, cluster)

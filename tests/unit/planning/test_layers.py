@@ -16,7 +16,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
-from megatron_balance.planning.place import Layers, fewest_routed_tokens, remap_saves_s, with_layers
+from megatron_balance.planning.layers import Layers, fewest_routed_tokens, remap_saves_s, with_layers
 from tests.support import by_hand
 
 MODEL = Model(2, 2, 64, hidden_size=128, ffn_size=256)

@@ -30,7 +30,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.patterns.sends import messages_of
-from megatron_balance.planning.place import Layers, with_layers
+from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import attention
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.phase import Flow, SimulatedPhase, phase_of

@@ -27,7 +27,7 @@ from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.patterns import ring
 from megatron_balance.patterns.base import HeadsThenHops, HopByHop
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.place import Layers, with_layers
+from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator.attention import attention_call
 from tests.support import by_hand
 from tests.support.flat_cost import flat_machine

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.point import DATASETS, SHAPES, Kernels, Point, Shape, draw_batches
 

@@ -18,7 +18,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.place import Layers
+from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.ablation import RINGS, Variant
 from tools.bench.emulated.point import (
