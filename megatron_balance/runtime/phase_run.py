@@ -54,7 +54,7 @@ from megatron_balance.runtime.lower.steps import (
     Step,
     describe,
 )
-from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
+from megatron_balance.runtime.movers.base import RowMove, buffer_rows, heads_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
 from megatron_balance.runtime.transport.comm import Gloo, Parcel
 from megatron_balance.runtime.transport.streams import Streamed
@@ -95,11 +95,6 @@ def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
     return tuple(slots[at])
 
 
-def _pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    rows = x if stop - start == x.shape[1] else x[:, start:stop]
-    return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
-
-
 class PhaseRun:
     """Base of both phases. Raises InvalidProgramError where the plan was bound without this one."""
 
@@ -122,7 +117,7 @@ class PhaseRun:
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
-        self.filling: list[Fill] = []  # gathered since the last `fill`
+        self.filling: list[RowMove] = []  # gathered since the last `fill`
         self.recorder = bound.recorder
         self.trace: Trace | None = bound.trace if bound.recorder is None else []
         self.on_device = bound.recorder is not None and bound.recorder.streams is not None
@@ -243,7 +238,7 @@ class PhaseRun:
             self.filling = []
 
     def write(self, packed: Packed, of: BufferOf, into: Tensor | Later) -> None:
-        self.filling.append(Fill(packed, Sources(packed.runs, of), into))
+        self.filling.append(RowMove(packed, Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
         room = self.memory.operands.get(self.at)
@@ -257,7 +252,7 @@ class PhaseRun:
         packed = operand.packed
         if packed.direct:
             run = packed.runs[0]
-            return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+            return buffer_rows(of(run.buffer), run)
         into = next(self.operands)
         self.write(packed, of, into)
         return into
@@ -397,11 +392,9 @@ class PhaseRun:
             return None
         run = packed.runs[0]
         if len(of) == 1:
-            return rows_view(of[0](run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+            return buffer_rows(of[0](run.buffer), run)
         pairs = self.pairs.get(message.kind, {})
-        if run.buffer not in pairs:
-            return None
-        return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+        return buffer_rows(pairs[run.buffer], run, dim=1) if run.buffer in pairs else None
 
     def arrive(self, arrived: Sequence[Arrived]) -> None:
         match arrived[0][0].kind:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, PlainMover, Sent, Space
+from megatron_balance.runtime.movers.base import HELD_PARTS, Partials, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import (
     BLOCK_ROWS,
     AddBlock,
@@ -140,48 +140,40 @@ class TritonMover:
                     assert made(x).data_ptr() - made(base).data_ptr() == num_bytes, "a message that lies elsewhere"
         return table
 
-    def fill(self, fills: Sequence[Fill]) -> None:
-        moves = [fill for fill in fills if fill.sources]
-        if not self._move("fill", copy_rows, moves):
-            self._plain.fill(moves)
+    def fill(self, moves: Sequence[RowMove]) -> None:
+        self._move("fill", copy_rows, moves)
 
-    def place(self, places: Sequence[Place]) -> None:
-        moves = [place for place in places if place.targets]
-        if not self._move("place", copy_rows, moves):
-            self._plain.place(moves)
+    def place(self, moves: Sequence[RowMove]) -> None:
+        self._move("place", copy_rows, moves)
 
-    def add(self, places: Sequence[Place]) -> None:
-        moves = [place for place in places if place.targets]
-        if not self._move("add", add_rows, moves):
-            self._plain.add(moves)
+    def add(self, moves: Sequence[RowMove]) -> None:
+        self._move("add", add_rows, moves)
 
-    def _move(self, call: Call, kernel: Any, moves: Sequence[Any]) -> bool:
-        """Launch what moves these rows (`Fill`, `Place`), or nothing where a tensor is not aligned."""
-        of, own = (1, 2) if call == "fill" else (2, 1)
-        key = (call, _fresh(call, moves), *[id(move[0]) for move in moves])
+    def _move(self, call: Call, kernel: Any, moves: Sequence[RowMove]) -> None:
+        """Launch what moves these rows; by the plain mover where a tensor is not aligned."""
+        moves = [move for move in moves if move.buffers]
+        key = (call, _fresh(call, moves), *[id(move.packed) for move in moves])
         found = self._launches.get(key)
         if found is None:
-            found = self._launches[key] = self._launches_of(call, moves, of, own)
+            found = self._launches[key] = self._launches_of(call, moves)
         launches: list[tuple[BlockTable, list[Tensor], list[Tensor]]] = []
         for table, pairs in found:
-            buffers = [moves[place][of][run] for place, run in pairs]
-            packed = [made(moves[place][own]) for place, _ in pairs]
+            buffers = [moves[place].buffers[run] for place, run in pairs]
+            packed = [made(moves[place].own) for place, _ in pairs]
             if not _aligned(buffers) or not _aligned(packed):
-                return False
+                getattr(self._plain, call)(moves)
+                return
             launches.append((table, buffers, packed))
         for table, buffers, packed in launches:
             launch(kernel, table, *((buffers, packed) if call == "fill" else (packed, buffers)))
-        return True
 
-    def _launches_of(
-        self, call: Call, moves: Sequence[Any], of: int, own: int
-    ) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
+    def _launches_of(self, call: Call, moves: Sequence[RowMove]) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
         """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
         found: list[tuple[BlockTable, tuple[Pair, ...]]] = []
-        for numbers in _by_kind(moves, of, own):
+        for numbers in _by_kind(moves):
             some = [moves[number] for number in numbers]
-            self._kept += [move[0] for move in some]  # the key holds their ids: they must not go away
-            for table in self._tables_of(call, some, of, own):
+            self._kept += [move.packed for move in some]  # the key holds their ids: they must not go away
+            for table in self._tables_of(call, some):
                 found.append((table, tuple([(numbers[place], run) for place, run in table.pairs])))
         return found
 
@@ -201,19 +193,16 @@ class TritonMover:
         self._row_maps[id(packed)] = maps = row_maps(packed, rows, device)
         return maps
 
-    def _tables_of(self, call: Call, moves: Sequence[Any], of: int, own: int) -> list[BlockTable]:
-        """Tables of a call on these tensors. `of`, `own`: where a move has its buffers, and its
-        packed rows.
-        """
-        width = prod(made(moves[0][own]).shape[2:])
-        key = (call, width, _fresh(call, moves), *[id(move[0]) for move in moves])
+    def _tables_of(self, call: Call, moves: Sequence[RowMove]) -> list[BlockTable]:
+        width = prod(made(moves[0].own).shape[2:])
+        key = (call, width, _fresh(call, moves), *[id(move.packed) for move in moves])
         tables = self._tables.get(key)
         if tables is None:
             return self._table(call, width, [_unprepared(call, move) for move in moves], self.device)
         if key in self._unchecked:  # where tensors lie is the same in every layer
             self._unchecked.discard(key)
             for table in tables:
-                _check(table.shares, moves, of, own)
+                _check(table.shares, moves)
         return tables
 
     def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
@@ -235,27 +224,28 @@ class TritonMover:
         return self._tables[key]
 
 
-def _fresh(call: Call, moves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _fresh(call: Call, moves: Sequence[RowMove]) -> tuple[tuple[int, ...], ...]:
     if call != "add" or not any(move.fresh for move in moves):
         return ()
     return tuple([move.fresh for move in moves])
 
 
-def _unprepared(call: Call, move: Any) -> Moved:
+def _unprepared(call: Call, move: RowMove) -> Moved:
     """A move that was not expected. Of an addition: which tensors are the same, and which fresh."""
     if call != "add":
-        return Moved(move[0])
-    of = tuple([Site(("at", x.data_ptr(), x.stride())) for x in move.targets])
-    return Moved(move[0], of=of, fresh=tuple([(i, tuple(move.targets[i].shape[:2])) for i in move.fresh]))
+        return Moved(move.packed)
+    of = tuple([Site(("at", x.data_ptr(), x.stride())) for x in move.buffers])
+    sizes = [(at, move.buffers[at].shape[:2]) for at in move.fresh]
+    return Moved(move.packed, of=of, fresh=tuple([(at, (rows, heads)) for at, (rows, heads) in sizes]))
 
 
-def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> None:
+def _check(shares: Sequence[Share], moves: Sequence[RowMove]) -> None:
     """Check that tensors that a launch is not given lie where its table has them: else their rows
     would go astray.
     """
     for share in shares:
         x, base = (
-            made(moves[place][own]) if share.own else moves[place][of][run]
+            made(moves[place].own) if share.own else moves[place].buffers[run]
             for place, run in (share.pair, share.stands_for)
         )
         assert x.stride()[1:] == base.stride()[1:] or x.shape[1:] != base.shape[1:], "memory shared by other rows"
@@ -301,11 +291,11 @@ def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
     return (*values, *([values[0]] * (places - len(values))))
 
 
-def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
+def _by_kind(moves: Sequence[RowMove]) -> list[list[int]]:
     """Numbers of the moves whose tensors have one type and one size of a head."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, move in enumerate(moves):
-        buffer, packed = move[of][0], made(move[own])
+        buffer, packed = move.buffers[0], made(move.own)
         kinds.setdefault((buffer.dtype, packed.dtype, packed.shape[2:]), []).append(number)
     return list(kinds.values())
 
