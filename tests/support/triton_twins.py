@@ -25,8 +25,7 @@ from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
-from megatron_balance.runtime.movers.triton.mover import TritonMover
-from megatron_balance.runtime.movers.triton.tables import add_tables
+from megatron_balance.runtime.movers.triton.mover import TritonMover, add_tables
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
