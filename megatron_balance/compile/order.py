@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.compile.transpose import Policy
-from megatron_balance.ir.arrays import Bools, Ints, concat, overlaps, run_bounds, trim_pairs
+from megatron_balance.ir.arrays import Bools, Ints, numbered, overlaps, run_bounds, trim_pairs
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -225,10 +225,8 @@ class _Needs:
     """
 
     def __init__(self, ops: Sequence[Op], rank: int, mask: Mask) -> None:
-        exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
-        tables = [op.transfers for op in ops if isinstance(op, Exchange)]
-        rows = concat(tables, Transfer.WIDTH)
-        op_of = np.repeat(np.array(exchanges, dtype=np.int64), [len(t) for t in tables])
+        tables = [(i, op.transfers) for i, op in enumerate(ops) if isinstance(op, Exchange)]
+        rows, op_of = numbered(tables, Transfer.WIDTH)
         kinds = rows[:, Transfer.KIND]
         moved = is_moved(kinds)
         sent, brought = rows[:, Transfer.SRC] == rank, rows[:, Transfer.DST] == rank
@@ -267,10 +265,9 @@ class _PhaseLaunches:
     """All pairs of the launches of a phase below one another, without what the mask hides."""
 
     def __init__(self, ops: Sequence[Op], mask: Mask) -> None:
-        indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        self.pairs = trim_pairs(concat(tables, Pair.WIDTH), mask)
-        self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
+        tables = [(i, op.pairs) for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+        pairs, self.op_of = numbered(tables, Pair.WIDTH)
+        self.pairs = trim_pairs(pairs, mask)
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:
         # (op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask

@@ -145,7 +145,8 @@ class Route:
     WIDTH = 5
     SRC, DST, PIECE, SEND_PROXY, RECEIVE_PROXY = range(5)
     PAIR = slice(0, 2)
-    PROXIES = slice(3, 5)
+    # The ranks that a piece passes, in order.
+    STATIONS = (0, 3, 4, 1)
 
 
 class Message:

@@ -25,6 +25,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, named
+from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.memory import (
@@ -50,7 +51,6 @@ from megatron_balance.runtime.lower.steps import (
     Operand,
     Packed,
     PeerMessage,
-    PhaseName,
     Step,
     describe,
 )

@@ -17,10 +17,21 @@ import torch
 
 from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
-from megatron_balance.compile.pipeline import CompiledRank
+from megatron_balance.compile.pipeline import CompiledRank, PhaseName
 from megatron_balance.compile.transpose import OpZones, Policy
 from megatron_balance.compile.transpose import places as places_of
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, concat, key, num_pairs, run_bounds, trim_pairs
+from megatron_balance.ir.arrays import (
+    Bools,
+    Ints,
+    Rectangles,
+    as_array,
+    concat,
+    key,
+    num_pairs,
+    numbered,
+    run_bounds,
+    trim_pairs,
+)
 from megatron_balance.ir.arrays import union as union_of
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
@@ -39,7 +50,6 @@ from megatron_balance.runtime.lower.steps import (
     Operand,
     Packed,
     Phase,
-    PhaseName,
     Step,
     Sums,
     Value,
@@ -392,11 +402,10 @@ class _Launching:
         """The launches of a phase, or None where it has none. `values`: where the phase finds
         queries and keys.
         """
-        indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        if not indices:
+        tables = [(i, op.pairs) for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+        if not tables:
             return None
-        pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
+        pairs, launch, op_of = _by_heads(*numbered(tables, Pair.WIDTH))
         count = len(op_of)
         pairs, launch = _simple_pairs(pairs.T, launch, self.mask)
         sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -237,10 +237,6 @@ class FinishStep(NamedTuple):
 
 
 Step: TypeAlias = Launch | GradLaunch | IssueStep | FinishStep
-
-
-PhaseName: TypeAlias = Literal["forward", "backward"]
-BOTH_PHASES: tuple[PhaseName, ...] = ("forward", "backward")
 
 
 Work: TypeAlias = tuple[tuple[str, int], ...]
