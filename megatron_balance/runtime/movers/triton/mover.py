@@ -780,7 +780,7 @@ def partial_of(out: Tensor, lse: Tensor) -> _Partial:
 _P = TypeVar("_P", _Partial, _Entry)
 
 
-class _Held(Generic[_P]):
+class _HeldPartials(Generic[_P]):
     """The partials of one forward by query buffer: held as they came, unless they are too many.
 
     `sizes`: (rows, heads) of each buffer; `most`: as `HELD_PARTS`.
@@ -810,7 +810,7 @@ class _Held(Generic[_P]):
         return _RowMap(buffer, None, 0, heads, 0, rows)
 
 
-class _Expected(_Held[_Entry]):
+class _Expected(_HeldPartials[_Entry]):
     """The partials that a call will hold, before there are any: as `_TritonPartials` holds them."""
 
     number = 0
@@ -825,7 +825,7 @@ class _Expected(_Held[_Entry]):
         return _Entry(self.number, self.whole(buffer), owned=True)
 
 
-class _TritonPartials(_Held[_Partial]):
+class _TritonPartials(_HeldPartials[_Partial]):
     """See `runtime.movers.base.Partials`. Some are held as they came, and merged in one launch with
     the final conversion.
     """
