@@ -36,8 +36,9 @@ Cut: TypeAlias = Callable[[Ints, int], Ints]
 # The three patterns differ in how sequences are cut, all of them zigzag (`patterns.zigzag`):
 # `all_gather` as rings do, the other two so that every rank has as many tokens as any other,
 # `gather_documents` every sequence on its own, `gather_sequence` the sequences of the zone one after
-# the other, in the zone's order. Sequences that one rank holds do not travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even,
-# so the next zone of a plan that is to be even begins with the ranks after those.
+# the other, in the zone's order. Sequences that one rank holds do not travel. In even chunks a zone
+# has a token more on its first ranks where ranks cannot be even, so the next zone of a plan that is
+# to be even begins with the ranks after those.
 class _AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
