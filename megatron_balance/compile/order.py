@@ -25,7 +25,7 @@ Key: TypeAlias = tuple[int, int]
 # A rank issues its exchanges in this order, on whatever stream or communicator each of their legs
 # is. So any two ranks that share two exchanges issue them in one order, and no set of ranks can
 # wait for one another in a circle: of all exchanges that have not met, the first in this order has
-# every rank that it needs (`compile.proof.issued` proves it of compiled programs). NCCL needs that
+# every rank that it needs (`compile.proof.runs` proves it of compiled programs). NCCL needs that
 # twice. It connects two ranks of a communicator at their first send or receive, and their hosts
 # stand in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators
 # share a GPU's hardware queues.
@@ -141,7 +141,7 @@ Step: TypeAlias = Start | Finish | RunLaunches
 # computes, but never before the earlier zone's transfers.
 #
 # Exchanges start in one order on all ranks, whatever they carry and on which stream
-# (`compile.issue_order`). There are two traffic classes: copied values (queries, keys, output
+# (`compile.order`). There are two traffic classes: copied values (queries, keys, output
 # gradients) and moved ones (partial outputs, gradients). In that order a copied exchange passes the
 # moved ones of the step before, as the keys of a replayed ring's next round pass the gradients of
 # the current one.

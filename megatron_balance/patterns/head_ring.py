@@ -35,6 +35,7 @@ from megatron_balance.patterns.base import (
     ZoneAt,
     ZoneRounds,
     ZoneWork,
+    held_rows,
     remote_of,
 )
 from megatron_balance.patterns.head_exchange import (
@@ -263,17 +264,16 @@ class HeadRing(CommPattern[Zone]):
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         rings = [(number, zone) for number, zone in zones if self.size(zone) == 1]
         others = [(number, zone) for number, zone in zones if self.size(zone) > 1]
-        return np.concatenate([self._place_rings(rings, lengths, wanted), super().place_all(others, lengths, wanted)])
-
-    def place_each(self, zone: Zone, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
-        # Group by group: the runs of a group are cut from what it holds.
-        size = self.size(zone)
-        placed = _placed(zone, size, lengths)
-        for group in range(len(zone.ranks) // size):
-            ranks = zone.ranks[group * size : (group + 1) * size]
-            if wanted[list(ranks)].any():
-                each = zip(ranks, runs_of(fragments(placed, group), size), strict=True)
-                yield from ((rank, run) for rank, run in each if wanted[rank])
+        tables = [self._place_rings(rings, lengths, wanted)]
+        for number, zone in others:
+            size = self.size(zone)
+            placed = _placed(zone, size, lengths)
+            for group in range(len(zone.ranks) // size):  # the runs of a group are cut from what it holds
+                ranks = zone.ranks[group * size : (group + 1) * size]
+                if wanted[list(ranks)].any():
+                    each = zip(ranks, runs_of(fragments(placed, group), size), strict=True)
+                    tables += [held_rows(number, rank, run) for rank, run in each if wanted[rank]]
+        return np.concatenate(tables)
 
     def _place_rings(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         # As `place_all`, of zones with groups of one rank: a plan may have one for each rank.

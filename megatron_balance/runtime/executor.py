@@ -175,7 +175,12 @@ class BackwardRun(PhaseRun):
         before = self.totals.get(value)
         if before is not None and before[0].dtype == self.wide:
             return before
-        total = self.new_total(value)
+        if value not in self.made_room:
+            self.make_room(value)
+        total = self.made_room.pop(value)
+        if value[0] == Kind.KV_GRAD and self.form.joined:
+            self.joined[value[1]] = total[0]
+            total = tuple(total[0].unbind(0))
         parts = self.held.pop(value, None) if before is None else before
         if parts is None:
             self.fresh.add(value)
@@ -184,16 +189,6 @@ class BackwardRun(PhaseRun):
             self.begun += [RowMove(whole, (x,), part) for x, part in zip(total, parts, strict=True)]
         self.totals[value] = total
         return total
-
-    def new_total(self, value: Value) -> tuple[Tensor, ...]:
-        kind, buffer = value
-        if value not in self.made_room:
-            self.make_room(value)
-        tensors = self.made_room.pop(value)
-        if kind == Kind.KV_GRAD and self.form.joined:
-            self.joined[buffer] = tensors[0]
-            return tuple(tensors[0].unbind(0))
-        return tensors
 
     def make_room(self, value: Value) -> None:
         """Make the tensors of a total, and of those that share its memory."""
@@ -264,30 +259,21 @@ class BackwardRun(PhaseRun):
         rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
+        joined = message.kind == Kind.KV_GRAD and self.form.joined
         if adopted:
-            grads = self.gradients_of(message.kind, slots, at)
+            self.totals[value] = grads = slots.parts(at, joined=joined)
             held = self.held.pop(value, ())
-            self.totals[value] = grads
-            if message.kind == Kind.KV_GRAD and self.form.joined:
+            if joined:
                 self.joined[value[1]] = slots[at][0]
             # Nothing was held, nothing is added.
             return [RowMove(packed, (target,), x) for x, target in zip(held, grads, strict=False)]
-        if not message.sums.kept:
-            return self.added(message.kind, message.sums.added, self.gradients_later(message.kind, slots, at))
-        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at))
+        if not message.sums.kept:  # then no tensor is made before it is asked for
+            parts = [(0, 0), (0, 1)] if joined else [(part, -1) for part in range(len(slots.places[at]))]
+            return self.added(message.kind, message.sums.added, [slots.later(at, *part) for part in parts])
+        places = self.places(message.kind, message.sums, slots.parts(at, joined=joined))
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
-
-    def gradients_of(self, kind: Kind, slots: Views, at: int) -> tuple[Tensor, ...]:
-        joined = kind == Kind.KV_GRAD and self.form.joined
-        return tuple(slots[at][0].unbind(0)) if joined else tuple(slots[at])
-
-    def gradients_later(self, kind: Kind, slots: Views, at: int) -> list[Later]:
-        """`gradients_of`, each made when it is asked for."""
-        if kind == Kind.KV_GRAD and self.form.joined:
-            return [slots.later(at, 0, half) for half in (0, 1)]
-        return [slots.later(at, part) for part in range(len(slots.places[at]))]
 
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
         match kind:

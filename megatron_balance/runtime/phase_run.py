@@ -79,20 +79,8 @@ Arrived: TypeAlias = tuple[PeerMessage, Views, int, bool]
 is adopted (`lower.memory.PhaseMemory`)."""
 
 
-def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
-    def halves() -> tuple[Tensor, Tensor]:
-        pair = both()
-        return pair[0], pair[1]
-
-    return halves
-
-
 def _half(pair: Tensor | Later, which: int) -> Tensor:
     return made(pair)[which]
-
-
-def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
-    return tuple(slots[at])
 
 
 class PhaseRun:
@@ -403,11 +391,9 @@ class PhaseRun:
                     self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
                 for message, slots, at, _ in arrived:
-                    if not self.form.joined:
-                        self.kv.later[message.buffer] = partial(_tensors, slots, at)
-                        continue
-                    self.stacked.later[message.buffer] = both = slots.later(at, 0)
-                    self.kv.later[message.buffer] = _halves(both)
+                    self.kv.later[message.buffer] = partial(slots.parts, at, joined=self.form.joined)
+                    if self.form.joined:
+                        self.stacked.later[message.buffer] = slots.later(at, 0)
             case _:
                 self.other_arrive(arrived)
 

@@ -60,7 +60,7 @@ def _check_shape(program: Program) -> None:
         )
 
 
-# All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
+# All regions are cut at every boundary that occurs (`ir.arrays`). Then these hold:
 #
 # * A rank reads only what it holds.
 # * A partial output travels or is returned only when it is a single one.

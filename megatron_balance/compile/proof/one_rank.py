@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
 from megatron_balance.compile.proof.meaning import ProgramTables, State, kinds_in
 from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
+from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, numbered, ranges, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Placed, Route, Rows, Transfer
@@ -37,7 +37,7 @@ def provable(plan: MicrobatchPlan) -> bool:
 # The program of a ring of G ranks has G x G launches, so its whole proof (`proof.runs`) takes G x G
 # steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
 #
-# * Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
+# * Order. Starts of a rank's exchanges rise by the key of `compile.order`, and two ranks that
 #   share an exchange have the same key for it. So of all exchanges that have not met, the one with
 #   the least key has all its ranks: nobody waits for ever.
 # * What a rank is brought is what the other rank's program sends, row by row; that the sender has it
@@ -53,7 +53,7 @@ def provable(plan: MicrobatchPlan) -> bool:
 # or are sent the same, a rank cannot be proved alone.
 def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
-    holds. `passing`: as in `compile.issue_order`.
+    holds. `passing`: as in `compile.order`.
 
     Raises:
         InvalidProgramError: it does not hold; names the planner, the op or the ranks.

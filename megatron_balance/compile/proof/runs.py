@@ -36,10 +36,10 @@ from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, Ra
 
 # `compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own,
 # lowered to steps. Here both are held against each other, and the steps of all ranks against what
-# the executor needs of them (`compile.proof.steps`, `compile.proof.issued`).
+# the executor needs of them (`compile.proof.steps`, `compile.proof.runs`).
 def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:
     """Prove a plan, forward and, with a policy, backward; its program. `passing`: as in
-    `compile.issue_order`.
+    `compile.order`.
 
     Raises:
         InvalidProgramError: it does not hold; names the planner, the op or the ranks.

@@ -7,7 +7,7 @@ more than the step saves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -49,6 +49,7 @@ from megatron_balance.runtime.lower.steps import (
     Launch,
     Operand,
     Packed,
+    PeerMessage,
     Phase,
     Step,
     Sums,
@@ -241,14 +242,19 @@ def _mark_merges(steps: Sequence[Step], sizes: Mapping[int, tuple[int, int]]) ->
     for step in steps:
         if isinstance(step, Launch):
             marked.append(step._replace(merges=mark(step.out)))
-        elif isinstance(step, FinishStep) and any(m.kind == Kind.OUT for m in step.exchange.receives):
-            receives = tuple(
-                m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives
-            )
-            marked.append(FinishStep(step.exchange._replace(receives=receives)))
+        elif isinstance(step, FinishStep):
+            marked.append(_received_as(step, (Kind.OUT,), lambda m: m._replace(merges=mark(m.packed))))
         else:
             marked.append(step)
     return marked, tuple(sorted(blank))
+
+
+def _received_as(step: FinishStep, kinds: tuple[Kind, ...], mark: Callable[[PeerMessage], PeerMessage]) -> FinishStep:
+    """A step with its messages of these kinds marked."""
+    exchange = step.exchange
+    if not any(m.kind in kinds for m in exchange.receives):
+        return step
+    return FinishStep(exchange._replace(receives=tuple(mark(m) if m.kind in kinds else m for m in exchange.receives)))
 
 
 def _kept(program: RankProgram, own: Ints) -> Ints:
@@ -279,12 +285,10 @@ def _mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
                     for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
                 )
                 marked.append(step._replace(dq_sums=dq, dk_sums=dk))
-            case FinishStep(exchange) if any(m.kind in GRADS for m in exchange.receives):
-                receives = tuple(
-                    m._replace(sums=_sums(m.packed, m.kind, begun, sizes)) if m.kind in GRADS else m
-                    for m in exchange.receives
+            case FinishStep():
+                marked.append(
+                    _received_as(step, GRADS, lambda m: m._replace(sums=_sums(m.packed, m.kind, begun, sizes)))
                 )
-                marked.append(FinishStep(exchange._replace(receives=receives)))
             case _:
                 marked.append(step)
     return marked
@@ -308,7 +312,7 @@ def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: _SizesOf) -> Sum
 
 
 def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
-    """(name, count) pairs that one run of these steps adds to its `runtime.counters.Counters`.
+    """(name, count) pairs that one run of these steps adds to its `runtime.recorder.Counters`.
 
     `remap_out`: the exchange that takes a remap's outputs back to their owners.
     """

@@ -253,6 +253,10 @@ class Views:
             held = self._made[at] = [self._view(place) for place in self.places[at]]
         return held
 
+    def parts(self, at: int, *, joined: bool) -> tuple[Tensor, ...]:
+        """The tensors of message `at`; `joined`: the two of the pair that it is."""
+        return tuple(self[at][0].unbind(0) if joined else self[at])
+
     def later(self, at: int, part: int, half: int = -1) -> Later:
         """Tensor `part` of message `at`, or half of that pair, made when it is called."""
         if half < 0:

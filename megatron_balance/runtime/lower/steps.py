@@ -240,7 +240,7 @@ Step: TypeAlias = Launch | GradLaunch | IssueStep | FinishStep
 
 
 Work: TypeAlias = tuple[tuple[str, int], ...]
-"""(name, count) pairs that one run of a phase adds to its `runtime.counters.Counters`."""
+"""(name, count) pairs that one run of a phase adds to its `runtime.recorder.Counters`."""
 
 
 @dataclass(frozen=True, slots=True)

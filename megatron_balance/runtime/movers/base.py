@@ -1,6 +1,6 @@
 """Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
 
-`movers.plain` is torch, run by run: the CPU's, and the one that the other is tested against.
+`PlainMover` is torch, run by run: the CPU's, and the one that the other is tested against.
 `movers.triton` does each call in one launch where it can. No mover uses atomics: every destination
 row is written by one thread block, in an order that depends on the plan alone.
 

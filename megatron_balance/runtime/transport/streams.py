@@ -4,7 +4,7 @@ The host waits for nothing: what ranks must connect they connect when they bind 
 Each stream of `compile.order.stream_name` has a communicator of its own
 (`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
 messages by their order between two ranks; ranks issue exchanges in one order
-(`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages
+(`compile.order`), their legs and streams as `compile.proof.runs` has them, and messages
 within a batch by source, target and piece. Collectives have streams too, but go by the
 communicators of their ranks.
 """
