@@ -44,8 +44,8 @@ class _Turn:
 
 
 class RingClock:
-    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits
-    for the one before, and a launch.
+    """One ring on the clocks (`patterns.head_ring`): per round a transfer to the next rank, which
+    waits for the one before, and a launch.
 
     `lanes`: rings side by side, one through each place of groups of so many ranks
     (`patterns.head_ring`).

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.analysis.wire import NicOf, Parcels, Payload, is_collective, piece_bounds, piece_bytes
-from megatron_balance.compile import layouts
+from megatron_balance.compile import remap
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
 from megatron_balance.ir.columns import Message, Move, Route
 from megatron_balance.ir.model import Model
@@ -150,7 +150,7 @@ class _InterNodeTraffic:
         self._attention, self._remap = [self._nothing], self._nothing
         self._blocks: list[_ExchangeBlock] = []
         self._gathers: list[ZoneMessages] = []  # all-gathers that are one collective call each
-        context, remote = Context.of(plan), layouts.remote_in(plan)
+        context, remote = Context.of(plan), remap.remote_in(plan)
         hops: list[Ints] = []
         spared: dict[int, Ints] = {}
         for pattern, zones in by_pattern(plan.zones) if len(remote) else ():

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_balance.analysis.launches import launches
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.wire import Payload
-from megatron_balance.compile import layouts
+from megatron_balance.compile import remap
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import Bools
 from megatron_balance.ir.columns import Message, Pair, RemoteHeld, Transfer
@@ -92,7 +92,7 @@ class Tables:
         self.merging: list[Floats] = []
         self.walked: list[Bools] = []
         self.num_launches = 0
-        context, remote = Context.of(plan), layouts.remote_in(plan)
+        context, remote = Context.of(plan), remap.remote_in(plan)
         self.zones: list[ZoneTable] = []
         for index in range(len(plan.zones)) if chosen is None else chosen:
             zone = plan.zones[index]

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.compile.layouts import fragments
+from megatron_balance.compile.remap import fragments
 from megatron_balance.ir.arrays import Ints, as_rows
 from megatron_balance.ir.columns import Held, Placed, Task
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow

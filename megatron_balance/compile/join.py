@@ -8,7 +8,7 @@ from typing import assert_never
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, concat
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, numbered
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import MOVED, NO_ROUTES, Attend, AttendGrad, Exchange, Merge, Op, Program, RankProgram
@@ -86,8 +86,7 @@ def _join_exchange(exchange_id: int, projections: list[tuple[int, Exchange]]) ->
                 f"exchange {exchange_id}: rank {rank} sees {op.collective} in {op.group}, "
                 f"rank {projections[0][0]} {first.collective} in {first.group}"
             )
-    rows = concat([op.transfers for _, op in projections], Transfer.WIDTH)
-    listed_by = np.repeat([rank for rank, _ in projections], [len(op.transfers) for _, op in projections])
+    rows, listed_by = numbered([(rank, op.transfers) for rank, op in projections], Transfer.WIDTH)
     sends, receives = rows[:, Transfer.SRC] == listed_by, rows[:, Transfer.DST] == listed_by
     passed_on = ~(sends | receives)
     routes = _join_routes(exchange_id, projections)

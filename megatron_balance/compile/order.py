@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.compile.transpose import Policy
-from megatron_balance.ir.arrays import Bools, Ints, concat, overlaps, run_bounds, trim_pairs
+from megatron_balance.ir.arrays import Bools, Ints, numbered, overlaps, run_bounds, trim_pairs
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -25,7 +25,7 @@ Key: TypeAlias = tuple[int, int]
 # A rank issues its exchanges in this order, on whatever stream or communicator each of their legs
 # is. So any two ranks that share two exchanges issue them in one order, and no set of ranks can
 # wait for one another in a circle: of all exchanges that have not met, the first in this order has
-# every rank that it needs (`compile.proof.issued` proves it of compiled programs). NCCL needs that
+# every rank that it needs (`compile.proof.runs` proves it of compiled programs). NCCL needs that
 # twice. It connects two ranks of a communicator at their first send or receive, and their hosts
 # stand in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators
 # share a GPU's hardware queues.
@@ -141,7 +141,7 @@ Step: TypeAlias = Start | Finish | RunLaunches
 # computes, but never before the earlier zone's transfers.
 #
 # Exchanges start in one order on all ranks, whatever they carry and on which stream
-# (`compile.issue_order`). There are two traffic classes: copied values (queries, keys, output
+# (`compile.order`). There are two traffic classes: copied values (queries, keys, output
 # gradients) and moved ones (partial outputs, gradients). In that order a copied exchange passes the
 # moved ones of the step before, as the keys of a replayed ring's next round pass the gradients of
 # the current one.
@@ -225,10 +225,8 @@ class _Needs:
     """
 
     def __init__(self, ops: Sequence[Op], rank: int, mask: Mask) -> None:
-        exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
-        tables = [op.transfers for op in ops if isinstance(op, Exchange)]
-        rows = concat(tables, Transfer.WIDTH)
-        op_of = np.repeat(np.array(exchanges, dtype=np.int64), [len(t) for t in tables])
+        tables = [(i, op.transfers) for i, op in enumerate(ops) if isinstance(op, Exchange)]
+        rows, op_of = numbered(tables, Transfer.WIDTH)
         kinds = rows[:, Transfer.KIND]
         moved = is_moved(kinds)
         sent, brought = rows[:, Transfer.SRC] == rank, rows[:, Transfer.DST] == rank
@@ -267,10 +265,9 @@ class _PhaseLaunches:
     """All pairs of the launches of a phase below one another, without what the mask hides."""
 
     def __init__(self, ops: Sequence[Op], mask: Mask) -> None:
-        indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        self.pairs = trim_pairs(concat(tables, Pair.WIDTH), mask)
-        self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
+        tables = [(i, op.pairs) for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+        pairs, self.op_of = numbered(tables, Pair.WIDTH)
+        self.pairs = trim_pairs(pairs, mask)
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:
         # (op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask

@@ -31,9 +31,9 @@ _REVERSED: dict[_SegmentKind, _SegmentKind] = {"linear": "linear", "start": "end
 # does this in reverse: the reversal of *end* starts the call, that of *start* ends it. Executor and
 # simulator follow this order of segments; nothing else decides it.
 #
-# Ranks must issue what they exchange in one order (`compile.issue_order`). The start of one
+# Ranks must issue what they exchange in one order (`compile.order`). The start of one
 # nano-batch is issued before the attend of the other on every rank, so only exchanges that every
-# rank can start at once may be part of it: those that come first in `compile.issue_order`.
+# rank can start at once may be part of it: those that come first in `compile.order`.
 class Segment(NamedTuple):
     """One segment of one nano-batch.
 
@@ -54,7 +54,7 @@ class Cuts(NamedTuple):
 
 
 def cut_segments(ops: Sequence[Op], steps: Sequence[Step], first: frozenset[int]) -> Cuts:
-    """Where the segments of a rank's steps end; `first`: as in `compile.issue_order`."""
+    """Where the segments of a rank's steps end; `first`: as in `compile.order`."""
     # Only exchanges that come first on every rank may be part of the start.
     ahead = 0
     while ahead < len(steps) and isinstance(steps[ahead], Start) and _id(ops[steps[ahead].op]) in first:

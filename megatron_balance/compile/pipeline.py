@@ -11,7 +11,7 @@ order.
 | route | proxies for transfers between nodes (Zeppelin, section 3.3) |
 | transpose | the backward ops |
 | order | the order of steps (`compile.order`), exchanges in one order on all ranks
-  (`compile.issue_order`), and the bounds of segments (`compile.ping_pong`) |
+  (`compile.order`), and the bounds of segments (`compile.ping_pong`) |
 
 Each pass does nothing where a plan or a target does not ask for it. A target is what the program is
 for:
@@ -227,7 +227,7 @@ class _Job:
 
     `policy`: of the backward; None: forward only. `phases`: those that will run. `replays`: whether
     the forward programs say what a replayed backward brings again. `passing`: as in
-    `compile.issue_order`.
+    `compile.order`.
     """
 
     plan: MicrobatchPlan
@@ -372,7 +372,7 @@ def compile_ranks(
     """The programs of some ranks; None: of every one, in order.
 
     `policy`: of the backward; None: forward only. `passing`: whether copied exchanges may pass moved
-    ones (`compile.issue_order`).
+    ones (`compile.order`).
 
     Raises InvalidProgramError: an unknown comm pattern.
     """

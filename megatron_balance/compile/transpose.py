@@ -14,7 +14,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 
 from megatron_balance.compile.join import routes_of
-from megatron_balance.ir.arrays import Atoms, Ints, as_array, as_rows, concat, run_starts, trim_pairs
+from megatron_balance.ir.arrays import Atoms, Ints, as_array, as_rows, concat, numbered, run_starts, trim_pairs
 from megatron_balance.ir.columns import Pair, Route, Rows, Transfer, Value
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import (
@@ -194,7 +194,7 @@ class _GradientEvents(NamedTuple):
 def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
     launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
     exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
-    (pairs, launch), (rows, exchange) = _listed(launches, Pair.WIDTH), _listed(exchanges, Transfer.WIDTH)
+    (pairs, launch), (rows, exchange) = numbered(launches, Pair.WIDTH), numbered(exchanges, Transfer.WIDTH)
     mine = (rows[:, Transfer.DST] == rank) | (rows[:, Transfer.SRC] == rank)
     mine &= rows[:, Transfer.KIND] >= Kind.Q_GRAD
     rows, exchange, count = rows[mine], exchange[mine], len(pairs)
@@ -206,11 +206,6 @@ def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _GradientEvents:
     carried[:] = rows[:, Transfer.VALUE]
     gains = np.concatenate([np.ones(2 * count, dtype=np.int64), rows[:, Transfer.DST] == rank])
     return _GradientEvents(values, gains, np.concatenate([launch, launch, exchange]))
-
-
-def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
-    numbers = np.array([at for at, _ in tables], dtype=np.int64)
-    return concat([rows for _, rows in tables], width), np.repeat(numbers, [len(rows) for _, rows in tables])
 
 
 class OpZones(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, overload
 
@@ -42,6 +43,14 @@ def run_bounds(changes: Bools, length: int) -> Ints:
 def concat(tables: list[Rows], width: int) -> Ints:
     """All rows of `tables` below one another, [sum of lengths, width]."""
     return np.frombuffer(b"".join(t.data for t in tables), dtype="<i8").reshape(-1, width)
+
+
+def numbered(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
+    """All rows of tables that have a number each, below one another, [sum of lengths, width]; and the
+    number of each row.
+    """
+    numbers, counts = np.array([(at, len(rows)) for at, rows in tables], dtype=np.int64).reshape(-1, 2).T
+    return concat([rows for _, rows in tables], width), np.repeat(numbers, counts)
 
 
 def sums(index: Ints, amounts: Ints, size: int) -> Ints:

@@ -84,7 +84,7 @@ class Pair:
     K_SPAN = slice(5, 7)
     Q_HEADS = slice(3, 5)
     KV_HEADS = slice(7, 9)
-    # Queries and keys: the columns of `ir.intervals.Rectangles`.
+    # Queries and keys: the columns of `ir.arrays.Rectangles`.
     SPANS = (1, 2, 5, 6)
 
 
@@ -128,7 +128,7 @@ class Task:
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
     QUERY = slice(1, 4)
     KEYS = slice(4, 6)
-    # Queries and keys: the columns of `ir.intervals.Rectangles`.
+    # Queries and keys: the columns of `ir.arrays.Rectangles`.
     SPANS = slice(2, 6)
 
 
@@ -145,7 +145,8 @@ class Route:
     WIDTH = 5
     SRC, DST, PIECE, SEND_PROXY, RECEIVE_PROXY = range(5)
     PAIR = slice(0, 2)
-    PROXIES = slice(3, 5)
+    # The ranks that a piece passes, in order.
+    STATIONS = (0, 3, 4, 1)
 
 
 class Message:
@@ -162,7 +163,7 @@ class Message:
 
 
 class Held:
-    """A fragment that a rank attends to (`compile.layouts.fragments`).
+    """A fragment that a rank attends to (`compile.remap.fragments`).
 
     `ZONE`: the index of its zone. `SENT_ON`: 1 where the first exchange of its zone sends it on, 2
     where it does unless the mask is causal.

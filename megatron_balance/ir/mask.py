@@ -1,7 +1,7 @@
 """The attention mask as a value: each query sees one run of the keys of its own sequence.
 
 A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from
-it: the part of a (query, key) rectangle that counts (`ir.intervals`), numbers of pairs, completeness
+it: the part of a (query, key) rectangle that counts (`ir.arrays`), numbers of pairs, completeness
 (`compile.proof`). Positions are those of the sequence, so a mask never depends on how a sequence
 is cut over ranks.
 """
@@ -18,7 +18,7 @@ from megatron_balance.errors import ConfigError
 # An int, or an int64 array [n]; functions return what they are given.
 Positions: TypeAlias = Any
 
-# Behind every position of every sequence (`ir.intervals.POSITION_BITS`).
+# Behind every position of every sequence (`ir.arrays.POSITION_BITS`).
 END = 1 << 40
 
 
@@ -91,7 +91,6 @@ class Causal(Mask):
         return key, 0 * key + END
 
     def num_pairs(self, length: Positions) -> Positions:
-        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
         return length * (length + 1) // 2
 
 
@@ -112,7 +111,6 @@ class Full(Mask):
         return 0 * key, 0 * key + END
 
     def num_pairs(self, length: Positions) -> Positions:
-        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
         return length * length
 
 
@@ -140,7 +138,6 @@ class SlidingWindow(Mask):
         return key, key + self.size
 
     def num_pairs(self, length: Positions) -> Positions:
-        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
         hidden = (length - self.size) * (length > self.size)
         return CAUSAL.num_pairs(length) - CAUSAL.num_pairs(hidden)
 

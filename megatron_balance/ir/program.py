@@ -80,7 +80,7 @@ class Exchange:
 
     `moves`: whether a collective carries kinds that are moved. A rank of its group that sends and
     receives nothing of its own in it could not tell by its rows, and yet has to issue the call in
-    the same place as the others (`compile.issue_order`).
+    the same place as the others (`compile.order`).
 
     `routes`: `Route` rows. All that the op moves from src to dst is cut, as bytes, into as many
     near-equal pieces as there are rows of (src, dst). Piece i goes src -> send_proxy ->

@@ -143,10 +143,6 @@ class TickPlan:
     plan: MicrobatchPlan
 
 
-def _fingerprint_of_ticks(ticks: Sequence[TickPlan]) -> str:
-    return hashlib.sha256("".join(f"{t.tick} {t.plan.fingerprint()}" for t in ticks).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The microbatches of one step: who is in them, how each attends, and in which ticks.
@@ -258,7 +254,7 @@ class StepPlan:
         # Members count where they are not as dealt; halves of a dealt microbatch count by their
         # lengths.
         parts = [_digest(each.fingerprint() for each in self.plans)]
-        parts += [_fingerprint_of_ticks(each) for each in self.ticks]
+        parts += [_digest(f"{each.tick} {each.plan.fingerprint()}" for each in ticks) for ticks in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
@@ -382,7 +378,7 @@ def _digest(parts: Iterator[str] | Sequence[str]) -> str:
 # The two layers around any planner's decision, remapping and routing, as settings (Zeppelin,
 # sections 3.4 and 3.3).
 #
-# `planning.layers` decides by these settings what a plan gets; `solvers.remap` solves the remap.
+# `planning.place` decides by these settings what a plan gets; `solvers.remap` solves the remap.
 
 When: TypeAlias = Literal["always", "pays", "never"]
 

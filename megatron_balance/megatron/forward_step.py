@@ -16,6 +16,7 @@ from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
@@ -23,7 +24,6 @@ from megatron_balance.megatron.core_attention import Ahead, BalancedSeqParams, C
 from megatron_balance.megatron.data import LABEL, LOSS_MASK, POSITION, TOKEN, column
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.training.binding import Binder, MaskBounds, bind_layers, policies_of
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.tokens import LocalMicrobatch, PoolLengths, from_bits

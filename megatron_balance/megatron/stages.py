@@ -31,6 +31,7 @@ from megatron.core.utils import get_model_config
 from megatron_balance.analysis.backward import Recomputed, attention_runs
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import Cell, Tick, TickPlan
 from megatron_balance.megatron.core_attention import softmax_scale
@@ -41,7 +42,6 @@ from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.ticks import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot, Server
 from megatron_balance.runtime.bind import Bound, Counters
-from megatron_balance.runtime.lower.steps import PhaseName
 from megatron_balance.training.binding import Binder, BoundTicks
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import padded

@@ -14,7 +14,6 @@ from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_rows, num_pai
 from megatron_balance.ir.columns import Fragment, Held
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.patterns import ring
 from megatron_balance.patterns.base import (
     CommPattern,
     Context,
@@ -27,19 +26,19 @@ from megatron_balance.patterns.base import (
     held_rows,
     prefix_pairs,
 )
-from megatron_balance.patterns.ring import INDEX, PLACE, START, STOP
 from megatron_balance.patterns.sends import Blocks, Call, Sends, table_of
+from megatron_balance.patterns.zigzag import INDEX, PLACE, START, STOP, chunks, of_documents, of_sequence
 
 # From lengths and the number of ranks to a table of chunks (`patterns.zigzag`).
 Cut: TypeAlias = Callable[[Ints, int], Ints]
 
 
-# The three patterns differ in how sequences are cut, all of them zigzag: `all_gather` as rings do
-# (`patterns.zigzag`), the other two so that every rank has as many tokens as any other
-# (`patterns.zigzag`), `gather_documents` every sequence on its own, `gather_sequence` the
-# sequences of the zone one after the other, in the zone's order. Sequences that one rank holds do
-# not travel. In even chunks a zone has a token more on its first ranks where ranks cannot be even,
-# so the next zone of a plan that is to be even begins with the ranks after those.
+# The three patterns differ in how sequences are cut, all of them zigzag (`patterns.zigzag`):
+# `all_gather` as rings do, the other two so that every rank has as many tokens as any other,
+# `gather_documents` every sequence on its own, `gather_sequence` the sequences of the zone one after
+# the other, in the zone's order. Sequences that one rank holds do not travel. In even chunks a zone
+# has a token more on its first ranks where ranks cannot be even, so the next zone of a plan that is
+# to be even begins with the ranks after those.
 class _AllGather(CommPattern[Zone]):
     """One collective brings all keys and values; queries and outputs stay."""
 
@@ -167,4 +166,4 @@ def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> _Chun
     return _Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
 
 
-ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(_AllGather, (ring.chunks, ring.of_documents, ring.of_sequence))
+ALL_GATHER, GATHER_DOCUMENTS, GATHER_SEQUENCE = map(_AllGather, (chunks, of_documents, of_sequence))

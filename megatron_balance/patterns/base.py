@@ -358,14 +358,9 @@ class CommPattern(ABC, Generic[Z]):
         """`Held` rows of the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
-            tables += [held_rows(index, rank, rows) for rank, rows in self.place_each(zone, lengths, wanted)]
+            ranks = [rank for rank in self.ranks(zone, len(wanted)) if wanted[rank]]
+            tables += [held_rows(index, rank, self.place(zone, lengths, rank)) for rank in ranks]
         return np.concatenate(tables)
-
-    def place_each(self, zone: Z, lengths: Ints, wanted: Bools) -> Iterator[tuple[int, Ints]]:
-        """The zone's ranks that are `wanted`, each with its rows (seq, start, stop)."""
-        for rank in self.ranks(zone, len(wanted)):
-            if wanted[rank]:
-                yield rank, self.place(zone, lengths, rank)
 
     def tokens(self, zones: Sequence[Z], context: Context) -> Ints:
         """Tokens that the zones place on each rank: int64 [num_ranks]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,8 +41,28 @@ from megatron_balance.patterns.base import (
 )
 from megatron_balance.patterns.sends import Blocks, Sends, intersections, table_of, transfers_of
 
+Z = TypeVar("Z", TaskTable, SharedZone)
 
-class Dispatch(CommPattern[TaskTable]):
+
+class ListedPattern(CommPattern[Z]):
+    """A comm pattern of zones that list their fragments."""
+
+    def place(self, zone: Z, lengths: Ints, rank: int) -> Ints:
+        del lengths
+        placed = as_array(zone.fragments)
+        return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
+
+    def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
+        del lengths
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            placed = as_array(zone.fragments)
+            placed = placed[wanted[placed[:, Placed.RANK]]]
+            tables.append(held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
+        return np.concatenate(tables)
+
+
+class Dispatch(ListedPattern[TaskTable]):
     """Every rank sends what others' tasks need, attends its own tasks, and sends the outputs back."""
 
     routing = "by_load"
@@ -54,11 +75,6 @@ class Dispatch(CommPattern[TaskTable]):
     def num_exchanges(self, zone: TaskTable) -> int:
         # In and back, whether or not anything moves (unused ids cost nothing).
         return 2 if zone.fragments else 0
-
-    def place(self, zone: TaskTable, lengths: Ints, rank: int) -> Ints:
-        del lengths
-        table = as_array(zone.fragments)
-        return table[table[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
     def sends(self, zone: TaskTable, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # Queries and keys in, outputs back.
@@ -78,12 +94,6 @@ class Dispatch(CommPattern[TaskTable]):
         brought = back[back[:, Transfer.DST] == rank]
         merges = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
         yield ZoneWork(last, Rows(Pair.WIDTH), as_rows(merges))
-
-    # Placement
-
-    def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
-        del lengths
-        return listed(zones, wanted)
 
     # Plan statistics and traffic between nodes
 
@@ -131,16 +141,6 @@ def _sends_of(*exchanges: Ints) -> Sends:
 
 def _heads(context: Context) -> tuple[int, int]:
     return context.num_heads, context.num_kv_heads
-
-
-def listed(zones: Sequence[ZoneAt[TaskTable]] | Sequence[ZoneAt[SharedZone]], wanted: Bools) -> Ints:
-    """`Held` rows, on the ranks that are `wanted` [num_ranks], of zones that list their fragments."""
-    tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-    for index, zone in zones:
-        placed = as_array(zone.fragments)
-        placed = placed[wanted[placed[:, Placed.RANK]]]
-        tables.append(held_rows(index, placed[:, Placed.RANK], placed[:, Placed.FRAGMENT]))
-    return np.concatenate(tables)
 
 
 def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:

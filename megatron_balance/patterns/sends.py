@@ -139,20 +139,19 @@ def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def messages_of(step: int, transfers: Ints) -> Ints:
-    rows = np.empty((len(transfers), Message.WIDTH), dtype=np.int64)
-    rows[:, Message.EXCHANGE], rows[:, Message.KIND] = step, transfers[:, Transfer.KIND]
-    rows[:, Message.ENDS] = transfers[:, Transfer.ENDS]
-    rows[:, Message.HEAD_START], rows[:, Message.HEAD_STOP] = transfers[:, Transfer.HEADS].T
-    rows[:, Message.TOKENS] = transfers[:, Transfer.STOP] - transfers[:, Transfer.START]
-    return rows
+    kinds, (src, dst), heads = (
+        transfers[:, Transfer.KIND],
+        transfers[:, Transfer.ENDS].T,
+        transfers[:, Transfer.HEADS].T,
+    )
+    return table_of(step, src, dst, kinds, *heads, transfers[:, Transfer.STOP] - transfers[:, Transfer.START])
 
 
 def messages_from(
     step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints
 ) -> Ints:
     """Rows of messages; the columns are broadcast against one another."""
-    columns = np.broadcast_arrays(step, src, dst, np.int64(kind), *heads, tokens)
-    return np.stack([column.ravel() for column in columns], axis=1).astype(np.int64)
+    return table_of(step, src, dst, kind, *heads, tokens)
 
 
 def transfers_of(kind: Kind, fragments: Ints, heads: tuple[int, int], src: Ints | int, dst: Ints | int) -> Ints:

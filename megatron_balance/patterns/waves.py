@@ -9,26 +9,24 @@ from functools import lru_cache, partial
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, as_rows, num_pairs, ranges, sums, union
+from megatron_balance.ir.arrays import Ints, Rectangles, as_array, as_rows, num_pairs, ranges, sums, union
 from megatron_balance.ir.arrays import key as key_of
 from megatron_balance.ir.columns import Message, Pair, Placed, Value
 from megatron_balance.ir.mask import CAUSAL, MASKS, Mask
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns.base import (
-    CommPattern,
     Context,
     GroupTraffic,
     Launches,
     Load,
     Startable,
     WaveTraffic,
-    ZoneAt,
     ZoneRounds,
     ZoneWork,
     pairs_of,
 )
-from megatron_balance.patterns.dispatch import listed
+from megatron_balance.patterns.dispatch import ListedPattern
 from megatron_balance.patterns.head_exchange import (
     HeadShares,
     HeadSlice,
@@ -57,7 +55,7 @@ class Need:
     SPAN = slice(2, 5)
 
 
-# A ring (`patterns.ring`, `patterns.head_ring`) works through one zone after another, and every
+# A ring (`patterns.head_ring`) works through one zone after another, and every
 # rank of a zone holds an equal share of its sequences. Here a sequence is cut anywhere, over any
 # groups (`ir.plan.SharedZone`), and all that a group attends, of whatever sequence, is one program:
 #
@@ -329,7 +327,7 @@ def _split(queries: Ints, query: Ints, spans: Ints, groups: Ints) -> list[Ints]:
     return [rows[a:b] for a, b in zip(*bounds, strict=True)]
 
 
-class WavesPattern(CommPattern[SharedZone]):
+class WavesPattern(ListedPattern[SharedZone]):
     """An all-to-all inside each group, own work, waves of other groups' keys, an all-to-all back."""
 
     routing = "never"
@@ -347,11 +345,6 @@ class WavesPattern(CommPattern[SharedZone]):
         # All-to-alls of each group of several ranks there and back, and the waves.
         own = schedule(zone)
         return own.last + (own.num_groups if own.size > 1 else 0)
-
-    def place(self, zone: SharedZone, lengths: Ints, rank: int) -> Ints:
-        del lengths
-        placed = as_array(zone.fragments)
-        return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
     def sends(self, zone: SharedZone, context: Context, rank: int | None = None, *, across: bool = False) -> Sends:
         # The all-to-alls of each group, inputs in one part or two, and between them the waves.
@@ -412,12 +405,6 @@ class WavesPattern(CommPattern[SharedZone]):
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
             values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
             yield ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
-
-    # Placement
-
-    def place_all(self, zones: Sequence[ZoneAt[SharedZone]], lengths: Ints, wanted: Bools) -> Ints:
-        del lengths
-        return listed(zones, wanted)
 
     # Plan statistics and traffic between nodes
 

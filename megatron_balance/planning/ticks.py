@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.compile.layouts import layouts
+from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_rows
 from megatron_balance.ir.columns import Rows

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_balance.compile.pipeline import compile_policies
+from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName, compile_policies
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
@@ -32,16 +32,7 @@ from megatron_balance.runtime.kernels.latent import LatentKernel, check_latent
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, PeakBytes, PhaseMemory, peak_bytes
 from megatron_balance.runtime.lower.moves import Sites, moves_of
-from megatron_balance.runtime.lower.steps import (
-    BOTH_PHASES,
-    FinishStep,
-    GradLaunch,
-    IssueStep,
-    Launch,
-    Packed,
-    Phase,
-    PhaseName,
-)
+from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, IssueStep, Launch, Packed, Phase
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.recorder import Counters, Recorder, Trace

@@ -16,7 +16,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.memory import Buffers, Later, Sizes, Views, whole_of
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Packed, PeerMessage, Step, Sums, Value
-from megatron_balance.runtime.movers.base import Fill, Place, Sent, Space
+from megatron_balance.runtime.movers.base import RowMove, Sent, Space
 from megatron_balance.runtime.phase_run import Arrived, BufferOf, PhaseRun, Received
 
 
@@ -121,7 +121,7 @@ class BackwardRun(PhaseRun):
         self.joined: dict[int, Tensor] = {}  # by buffer: both of totals of keys, [2, T, heads, D]
         self.pairs[Kind.KV_GRAD] = self.joined
         self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
-        self.begun: list[Place] = []  # to be copied by the next `begin_sums`
+        self.begun: list[RowMove] = []  # to be copied by the next `begin_sums`
         self.fresh: set[Value] = set()  # totals that were never written
         self.touched: set[Value] = set()  # by the next `add`
         self.made_room: dict[Value, tuple[Tensor, ...]] = {}  # of totals to come, beside others
@@ -139,7 +139,7 @@ class BackwardRun(PhaseRun):
         if x.dtype == self.dtype:
             return x.contiguous()
         target = torch.empty(x.shape, dtype=self.dtype, device=self.device)
-        self.filling.append(Fill(self.whole((kind, 0)), (x,), target))
+        self.filling.append(RowMove(self.whole((kind, 0)), (x,), target))
         return target
 
     def whole(self, value: Value) -> Packed:
@@ -175,25 +175,20 @@ class BackwardRun(PhaseRun):
         before = self.totals.get(value)
         if before is not None and before[0].dtype == self.wide:
             return before
-        total = self.new_total(value)
+        if value not in self.made_room:
+            self.make_room(value)
+        total = self.made_room.pop(value)
+        if value[0] == Kind.KV_GRAD and self.form.joined:
+            self.joined[value[1]] = total[0]
+            total = tuple(total[0].unbind(0))
         parts = self.held.pop(value, None) if before is None else before
         if parts is None:
             self.fresh.add(value)
         else:
             whole = self.whole(value)
-            self.begun += [Place(whole, part, (x,)) for x, part in zip(total, parts, strict=True)]
+            self.begun += [RowMove(whole, (x,), part) for x, part in zip(total, parts, strict=True)]
         self.totals[value] = total
         return total
-
-    def new_total(self, value: Value) -> tuple[Tensor, ...]:
-        kind, buffer = value
-        if value not in self.made_room:
-            self.make_room(value)
-        tensors = self.made_room.pop(value)
-        if kind == Kind.KV_GRAD and self.form.joined:
-            self.joined[buffer] = tensors[0]
-            return tuple(tensors[0].unbind(0))
-        return tensors
 
     def make_room(self, value: Value) -> None:
         """Make the tensors of a total, and of those that share its memory."""
@@ -217,7 +212,7 @@ class BackwardRun(PhaseRun):
             self.bound.mover.place(self.begun)
             self.begun = []
 
-    def add(self, places: Sequence[Place]) -> None:
+    def add(self, places: Sequence[RowMove]) -> None:
         """Add gradients, behind those that begin their sums."""
         self.begin_sums()
         if places:
@@ -239,13 +234,13 @@ class BackwardRun(PhaseRun):
         places += self.places(Kind.KV_GRAD, step.dk_sums, dkv)
         self.add(places)
 
-    def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[Place]:
+    def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[RowMove]:
         """Keep packed gradients that are a whole buffer's first; the places of the others."""
         for run in sums.kept:
             self.held[kind, run.buffer] = tuple(x.narrow(0, run.row, run.count) for x in grads)
         return self.added(kind, sums.added, grads)
 
-    def added(self, kind: Kind, packed: Packed, grads: Sequence[Tensor | Later]) -> list[Place]:
+    def added(self, kind: Kind, packed: Packed, grads: Sequence[Tensor | Later]) -> list[RowMove]:
         """The places of packed gradients that are added."""
         if not packed.runs:
             return []
@@ -255,39 +250,30 @@ class BackwardRun(PhaseRun):
         if self.fresh:
             self.touched.update(values)
             fresh = tuple([number for number, value in enumerate(values) if value in self.fresh])
-        return [Place(packed, x, tuple([total[i] for total in totals]), fresh) for i, x in enumerate(grads)]
+        return [RowMove(packed, tuple([total[i] for total in totals]), x, fresh) for i, x in enumerate(grads)]
 
-    def received_places(self, message: PeerMessage, slots: Views, at: int, adopted: bool) -> list[Place]:
+    def received_places(self, message: PeerMessage, slots: Views, at: int, adopted: bool) -> list[RowMove]:
         """Where gradients that came in a message, [N, heads, D or V] or both joined, are added.
 
         To adopted ones, a whole buffer's, what this rank has of it is added where they lie: a ring's
         rounds zero nothing and copy nothing.
         """
         packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
+        joined = message.kind == Kind.KV_GRAD and self.form.joined
         if adopted:
-            grads = self.gradients_of(message.kind, slots, at)
+            self.totals[value] = grads = slots.parts(at, joined=joined)
             held = self.held.pop(value, ())
-            self.totals[value] = grads
-            if message.kind == Kind.KV_GRAD and self.form.joined:
+            if joined:
                 self.joined[value[1]] = slots[at][0]
             # Nothing was held, nothing is added.
-            return [Place(packed, x, (target,)) for x, target in zip(held, grads, strict=False)]
-        if not message.sums.kept:
-            return self.added(message.kind, message.sums.added, self.gradients_later(message.kind, slots, at))
-        places = self.places(message.kind, message.sums, self.gradients_of(message.kind, slots, at))
+            return [RowMove(packed, (target,), x) for x, target in zip(held, grads, strict=False)]
+        if not message.sums.kept:  # then no tensor is made before it is asked for
+            parts = [(0, 0), (0, 1)] if joined else [(part, -1) for part in range(len(slots.places[at]))]
+            return self.added(message.kind, message.sums.added, [slots.later(at, *part) for part in parts])
+        places = self.places(message.kind, message.sums, slots.parts(at, joined=joined))
         if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
             self.total((message.kind, 0))
         return places
-
-    def gradients_of(self, kind: Kind, slots: Views, at: int) -> tuple[Tensor, ...]:
-        joined = kind == Kind.KV_GRAD and self.form.joined
-        return tuple(slots[at][0].unbind(0)) if joined else tuple(slots[at])
-
-    def gradients_later(self, kind: Kind, slots: Views, at: int) -> list[Later]:
-        """`gradients_of`, each made when it is asked for."""
-        if kind == Kind.KV_GRAD and self.form.joined:
-            return [slots.later(at, 0, half) for half in (0, 1)]
-        return [slots.later(at, part) for part in range(len(slots.places[at]))]
 
     def sources(self, kind: Kind) -> list[tuple[BufferOf, ...]]:
         match kind:
@@ -313,7 +299,7 @@ class BackwardRun(PhaseRun):
         """Unpack gradients, outputs and LSE of queries that this rank serves; adopted ones are used
         where they lie.
         """
-        places: list[Place] = []
+        places: list[RowMove] = []
         for message, slots, at, adopted in arrived:
             runs = message.packed.runs
             if adopted:
@@ -330,6 +316,6 @@ class BackwardRun(PhaseRun):
                 self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
             both, lse = slots[at]
             held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))
-            places += [Place(message.packed, x, tuple(of[run.buffer] for run in runs)) for x, of in held]
+            places += [RowMove(message.packed, tuple(of[run.buffer] for run in runs), x) for x, of in held]
         if places:
             self.bound.mover.place(places)

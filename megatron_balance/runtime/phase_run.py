@@ -25,6 +25,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, named
+from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.memory import (
@@ -50,11 +51,10 @@ from megatron_balance.runtime.lower.steps import (
     Operand,
     Packed,
     PeerMessage,
-    PhaseName,
     Step,
     describe,
 )
-from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
+from megatron_balance.runtime.movers.base import RowMove, buffer_rows, heads_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
 from megatron_balance.runtime.transport.comm import Gloo, Parcel
 from megatron_balance.runtime.transport.streams import Streamed
@@ -79,25 +79,8 @@ Arrived: TypeAlias = tuple[PeerMessage, Views, int, bool]
 is adopted (`lower.memory.PhaseMemory`)."""
 
 
-def _halves(both: Later) -> Callable[[], tuple[Tensor, Tensor]]:
-    def halves() -> tuple[Tensor, Tensor]:
-        pair = both()
-        return pair[0], pair[1]
-
-    return halves
-
-
 def _half(pair: Tensor | Later, which: int) -> Tensor:
     return made(pair)[which]
-
-
-def _tensors(slots: Views, at: int) -> tuple[Tensor, ...]:
-    return tuple(slots[at])
-
-
-def _pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    rows = x if stop - start == x.shape[1] else x[:, start:stop]
-    return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
 class PhaseRun:
@@ -122,7 +105,7 @@ class PhaseRun:
         self.under_way: dict[int, Views] = {}  # by exchange: what it brings
         self.at = 0  # the step that is next
         self.arrived: Mark = 0.0  # when the tensors of the last finished exchange were there
-        self.filling: list[Fill] = []  # gathered since the last `fill`
+        self.filling: list[RowMove] = []  # gathered since the last `fill`
         self.recorder = bound.recorder
         self.trace: Trace | None = bound.trace if bound.recorder is None else []
         self.on_device = bound.recorder is not None and bound.recorder.streams is not None
@@ -243,7 +226,7 @@ class PhaseRun:
             self.filling = []
 
     def write(self, packed: Packed, of: BufferOf, into: Tensor | Later) -> None:
-        self.filling.append(Fill(packed, Sources(packed.runs, of), into))
+        self.filling.append(RowMove(packed, Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
         room = self.memory.operands.get(self.at)
@@ -257,7 +240,7 @@ class PhaseRun:
         packed = operand.packed
         if packed.direct:
             run = packed.runs[0]
-            return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+            return buffer_rows(of(run.buffer), run)
         into = next(self.operands)
         self.write(packed, of, into)
         return into
@@ -397,11 +380,9 @@ class PhaseRun:
             return None
         run = packed.runs[0]
         if len(of) == 1:
-            return rows_view(of[0](run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+            return buffer_rows(of[0](run.buffer), run)
         pairs = self.pairs.get(message.kind, {})
-        if run.buffer not in pairs:
-            return None
-        return _pair_view(pairs[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+        return buffer_rows(pairs[run.buffer], run, dim=1) if run.buffer in pairs else None
 
     def arrive(self, arrived: Sequence[Arrived]) -> None:
         match arrived[0][0].kind:
@@ -410,11 +391,9 @@ class PhaseRun:
                     self.q.later[message.buffer] = slots.later(at, 0)
             case Kind.KV:
                 for message, slots, at, _ in arrived:
-                    if not self.form.joined:
-                        self.kv.later[message.buffer] = partial(_tensors, slots, at)
-                        continue
-                    self.stacked.later[message.buffer] = both = slots.later(at, 0)
-                    self.kv.later[message.buffer] = _halves(both)
+                    self.kv.later[message.buffer] = partial(slots.parts, at, joined=self.form.joined)
+                    if self.form.joined:
+                        self.stacked.later[message.buffer] = slots.later(at, 0)
             case _:
                 self.other_arrive(arrived)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, TrackSpan
-from megatron_balance.analysis.wire import padded, piece_bounds, tensor_bytes
+from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.runtime.cuda import Streams
-from megatron_balance.runtime.lower.memory import CallForm, parcel_bytes
+from megatron_balance.runtime.lower.memory import CallForm, piece_bytes
 from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     FinishStep,
@@ -223,13 +223,14 @@ def _moved(
                     key = (exchange.op, "direct", exchange.stream or message.stream)
                     _add(moved[key], message.peer, _bytes(message, form, aligned=bool(exchange.stream)), sends=sends)
             for peer, pieces in routed.items():
-                num_bytes = parcel_bytes([m.carried for m in messages if m.peer == peer], form)
+                carried = tuple([m.carried for m in messages if m.peer == peer])
                 for piece in pieces:
                     key = (exchange.op, piece.hop.leg, piece.hop.stream)
-                    _add(moved[key], piece.hop.peer, _piece(num_bytes, piece.index, piece.count), sends=sends)
+                    num_bytes = piece_bytes(carried, form, piece.index, piece.count)
+                    _add(moved[key], piece.hop.peer, num_bytes, sends=sends)
     for task in tasks:
         route = task.route
-        num_bytes = _piece(parcel_bytes(task.carried, form), route.index, route.count)
+        num_bytes = piece_bytes(task.carried, form, route.index, route.count)
         for hop, sends in ((route.arrives, False), (route.leaves, True)):
             _add(moved[task.op, hop.leg, hop.stream], hop.peer, num_bytes, sends=sends)
     return moved
@@ -243,11 +244,6 @@ def _add(moved: _LegBytes, peer: int, num_bytes: int, *, sends: bool) -> None:
 
 def _bytes(message: PeerMessage, form: CallForm, *, aligned: bool) -> int:
     return sum(padded(n) if aligned else n for n in tensor_bytes([message.carried], form.sizes))
-
-
-def _piece(num_bytes: int, index: int, count: int) -> int:
-    begin, end = piece_bounds(num_bytes, count)[index]
-    return end - begin
 
 
 def exchange_s(trace: Trace) -> tuple[float, float]:

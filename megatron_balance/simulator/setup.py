@@ -16,7 +16,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Parameters, Recompute, Sharding, parameters_of_rank
 from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.analysis.step_memory import StepMemory, stages_of
-from megatron_balance.compile.layouts import layouts
+from megatron_balance.compile.remap import layouts
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Link
 from megatron_balance.cost.modules import ExpertLoad, expert_part

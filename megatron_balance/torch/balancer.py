@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from megatron_balance.compile.pipeline import BOTH_PHASES
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.batch import at_least
 from megatron_balance.ir.model import Model
@@ -25,7 +26,6 @@ from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import CudaStreams
-from megatron_balance.runtime.lower.steps import BOTH_PHASES
 from megatron_balance.runtime.movers import build_variants
 from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
 from megatron_balance.torch.documents import (

@@ -14,6 +14,7 @@ import torch
 
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.compile.halo import under
+from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.mask import CAUSAL, Mask
@@ -22,7 +23,6 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import TickPlan
 from megatron_balance.runtime.bind import AttentionShape, BindOptions, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.runtime.recorder import Recorder
 
 log = logging.getLogger(__name__)

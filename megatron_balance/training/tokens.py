@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.pipeline import layout
+from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.ir.arrays import Ints, ranges
 from megatron_balance.ir.columns import Fragment, Placed

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.training")
 
 from megatron.core import num_microbatches_calculator
 
-from megatron_balance.compile.layouts import layouts
+from megatron_balance.compile.remap import layouts
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.layouts import fragments, layouts, remapped
 from megatron_balance.compile.pipeline import Projector, compile_ranks, layout
 from megatron_balance.compile.proof.runs import prove, verify_issue_order
+from megatron_balance.compile.remap import fragments, layouts, remapped
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.batch import Batch

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import Cell, TickPlan
 from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import BackwardSlot, Server
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
-from megatron_balance.runtime.lower.steps import PhaseName
 from tests.support import by_hand
 from tests.support.nano_batches import AttentionOf, Done, interleaved, leaves, one_call_a_layer, recorded
 from tests.support.pool import World

@@ -67,7 +67,7 @@ class Way:
 
 @dataclass
 class CountedCalls:
-    """Counters of attention calls (`runtime.counters`), summed over a run; patterns of the plans."""
+    """Counters of attention calls (`runtime.recorder`), summed over a run; patterns of the plans."""
 
     all_to_alls: int = 0
     kv_tokens_received: int = 0

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron_balance.runtime.movers.base import Fill, Place, Space
+from megatron_balance.runtime.movers.base import RowMove, Space
 from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.triton_twins import packed_of
 
@@ -60,8 +60,8 @@ def main() -> None:
     for shape in (SHAPE["q"], SHAPE["kv"], SHAPE["kv"]):
         packed = packed_of([(0, rows, 0, shape[1], 0)], shape[1])
         source = torch.zeros(shape, dtype=torch.bfloat16)
-        fills.append(Fill(packed, (source,), torch.zeros_like(source)))
-        places.append(Place(packed, source, (torch.zeros(shape),)))
+        fills.append(RowMove(packed, (source,), torch.zeros_like(source)))
+        places.append(RowMove(packed, (torch.zeros(shape),), source))
     moved.fill(fills)
     moved.add(places)
     space = Space(
@@ -74,7 +74,7 @@ def main() -> None:
     )
     held = moved.partials(space)
     for _ in range(3):
-        held.add(fills[0].packed, (True,), fills[0].target, torch.zeros(SHAPE["q"][:2]))
+        held.add(fills[0].packed, (True,), fills[0].own, torch.zeros(SHAPE["q"][:2]))
     held.final()
     kernels_of_calls = {name: counted(ptx) for name, ptx in found.items()}
     merges = {dim: merged(moved, dim, found) for dim in MERGED_DIMS}

@@ -23,10 +23,9 @@ from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, layo
 from megatron_balance.runtime.lower.moves import Moved, MoverCall, Site
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, PlainMover, Sent, Space
+from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import AddBlock
-from megatron_balance.runtime.movers.triton.mover import TritonMover
-from megatron_balance.runtime.movers.triton.tables import add_tables
+from megatron_balance.runtime.movers.triton.mover import TritonMover, add_tables
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -103,9 +102,9 @@ def fill(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype,
         for seed, (packed, sizes) in enumerate((one, two, two)):
             buffers = {b: values((*size, *tail), kind[0], 7 * seed + b, strided=strided) for b, size in sizes.items()}
             target = torch.zeros(packed.num_rows, packed.num_heads, *tail, dtype=kind[1])
-            fills.append(Fill(packed, tuple(buffers[run.buffer] for run in packed.runs), target))
+            fills.append(RowMove(packed, tuple(buffers[run.buffer] for run in packed.runs), target))
         mover.fill(fills)
-        results.append([f.target for f in fills])
+        results.append([f.own for f in fills])
     for found, expected in zip(*results, strict=True):
         close(found, expected, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
 
@@ -126,7 +125,7 @@ def add(one: tuple, two: tuple, tail: tuple[int, ...], dtype: torch.dtype) -> No
 
 
 def compare_placed(
-    call: Callable[[Mover], Callable[[list[Place]], None]],
+    call: Callable[[Mover], Callable[[list[RowMove]], None]],
     drawn: tuple,
     tail: tuple[int, ...],
     kind: tuple,
@@ -138,7 +137,7 @@ def compare_placed(
         for seed, (packed, sizes) in enumerate(drawn):
             buffers = {b: values((*size, *tail), kind[1], 7 * seed + b) for b, size in sizes.items()}
             source = values((packed.num_rows, packed.num_heads, *tail), kind[0], 99 + seed)
-            places.append(Place(packed, source, tuple(buffers[run.buffer] for run in packed.runs)))
+            places.append(RowMove(packed, tuple(buffers[run.buffer] for run in packed.runs), source))
             held += list(buffers.values())
         call(mover)(places)
         results.append(held)
@@ -234,7 +233,7 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         ]
         mover.fill(
             [
-                Fill(p, tuple(x[run.buffer] for run in p.runs), m)
+                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
                 for (p, _), x, m in zip(packs, of, messages, strict=True)
             ]
         )
@@ -250,13 +249,13 @@ def shared(packs: list, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         )
         mover.place(
             [
-                Place(p, m, tuple(x[run.buffer] for run in p.runs))
+                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
                 for (p, _), x, m in zip(packs, placed, messages, strict=True)
             ]
         )
         mover.add(
             [
-                Place(p, m, tuple(x[run.buffer] for run in p.runs))
+                RowMove(p, tuple(x[run.buffer] for run in p.runs), m)
                 for (p, _), x, m in zip(packs, summed, messages, strict=True)
             ]
         )
@@ -303,7 +302,7 @@ def sums(packs: list, fresh: set[int], ahead: bool, dtype: torch.dtype) -> None:
         held = [torch.full((*size[b], 8), float("nan") if b in named else 1.0) for b in range(3)]
         mover.add(
             [
-                Place(p, m, tuple(held[run.buffer] for run in p.runs), own)
+                RowMove(p, tuple(held[run.buffer] for run in p.runs), m, own)
                 for (p, _), m, own in zip(packs, messages, new, strict=True)
             ]
         )
@@ -348,7 +347,7 @@ def apart() -> None:
     mover = TritonMover(CPU)
     mover.prepare([MoverCall("fill", moved)], {}, form)
     messages = unpack(torch.zeros(parcel_bytes(carried, form) + 32, dtype=torch.uint8), carried, form)
-    fills = [Fill(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
+    fills = [RowMove(p, (x,), y) for p, m in zip(packs, messages, strict=True) for x, y in zip(both, m, strict=True)]
     mover.fill(fills)
     for (begin, n), message in zip(zip(first, counts, strict=True), messages, strict=True):
         for x, y in zip(both, message, strict=True):
@@ -411,9 +410,9 @@ def empty() -> None:
     for mover in movers():
         x, y = torch.zeros(0, 2, 4), torch.ones(3, 2, 4)
         mover.fill([])
-        mover.fill([Fill(nothing, (y,), x)])
-        mover.place([Place(nothing, x, (y,))])
-        mover.add([Place(nothing, x, (y,))])
+        mover.fill([RowMove(nothing, (y,), x)])
+        mover.place([RowMove(nothing, (y,), x)])
+        mover.add([RowMove(nothing, (y,), x)])
         assert torch.equal(y, torch.ones(3, 2, 4))
         blank = mover.partials(
             Space({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32, lambda s, d: torch.empty(s, dtype=d))

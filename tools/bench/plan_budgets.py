@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.pipeline import BOTH_PHASES, PhaseName, project
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.ir.step import Solver
 from megatron_balance.patterns import dispatch
@@ -30,7 +30,6 @@ from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower import messages
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.solvers.milp import SOLVERS
 from megatron_balance.solvers.remap import solve
 from megatron_balance.workloads.distributions import IMAGES_AND_VIDEOS, MIXED_RESOLUTION, draw_by_gpu

@@ -5,7 +5,7 @@ Of every two plans one is small (one to eight ranks) and one is of 16 to 64 rank
 eight, with a remap or a replayed backward, or both, and lengths as GitHub's. Planners, routing, the
 policy of the backward and what runs take turns at random: two layers of one plan, or two nano-batches
 interleaved. Of each the group calls of all ranks, forward and backward, are compiled; then they must
-have one order (`compile.proof.issued`), and must all go through in a model of the hosts
+have one order (`compile.proof.runs`), and must all go through in a model of the hosts
 (`tests.support.rendezvous`). Plan n is the same in every run. Those from `LED` on are zeppelin's
 default, waves with a lead (in five of six), which needs a model and lengths of real size:
 `python -m tools.faults rendezvous --only 20000` tries the first of them.

@@ -18,7 +18,7 @@ from megatron_balance.runtime.kernels import KERNELS, choose_kernel
 from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Place, Space
+from megatron_balance.runtime.movers.base import RowMove, Space
 from tools.gpu.kernels import gpu_s, packed_rows
 from tools.gpu.rows import Context, Figure, Row, Target
 
@@ -217,7 +217,7 @@ def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, T
         grads = kernel.backward(prepared, (grad, out, lse), *x, scale)
         keys = _packed(part.k, heads[1], device)
         mover.add(
-            [Place(p, g, (t,) * len(p.runs)) for p, g, t in zip((packed, keys, keys), grads, totals, strict=True)]
+            [RowMove(p, (t,) * len(p.runs), g) for p, g, t in zip((packed, keys, keys), grads, totals, strict=True)]
         )
     dq, dk, dv = (t.to(x[0].dtype) for t in totals)
     return out, dq, dk, dv

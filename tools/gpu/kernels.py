@@ -21,7 +21,7 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm, parcel_bytes, unpack
 from megatron_balance.runtime.lower.steps import Packed, RowRun
 from megatron_balance.runtime.movers import choose_mover
-from megatron_balance.runtime.movers.base import Fill, Mover, Place, PlainMover, Sent, Space
+from megatron_balance.runtime.movers.base import Mover, PlainMover, RowMove, Sent, Space
 from tools.gpu.rows import Context, Figure, Row, Target
 
 BUDGET_S = 90.0
@@ -121,15 +121,15 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     sources = [values(h, torch.bfloat16) for h in heads]
     targets = [torch.zeros_like(x) for x in sources]
     num_bytes = 2 * sum(x.nbytes for x in sources)
-    fills = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, targets, strict=True)]
+    fills = [RowMove(p, (x,), y) for p, x, y in zip(packed, sources, targets, strict=True)]
     yield Case(MOVES[0], num_bytes, lambda mover: lambda: mover.fill(fills), lambda: targets)
-    places = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, targets, strict=True)]
+    places = [RowMove(p, (y,), x) for p, x, y in zip(packed, sources, targets, strict=True)]
     yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
     form = CallForm.of(AttentionShape(*heads[:2], shape.head_dim), torch.bfloat16, "fp32")
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
     (q,), (kv,) = unpack(raw, carried, form)
-    messages = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
+    messages = [RowMove(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
     yield Case(MOVES[2], num_bytes, lambda mover: lambda: mover.fill(messages), lambda: [raw])
     yield _adding(sources, packed)
     for num in PARTIALS:
@@ -138,7 +138,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
 
 def _adding(sources: list[Tensor], packed: list[Packed]) -> Case:
     totals = [torch.zeros(x.shape, device=x.device) for x in sources]
-    adds = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, totals, strict=True)]
+    adds = [RowMove(p, (y,), x) for p, x, y in zip(packed, sources, totals, strict=True)]
     num_bytes = sum(x.nbytes for x in sources) + 2 * sum(y.nbytes for y in totals)
 
     def run(mover: Mover) -> Callable[[], None]:

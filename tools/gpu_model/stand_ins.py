@@ -23,7 +23,7 @@ from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.kernels import CuSeqlens, Grads, VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
-from megatron_balance.runtime.movers.triton.tables import UNIT
+from megatron_balance.runtime.movers.triton.mover import UNIT
 from megatron_balance.runtime.pool import SLAB
 from megatron_balance.runtime.transport import comm
 from tools.gpu_model.trace import COMPUTE, Extent, Kind, Trace

@@ -25,8 +25,9 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
 from megatron_balance.patterns.base import Context, HopByHop
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
-from megatron_balance.patterns.ring import launches_by_kind, walks, zigzag
+from megatron_balance.patterns.head_ring import launches_by_kind, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
+from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)

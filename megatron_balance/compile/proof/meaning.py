@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, ranges, sees, trim_pairs
+from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, numbered, ranges, sees, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
 from megatron_balance.ir.program import (
     KEY_SIDE,
@@ -60,7 +60,7 @@ def _check_shape(program: Program) -> None:
         )
 
 
-# All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
+# All regions are cut at every boundary that occurs (`ir.arrays`). Then these hold:
 #
 # * A rank reads only what it holds.
 # * A partial output travels or is returned only when it is a single one.
@@ -199,6 +199,13 @@ class State:
         row, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
         seq = self.owned_regions[row, Region.SEQ]
         self.owned_atom = flat - self.places.offset(self.owner_ranks[row], seq)
+        self.check_owners()
+        self.owned_index = flat
+        for kind in (Kind.Q, Kind.KV):
+            self.held[kind][flat] = True
+
+    def check_owners(self) -> None:
+        # Check that every token has one owner.
         owners = np.bincount(self.owned_atom, minlength=self.atoms.num_token_atoms * self.num_heads)
         _, tokens = ranges(self.first, self.last)
         wrong = tokens[owners[tokens * self.num_heads] != 1]
@@ -211,9 +218,6 @@ class State:
             raise InvalidProgramError(
                 f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner"
             )
-        self.owned_index = flat
-        for kind in (Kind.Q, Kind.KV):
-            self.held[kind][flat] = True
 
     def start_backward(self) -> None:
         self.done[:] = False
@@ -407,8 +411,7 @@ class State:
                 raise self.error(0, f"pieces from rank {src} to rank {dst} are numbered {numbers}")
 
     def attend(self, ops: Sequence[Attend | AttendGrad], phase: str) -> None:
-        pairs = concat([op.pairs for op in ops], Pair.WIDTH)
-        ranks = np.repeat([op.rank for op in ops], [len(op.pairs) for op in ops])
+        pairs, ranks = numbered([(op.rank, op.pairs) for op in ops], Pair.WIDTH)
         self.check_pairs(pairs)
         # Queries that see none of the keys, and keys that none of the queries sees, take no part.
         trimmed = trim_pairs(pairs, self.program.mask)
@@ -465,8 +468,7 @@ class State:
         self.require_pair(sees(pairs, self.program.mask), pairs, "no query of it may see any key of it")
 
     def merge(self, ops: Sequence[Merge]) -> None:
-        values = concat([op.values for op in ops], Value.WIDTH)
-        ranks = np.repeat([op.rank for op in ops], [len(op.values) for op in ops])
+        values, ranks = numbered([(op.rank, op.values) for op in ops], Value.WIDTH)
         kinds = values[:, Value.KIND]
         if not np.isin(kinds, MOVED).all():
             names = ", ".join(kind.name for kind in kinds_in(kinds) if kind not in MOVED)
@@ -604,18 +606,11 @@ class ProgramTables(NamedTuple):
         # A backward launch has the very table of its forward launch; looking at it once will do.
         launches = {(op.rank, id(op.pairs)): op for op in ops if isinstance(op, Attend | AttendGrad)}.values()
         return cls(
-            concat(list(program.owned), Fragment.WIDTH),
-            np.repeat(np.arange(program.num_ranks), [len(rows) for rows in program.owned]),
+            *numbered(list(enumerate(program.owned)), Fragment.WIDTH),
             concat([op.transfers for op in ops if isinstance(op, Exchange)], Transfer.WIDTH),
-            concat([op.values for op in merges], Value.WIDTH),
-            _repeated([op.rank for op in merges], [len(op.values) for op in merges]),
-            concat([op.pairs for op in launches], Pair.WIDTH),
-            _repeated([op.rank for op in launches], [len(op.pairs) for op in launches]),
+            *numbered([(op.rank, op.values) for op in merges], Value.WIDTH),
+            *numbered([(op.rank, op.pairs) for op in launches], Pair.WIDTH),
         )
-
-
-def _repeated(ranks: list[int], counts: list[int]) -> Ints:
-    return np.repeat(np.array(ranks, dtype=np.int64), np.array(counts, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
 from megatron_balance.compile.proof.meaning import ProgramTables, State, kinds_in
 from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
 from megatron_balance.compile.proof.structure import verify_plan
+from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, ranges, trim_pairs
-from megatron_balance.ir.columns import Fragment, Pair, Placed, Region, Route, Rows, Transfer
+from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, numbered, ranges, trim_pairs
+from megatron_balance.ir.columns import Fragment, Pair, Placed, Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
 
@@ -37,7 +37,7 @@ def provable(plan: MicrobatchPlan) -> bool:
 # The program of a ring of G ranks has G x G launches, so its whole proof (`proof.runs`) takes G x G
 # steps. One rank's part takes G, and if every rank proves its own, the whole is proved:
 #
-# * Order. Starts of a rank's exchanges rise by the key of `compile.issue_order`, and two ranks that
+# * Order. Starts of a rank's exchanges rise by the key of `compile.order`, and two ranks that
 #   share an exchange have the same key for it. So of all exchanges that have not met, the one with
 #   the least key has all its ranks: nobody waits for ever.
 # * What a rank is brought is what the other rank's program sends, row by row; that the sender has it
@@ -53,7 +53,7 @@ def provable(plan: MicrobatchPlan) -> bool:
 # or are sent the same, a rank cannot be proved alone.
 def prove_rank(plan: MicrobatchPlan, rank: int, policy: Policy | None, *, passing: bool = True) -> None:
     """Prove the part of `rank` in a plan that is `provable`; if this holds of every rank, the plan
-    holds. `passing`: as in `compile.issue_order`.
+    holds. `passing`: as in `compile.order`.
 
     Raises:
         InvalidProgramError: it does not hold; names the planner, the op or the ranks.
@@ -136,14 +136,9 @@ class _OwnState(State):
         marks[atom] = True
         return marks
 
-    def place_owned(self) -> None:
-        # Place what the rank owns; `verify_owned` has looked at what all ranks own.
-        row, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
-        seq = self.owned_regions[row, Region.SEQ]
-        self.owned_atom = flat - self.places.offset(self.owner_ranks[row], seq)
-        self.owned_index = flat
-        for kind in (Kind.Q, Kind.KV):
-            self.held[kind][flat] = True
+    def check_owners(self) -> None:
+        # `verify_owned` has looked at what all ranks own.
+        pass
 
     def brings_copies(self, rows: Ints) -> bool:
         # As in `State`, to this rank.
@@ -222,7 +217,7 @@ def peers_of(program: RankProgram) -> list[int]:
     """The ranks that a rank's exchanges name, without itself."""
     exchanges = [op for op in (*program.forward, *program.backward) if isinstance(op, Exchange)]
     ends = concat([op.transfers for op in exchanges], Transfer.WIDTH)[:, Transfer.ENDS]
-    ways = concat([op.routes for op in exchanges], Route.WIDTH)[:, _STATIONS]
+    ways = concat([op.routes for op in exchanges], Route.WIDTH)[:, Route.STATIONS]
     groups = np.array(sorted({rank for op in exchanges for rank in op.group}), dtype=np.int64)
     named: list[int] = np.unique(np.concatenate([ends.ravel(), ways.ravel(), groups])).tolist()
     return [rank for rank in named if rank != program.rank]
@@ -264,15 +259,15 @@ class _Listed(NamedTuple):
     @classmethod
     def of(cls, ops: Sequence[Op]) -> _Listed:
         exchanges = [op for op in ops if isinstance(op, Exchange)]
-        rows = _with_ids(exchanges, [op.transfers for op in exchanges], Transfer.WIDTH)
-        routes = _with_ids(exchanges, [op.routes for op in exchanges], Route.WIDTH)
+        rows = _with_ids([(op.id, op.transfers) for op in exchanges], Transfer.WIDTH)
+        routes = _with_ids([(op.id, op.routes) for op in exchanges], Route.WIDTH)
         moved = set(rows[is_moved(rows[:, 1 + Transfer.KIND]), 0].tolist())
         calls = {op.id: (op.moves or op.id in moved, op.collective, op.group) for op in exchanges}
         return cls(rows, routes, calls)
 
     def shared(self, rank: int) -> tuple[Ints, Ints, dict[int, tuple[bool, str, tuple[int, ...]]]]:
         # Rows by id and ends, routes, and calls that concern `rank`, too.
-        way = self.routes[(self.routes[:, 1:][:, _STATIONS] == rank).any(axis=1)]
+        way = self.routes[(self.routes[:, 1:][:, Route.STATIONS] == rank).any(axis=1)]
         ends = _ends(self.rows, (1 + Transfer.SRC, 1 + Transfer.DST))
         chosen = (self.rows[:, 1:][:, Transfer.ENDS] == rank).any(axis=1)
         chosen |= np.isin(ends, _ends(way, (1 + Route.SRC, 1 + Route.DST)))
@@ -284,7 +279,6 @@ class _Listed(NamedTuple):
         return rows, np.unique(routes, axis=0), calls
 
 
-_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
 _BITS = 20  # more than a rank takes
 
 
@@ -292,9 +286,9 @@ def _ends(rows: Ints, columns: tuple[int, int]) -> Ints:
     return rows[:, 0] << 2 * _BITS | rows[:, columns[0]] << _BITS | rows[:, columns[1]]
 
 
-def _with_ids(exchanges: Sequence[Exchange], tables: Sequence[Rows], width: int) -> Ints:
-    ids = np.repeat(np.array([op.id for op in exchanges], dtype=np.int64), [len(table) for table in tables])
-    return np.column_stack([ids, concat(list(tables), width)])
+def _with_ids(tables: Sequence[tuple[int, Rows]], width: int) -> Ints:
+    rows, ids = numbered(tables, width)
+    return np.column_stack([ids, rows])
 
 
 def _first_difference(mine: Ints, yours: Ints) -> int | None:

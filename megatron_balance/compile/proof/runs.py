@@ -36,10 +36,10 @@ from megatron_balance.ir.program import Exchange, Merge, Op, Policy, Program, Ra
 
 # `compile.proof.meaning` proves one program of all ranks. Ranks run projections of their own,
 # lowered to steps. Here both are held against each other, and the steps of all ranks against what
-# the executor needs of them (`compile.proof.steps`, `compile.proof.issued`).
+# the executor needs of them (`compile.proof.steps`, `compile.proof.runs`).
 def prove(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> Program:
     """Prove a plan, forward and, with a policy, backward; its program. `passing`: as in
-    `compile.issue_order`.
+    `compile.order`.
 
     Raises:
         InvalidProgramError: it does not hold; names the planner, the op or the ranks.
@@ -176,9 +176,6 @@ _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
 _CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 
 
-_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
-
-
 _BITS = 20  # more than a rank takes
 
 
@@ -261,7 +258,7 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     moved = np.unique(code[is_moved(rows[:, Transfer.KIND])])
     routed = routes[:, Route.SRC] << _BITS | routes[:, Route.DST]
     direct = code[~np.isin(code, routed)]
-    stations = [routes[:, column] for column in _STATIONS]
+    stations = [routes[:, column] for column in Route.STATIONS]
     ends = [(0, direct, direct >> _BITS, direct & _MASK)]
     ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS))]
     found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)

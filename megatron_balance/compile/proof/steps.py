@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, concat, overlaps, trim_pairs
-from megatron_balance.ir.columns import Pair, Region, Rows, Transfer
+from megatron_balance.ir.arrays import Bools, Ints, numbered, overlaps, trim_pairs
+from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
 
@@ -48,15 +48,10 @@ class _PhaseTables(NamedTuple):
     def of(cls, ops: Sequence[Op], mask: Mask) -> _PhaseTables:
         exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
         launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        launching_op = _rows_ops(launches)
+        pairs, launching_op = numbered(launches, Pair.WIDTH)
         backward = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
-        return cls(
-            concat([rows for _, rows in exchanges], Transfer.WIDTH),
-            _rows_ops(exchanges),
-            trim_pairs(concat([rows for _, rows in launches], Pair.WIDTH), mask),
-            launching_op,
-            backward[launching_op],
-        )
+        moved = numbered(exchanges, Transfer.WIDTH)
+        return cls(*moved, trim_pairs(pairs, mask), launching_op, backward[launching_op])
 
     def moving(self, rank: int, kind: Kind, side: int) -> _OpRegions:
         # Rows that `rank` gives (`side` `Transfer.SRC`) or is brought (`Transfer.DST`).
@@ -73,11 +68,6 @@ class _PhaseTables(NamedTuple):
 
     def _of_launches(self, chosen: Bools, columns: slice | tuple[int, ...]) -> _OpRegions:
         return _OpRegions(self.launching_op[chosen], self.pairs[chosen][:, columns])
-
-
-def _rows_ops(tables: Sequence[tuple[int, Rows]]) -> Ints:
-    ops = np.array([at for at, _ in tables], dtype=np.int64)
-    return np.repeat(ops, np.array([len(rows) for _, rows in tables], dtype=np.int64))
 
 
 def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask) -> None:
@@ -148,10 +138,10 @@ def _senders(ops: Sequence[Op], rank: int) -> dict[int, list[int]]:
     # By op, the ranks that must start an exchange before `rank` has all of it.
     exchanges = [(at, op) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     tables = [(at, op.transfers) for at, op in exchanges if op.collective == "p2p"]
-    rows = concat([table for _, table in tables], Transfer.WIDTH)
+    rows, op_of = numbered(tables, Transfer.WIDTH)
     at_rank = rows[:, Transfer.DST] == rank
     direct: defaultdict[int, list[int]] = defaultdict(list)
-    both = np.column_stack([_rows_ops(tables), rows[:, Transfer.SRC]])[at_rank].tolist()
+    both = np.column_stack([op_of, rows[:, Transfer.SRC]])[at_rank].tolist()
     for at, src in sorted({(at, src) for at, src in both}):
         direct[at].append(src)
     found: dict[int, list[int]] = {}

@@ -19,11 +19,8 @@ from torch.nn import attention
 from torch.nn.functional import pad
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels.base import Entries, Kernel, PlainKernel, Window
+from megatron_balance.runtime.kernels.base import Entries, FinalRows, Grads, Kernel, PlainKernel, Window
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
-
-Grads = tuple[Tensor, Tensor, Tensor]
-
 
 NO_WINDOW: Window = (-1, -1)
 """As the libraries say that there is none."""
@@ -46,16 +43,14 @@ class CuSeqlens:
     window: Window = NO_WINDOW
 
 
-class Calls(Protocol):
+class _Calls(Protocol):
     """A library's forward and backward of one launch."""
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
         ...
 
-    def backward(
-        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, at: CuSeqlens, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
         ...
 
@@ -118,9 +113,7 @@ class TorchCalls:
         )
         return out, lse.T
 
-    def backward(
-        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, at: CuSeqlens, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: read by nobody
         unused = torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
@@ -132,7 +125,7 @@ class TorchCalls:
 
 
 # flash-attn 2.8.3 (`flash_attn.flash_attn_interface`).
-class FlashAttn2Calls:
+class _FlashAttn2Calls:
     """The package flash-attn."""
 
     def __init__(self) -> None:
@@ -148,9 +141,7 @@ class FlashAttn2Calls:
         )
         return out, lse.T
 
-    def backward(
-        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, at: CuSeqlens, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_varlen_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), dq, dk, dv, at.cu_q, at.cu_k, at.max_q, at.max_k),
@@ -174,7 +165,7 @@ Its own setup puts one at the top, Transformer Engine's instructions put it into
 
 # flash-attn 3 as of the tag 2.8.3 and of main in August 2026 (`hopper/flash_attn_interface.py`);
 # arguments go by position, since two names differ.
-class FlashAttn3Calls:
+class _FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
     def __init__(self) -> None:
@@ -183,46 +174,16 @@ class FlashAttn3Calls:
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
         out, lse, *_ = self.module._flash_attn_forward(
-            *(
-                q,
-                k,
-                v,
-                *new_keys_and_out,
-                at.cu_q,
-                at.cu_k,
-                *used,
-                at.max_q,
-                at.max_k,
-                *paging_rotary_scales,
-                scale,
-                at.causal,
-            )
+            *(q, k, v, *new_keys_and_out, at.cu_q, at.cu_k, *used),
+            *(at.max_q, at.max_k, *paging_rotary_scales, scale, at.causal),
         )
         return out, lse.T
 
-    def backward(
-        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, at: CuSeqlens, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_backward(
-            *(
-                dout[0],
-                q,
-                k,
-                v,
-                dout[1],
-                dout[2].T.contiguous(),
-                at.cu_q,
-                at.cu_k,
-                None,
-                None,
-                at.max_q,
-                at.max_k,
-                dq,
-                dk,
-                dv,
-            ),
-            *(scale, at.causal),
+            *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k),
+            *(dq, dk, dv, scale, at.causal),
             deterministic=_deterministic(),
         )
         return dq, dk, dv
@@ -243,7 +204,7 @@ def cudnn_fault() -> str:
     try:
         version: tuple[int, int, int] = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
     except Exception as error:
-        return first_line(error)
+        return _first_line(error)
     shown = ".".join(map(str, version))
     if version < CUDNN:
         return f"cuDNN {shown}: before 9.7 it takes lengths that are multiples of 64 only"
@@ -251,7 +212,7 @@ def cudnn_fault() -> str:
 
 
 # Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
-class TeFusedCalls:
+class _TeFusedCalls:
     """Transformer Engine's fused attention, by cuDNN (`cudnn_fault`)."""
 
     def __init__(self) -> None:
@@ -284,9 +245,7 @@ class TeFusedCalls:
             )
         return out.view(q.shape), lse[..., 0]
 
-    def backward(
-        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, at: CuSeqlens, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         q, k, v, grad, out = (x.contiguous() for x in (q, k, v, *dout[:2]))
         seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: read by nobody
         kept = [dout[2].contiguous()[..., None], seed]
@@ -316,7 +275,7 @@ def capability_of(device: torch.device) -> Capability | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class _Capabilities:
     """Compute capabilities from `first` on, up to `last` (None: all later ones), as told to a user."""
 
     first: Capability
@@ -338,7 +297,7 @@ def _any_head_dim(_: Capability | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class _Offer:
     """A kernel that can be chosen."""
 
     # Makes it for tensors of a head dim.
@@ -353,7 +312,7 @@ class Offer:
     # How to get it.
     mend: str = ""
     # Of GPUs.
-    capabilities: Capabilities = Capabilities((0, 0))
+    capabilities: _Capabilities = _Capabilities((0, 0))
     # Further needs; the reason why it cannot be used here, "" if it can.
     check: Callable[[], str] = str
     # Whether its calls here take sliding windows.
@@ -404,13 +363,13 @@ def import_fault(name: str) -> str:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             return NOT_INSTALLED  # the package is there, but not this part of it
-        return first_line(error)
+        return _first_line(error)
     except Exception as error:
-        return first_line(error)
+        return _first_line(error)
     return ""
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
@@ -438,7 +397,7 @@ class _VarlenEntries:
 class VarlenKernel:
     """See `runtime.kernels.base.Kernel`; `calls` are a library's."""
 
-    def __init__(self, name: str, calls: Calls) -> None:
+    def __init__(self, name: str, calls: _Calls) -> None:
         self.name, self.calls = name, calls
 
     def launches(self, entries: Entries) -> int:
@@ -451,24 +410,11 @@ class VarlenKernel:
         for causal, window in sorted(set(masks)):
             chosen = [i for i, mask in enumerate(masks) if mask == (causal, window)]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
-            at = CuSeqlens(
-                _cu_seqlens(q, device),
-                _cu_seqlens(k, device),
-                max(b - a for a, b in q),
-                max(b - a for a, b in k),
-                causal,
-                window,
-            )
-            groups.append(
-                _MaskGroup(
-                    at,
-                    _rows(q, device),
-                    _rows(k, device),
-                    _rows([entries.dout[i] for i in chosen], device) if entries.dout else slice(0, 0),
-                    _rows([packed_q[i] for i in chosen], device),
-                    _rows([packed_k[i] for i in chosen], device),
-                )
-            )
+            longest = [max(b - a for a, b in rows) for rows in (q, k)]
+            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), *longest, causal, window)
+            dout = [entries.dout[i] for i in chosen] if entries.dout else [(0, 0)]
+            packed = ([packed_q[i] for i in chosen], [packed_k[i] for i in chosen])
+            groups.append(_MaskGroup(at, *(_rows(rows, device) for rows in (q, k, dout, *packed))))
         return _VarlenEntries(tuple(groups), packed_q[-1][1], packed_k[-1][1])
 
     def forward(self, entries: _VarlenEntries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -486,20 +432,13 @@ class VarlenKernel:
         return out, lse
 
     def backward(
-        self,
-        entries: _VarlenEntries,
-        dout: tuple[Tensor, Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = []
+        self, entries: _VarlenEntries, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
+        parts: list[Grads] = []
         for group in entries.groups:
-            final = (_take(dout[0], group.dout), _take(dout[1], group.dout), _take(dout[2], group.dout))
-            parts.append(
-                self.calls.backward(group.at, final, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale)
-            )
+            grad, out, lse = (_take(x, group.dout) for x in dout)
+            inputs = _take(q, group.q), _take(k, group.k), _take(v, group.k)
+            parts.append(self.calls.backward(group.at, (grad, out, lse), *inputs, scale))
         if len(parts) == 1:
             return parts[0]
         dq = q.new_empty(entries.num_q, *q.shape[1:])
@@ -571,9 +510,7 @@ class PaddedKernel:
         out, lse = self.kernel.forward(entries, self._padded(q), self._padded(k), self._padded(v), scale)
         return _cut(out, self.value_dim), lse
 
-    def backward(
-        self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Grads:
+    def backward(self, entries: Any, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         final = (self._padded(dout[0]), self._padded(dout[1]), dout[2])
         grads = self.kernel.backward(entries, final, self._padded(q), self._padded(k), self._padded(v), scale)
         return _cut(grads[0], self.dim), _cut(grads[1], self.dim), _cut(grads[2], self.value_dim)
@@ -594,7 +531,7 @@ _MULTIPLE = 8
 """Head dims that the libraries take are multiples of it; others are padded."""
 
 
-def _varlen(name: str, calls: Callable[[], Calls]) -> Callable[[int], Kernel]:
+def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
     def make(head_dim: int) -> Kernel:
         kernel = VarlenKernel(name, calls())
         more = -head_dim % _MULTIPLE
@@ -611,41 +548,41 @@ def _up_to_256_on_hopper(capability: Capability | None) -> int:
     return 256 if capability is None or capability < (10, 0) else 128
 
 
-KERNELS: dict[str, Offer] = {
-    "plain": Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
-    "cpu_flash": Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
-    "torch_varlen": Offer(
+KERNELS: dict[str, _Offer] = {
+    "plain": _Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
+    "cpu_flash": _Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
+    "torch_varlen": _Offer(
         _varlen("torch_varlen", TorchCalls),
         *(("cuda",), _BF16_FP16, _up_to_256),
-        capabilities=Capabilities((8, 0)),
+        capabilities=_Capabilities((8, 0)),
     ),
-    "flash_attn": Offer(
-        _varlen("flash_attn", FlashAttn2Calls),
+    "flash_attn": _Offer(
+        _varlen("flash_attn", _FlashAttn2Calls),
         *(("cuda",), _BF16_FP16, _up_to_256, ("flash_attn.flash_attn_interface",)),
         "pip install --no-build-isolation flash-attn",
-        Capabilities((8, 0)),
+        _Capabilities((8, 0)),
     ),
     # Of the other libraries' limits those that stand in Transformer Engine 2.17.1's own choice
     # (pytorch/attention/dot_product_attention/utils.py) and in torch 2.13 (nn/attention/_fa4.py).
-    "flash_attn_3": Offer(
-        _varlen("flash_attn_3", FlashAttn3Calls),
+    "flash_attn_3": _Offer(
+        _varlen("flash_attn_3", _FlashAttn3Calls),
         *(("cuda",), _BF16_FP16, _up_to_256, FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
-        Capabilities((9, 0), (9, 0)),
+        _Capabilities((9, 0), (9, 0)),
         windows=False,
     ),
-    "flash_attn_4": Offer(
+    "flash_attn_4": _Offer(
         _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
         *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("flash_attn.cute.interface",)),
         "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
-        Capabilities((9, 0), (10, 9)),
+        _Capabilities((9, 0), (10, 9)),
         flash_attention_4_fault,
     ),
-    "te_fused": Offer(
-        _varlen("te_fused", TeFusedCalls),
+    "te_fused": _Offer(
+        _varlen("te_fused", _TeFusedCalls),
         *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
         "pip install --no-build-isolation 'transformer-engine[pytorch]', with cuDNN 9.7 or later",
-        Capabilities((9, 0), (10, 9)),
+        _Capabilities((9, 0), (10, 9)),
         cudnn_fault,
     ),
 }
@@ -746,7 +683,7 @@ def _made(
     try:
         kernel = offer.make(head_dim)
     except Exception as error:
-        return None, first_line(error)
+        return None, _first_line(error)
     if capability_of(device) is not None and name != "plain":
         reason = trial_failure(kernel, device, dtype, head_dim, windows=windows)
     if reason:
@@ -815,19 +752,15 @@ def _failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
             for one, other in zip(found, exact, strict=True)
         ]
     except Exception as error:
-        return f"its first call fails: {first_line(error)}"
+        return f"its first call fails: {_first_line(error)}"
     allowed = TRIAL_TOLERANCE.get(dtype, 1e-4)
     wrong = [f"{name} by {by:.2g}" for name, by in zip(_RESULTS, apart, strict=True) if not by <= allowed]
     return f"its first call differs from the formula, {', '.join(wrong)} of the largest value" if wrong else ""
 
 
 def _results(
-    kernel: Kernel,
-    rows: Entries,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    dout: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
+    kernel: Kernel, rows: Entries, inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     """Out, LSE, dq, dk and dv."""
     entries = kernel.prepare(rows, dout.device)
     out, lse = kernel.forward(entries, *inputs, scale)

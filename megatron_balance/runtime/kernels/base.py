@@ -19,6 +19,10 @@ from torch import Tensor
 Window: TypeAlias = tuple[int, int]
 """Keys that a query sees before and behind its own, where the last query's own key is the last one:
 FlashAttention's `window_size`."""
+FinalRows: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""The output's gradient, the final output and its LSE."""
+Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,7 @@ class Kernel(Protocol):
         """Q [T, H, D], k [T, G, D] and v [T, G, V] -> packed out [N, H, V] and LSE [N, H]."""
         ...
 
-    def backward(
-        self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, entries: Any, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         """Packed dq [N, H, D], dk [M, G, D] and dv [M, G, V].
 
         `dout`: gradient, final output [T, H, V] and LSE [T, H] in dout's rows.
@@ -101,9 +103,7 @@ class PlainKernel:
             lses.append(lse.flatten(0, 1).T)
         return torch.cat(outs), torch.cat(lses)
 
-    def backward(
-        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, entries: Entries, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         dqs, dks, dvs = [], [], []
         grad, out, lse = dout
         num_kv = k.shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels.base import Entries, merge_partials
+from megatron_balance.runtime.kernels.base import Entries, FinalRows, Grads, merge_partials
 
 _BLOCK = 128
 """The fewest query rows of a block of a window."""
@@ -57,9 +57,7 @@ class CpuFlashKernel:
             parts.append(merge_partials(before, _flash(queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)))
         return _rows_first([out for out, _ in parts]), _rows_first([lse for _, lse in parts])
 
-    def backward(
-        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, entries: Entries, dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         # LSE [T, H] becomes [1, H, T], as the operator has it.
         final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T.unsqueeze(0))
@@ -126,13 +124,9 @@ def _masked_blocks(
 
 
 def _window_grad(
-    entries: Entries,
-    at: int,
-    final: tuple[Tensor, Tensor, Tensor],
-    operands: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of an entry of a window, heads first."""
+    entries: Entries, at: int, final: FinalRows, operands: tuple[Tensor, Tensor, Tensor], scale: float
+) -> Grads:
+    """Gradients of an entry of a window, heads first."""
     q, k, v = operands
     (a, _), (c, d), e = entries.q[at], entries.k[at], entries.dout[at][0]
     dqs: list[Tensor] = []
@@ -156,9 +150,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor, scale: float) -
     )
 
 
-def _flash_grad(
-    dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_grad(dout: FinalRows, q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor, scale: float) -> Grads:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(dout[0], q, k, v, dout[1], dout[2], 0.0, mask is True),
         attn_mask=mask if isinstance(mask, Tensor) else None,

@@ -7,7 +7,7 @@ more than the step saves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -17,10 +17,21 @@ import torch
 
 from megatron_balance.compile import order
 from megatron_balance.compile.ping_pong import Cuts
-from megatron_balance.compile.pipeline import CompiledRank
+from megatron_balance.compile.pipeline import CompiledRank, PhaseName
 from megatron_balance.compile.transpose import OpZones, Policy
 from megatron_balance.compile.transpose import places as places_of
-from megatron_balance.ir.arrays import Bools, Ints, Rectangles, as_array, concat, key, num_pairs, run_bounds, trim_pairs
+from megatron_balance.ir.arrays import (
+    Bools,
+    Ints,
+    Rectangles,
+    as_array,
+    concat,
+    key,
+    num_pairs,
+    numbered,
+    run_bounds,
+    trim_pairs,
+)
 from megatron_balance.ir.arrays import union as union_of
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer
 from megatron_balance.ir.mask import CAUSAL, Mask, SlidingWindow
@@ -38,8 +49,8 @@ from megatron_balance.runtime.lower.steps import (
     Launch,
     Operand,
     Packed,
+    PeerMessage,
     Phase,
-    PhaseName,
     Step,
     Sums,
     Value,
@@ -231,14 +242,19 @@ def _mark_merges(steps: Sequence[Step], sizes: Mapping[int, tuple[int, int]]) ->
     for step in steps:
         if isinstance(step, Launch):
             marked.append(step._replace(merges=mark(step.out)))
-        elif isinstance(step, FinishStep) and any(m.kind == Kind.OUT for m in step.exchange.receives):
-            receives = tuple(
-                m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives
-            )
-            marked.append(FinishStep(step.exchange._replace(receives=receives)))
+        elif isinstance(step, FinishStep):
+            marked.append(_received_as(step, (Kind.OUT,), lambda m: m._replace(merges=mark(m.packed))))
         else:
             marked.append(step)
     return marked, tuple(sorted(blank))
+
+
+def _received_as(step: FinishStep, kinds: tuple[Kind, ...], mark: Callable[[PeerMessage], PeerMessage]) -> FinishStep:
+    """A step with its messages of these kinds marked."""
+    exchange = step.exchange
+    if not any(m.kind in kinds for m in exchange.receives):
+        return step
+    return FinishStep(exchange._replace(receives=tuple(mark(m) if m.kind in kinds else m for m in exchange.receives)))
 
 
 def _kept(program: RankProgram, own: Ints) -> Ints:
@@ -269,12 +285,10 @@ def _mark_sums(steps: Sequence[Step], sizes: _SizesOf) -> list[Step]:
                     for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
                 )
                 marked.append(step._replace(dq_sums=dq, dk_sums=dk))
-            case FinishStep(exchange) if any(m.kind in GRADS for m in exchange.receives):
-                receives = tuple(
-                    m._replace(sums=_sums(m.packed, m.kind, begun, sizes)) if m.kind in GRADS else m
-                    for m in exchange.receives
+            case FinishStep():
+                marked.append(
+                    _received_as(step, GRADS, lambda m: m._replace(sums=_sums(m.packed, m.kind, begun, sizes)))
                 )
-                marked.append(FinishStep(exchange._replace(receives=receives)))
             case _:
                 marked.append(step)
     return marked
@@ -298,7 +312,7 @@ def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: _SizesOf) -> Sum
 
 
 def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
-    """(name, count) pairs that one run of these steps adds to its `runtime.counters.Counters`.
+    """(name, count) pairs that one run of these steps adds to its `runtime.recorder.Counters`.
 
     `remap_out`: the exchange that takes a remap's outputs back to their owners.
     """
@@ -392,11 +406,10 @@ class _Launching:
         """The launches of a phase, or None where it has none. `values`: where the phase finds
         queries and keys.
         """
-        indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        if not indices:
+        tables = [(i, op.pairs) for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+        if not tables:
             return None
-        pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
+        pairs, launch, op_of = _by_heads(*numbered(tables, Pair.WIDTH))
         count = len(op_of)
         pairs, launch = _simple_pairs(pairs.T, launch, self.mask)
         sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)

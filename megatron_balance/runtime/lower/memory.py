@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_balance.analysis import wire
 from megatron_balance.analysis.wire import ALIGN, Carried, padded, tensor_bytes
+from megatron_balance.compile.pipeline import PhaseName
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.runtime.groups import Groups
@@ -35,7 +36,6 @@ from megatron_balance.runtime.lower.steps import (
     Packed,
     PeerMessage,
     Phase,
-    PhaseName,
     RowRun,
     Value,
     grads_of,
@@ -142,6 +142,13 @@ def parcel_bytes(messages: Sequence[Carried], form: CallForm) -> int:
     return layout(tuple(messages), form).num_bytes
 
 
+@lru_cache(maxsize=4096)
+def piece_bytes(messages: tuple[Carried, ...], form: CallForm, index: int, count: int) -> int:
+    """Bytes of piece `index` of `count` of messages that go in pieces, alike in every layer."""
+    begin, end = wire.piece_bounds(parcel_bytes(messages, form), count)[index]
+    return end - begin
+
+
 def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -245,6 +252,10 @@ class Views:
         if held is None:
             held = self._made[at] = [self._view(place) for place in self.places[at]]
         return held
+
+    def parts(self, at: int, *, joined: bool) -> tuple[Tensor, ...]:
+        """The tensors of message `at`; `joined`: the two of the pair that it is."""
+        return tuple(self[at][0].unbind(0) if joined else self[at])
 
     def later(self, at: int, part: int, half: int = -1) -> Later:
         """Tensor `part` of message `at`, or half of that pair, made when it is called."""

@@ -27,7 +27,7 @@ from megatron_balance.compile.order import (
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.compile.transpose import OpZones, forward_id
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
+from megatron_balance.ir.arrays import Ints, as_array, numbered, run_bounds
 from megatron_balance.ir.columns import Route, Rows, Transfer
 from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.lower.regions import Indexes, Instance, RegionIndex, RowRange, grouped_runs, pack_runs
@@ -91,9 +91,8 @@ class PhaseMessages:
     def __init__(self, program: RankProgram, ops: Sequence[Op], *, forward: bool, num_buffers: int = 1) -> None:
         self.program, self.ops, self.forward, self.num_buffers = program, ops, forward, num_buffers
         self.sizes: dict[Kind, dict[int, tuple[int, int]]] = {kind: {} for kind in INPUTS}
-        tables = {i: op.transfers for i, op in enumerate(ops) if isinstance(op, Exchange)}
-        rows = concat(list(tables.values()), Transfer.WIDTH)
-        op_of = np.repeat(np.array(list(tables), dtype=np.int64), [len(table) for table in tables.values()])
+        tables = [(i, op.transfers) for i, op in enumerate(ops) if isinstance(op, Exchange)]
+        rows, op_of = numbered(tables, Transfer.WIDTH)
         owned = [self._owned(op) for op in ops] if program.remap_in else [(False, False)] * len(ops)
         mine = rows[:, Transfer.SRC] == program.rank
         self.sent = _messages(rows[mine], op_of[mine], Transfer.DST, [sends for sends, _ in owned])
@@ -279,10 +278,6 @@ _RANK_BITS = 20  # more than a rank or the index of an op takes
 _RANK = (1 << _RANK_BITS) - 1
 
 
-_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
-"""Columns of the ranks that a piece passes, in order."""
-
-
 _PIECE = [Route.SRC, Route.DST, Route.PIECE]
 
 
@@ -322,7 +317,7 @@ def routes_of(
     pairs = table[:, Route.PAIR]
     sizes = np.diff(run_bounds((pairs[1:] != pairs[:-1]).any(axis=1), len(table)))
     counts = np.repeat(sizes, sizes)
-    concerned = (table[:, _STATIONS] == rank).any(axis=1)
+    concerned = (table[:, Route.STATIONS] == rank).any(axis=1)
     table, counts = table[concerned], counts[concerned]
     made: dict[tuple[int, ...], Hop] = {}  # many pieces take the same
 
@@ -375,7 +370,7 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
     piece, the last.
     """
     # [4, n]: source, send proxy, receive proxy, target; a hop goes where two neighbours differ.
-    stations = table.T[_STATIONS]
+    stations = table[:, Route.STATIONS].T
     goes = stations[1:] != stations[:-1]
     leads = np.logical_and.accumulate(~np.insert(goes[:-1], 0, False, axis=0))  # no leg before it
     ends = np.logical_and.accumulate(~np.insert(goes[:0:-1], 0, False, axis=0))[::-1]
@@ -418,9 +413,7 @@ def _of_others(
     (by kind, then heads); and by op the (source, target) pairs that transfer anything whose traffic
     class is not "copied".
     """
-    tables = [op.transfers for op in routed.values()]
-    rows = concat(tables, Transfer.WIDTH)
-    op_of = np.repeat(np.array(list(routed), dtype=np.int64), [len(t) for t in tables])
+    rows, op_of = numbered([(i, op.transfers) for i, op in routed.items()], Transfer.WIDTH)
     moved: dict[int, set[tuple[int, int]]] = {}
     src, dst = rows[:, Transfer.SRC], rows[:, Transfer.DST]
     # Op, source and target in one number, so that one `unique` finds the pairs.

@@ -86,13 +86,6 @@ class MoverCall(NamedTuple):
     moved: tuple[Moved, ...]
 
 
-class _Filled(NamedTuple):
-    """Rows that are copied to a message. `maybe`: only if a tensor that was given has gaps."""
-
-    moved: Moved
-    maybe: bool = False
-
-
 Sites: TypeAlias = dict[tuple[Hashable, int, int], Site]
 """By what it is, buffer, and which of its tensors: where received inputs, sums and the like lie."""
 
@@ -153,8 +146,8 @@ class _Walk:
                     form = self.memory.exchanges[exchange.id]
                     yield MoverCall("send", self.merged(exchange, form))
                     filled = list(self.sent(exchange, form))
-                    yield MoverCall("fill", tuple(one.moved for one in filled if not one.maybe))
-                    yield MoverCall("fill", tuple(one.moved for one in filled))
+                    yield MoverCall("fill", tuple(moved for moved, maybe in filled if not maybe))
+                    yield MoverCall("fill", tuple(moved for moved, _ in filled))
                 case FinishStep(exchange):
                     yield from self.received(exchange, self.memory.exchanges[exchange.id])
         if any(isinstance(step, GradLaunch) for step in self.steps) or self.totals or self.held:
@@ -225,8 +218,10 @@ class _Walk:
         sites = self.placed(form.out.places, ("out", self.phase, exchange.id))
         return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
 
-    def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[_Filled]:
-        """The tensors of messages that are filled; the others are sent from where they lie."""
+    def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[tuple[Moved, bool]]:
+        """The tensors of messages that are filled, and whether only if a given one has gaps; the others
+        are sent from where they lie.
+        """
         for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):
             apart = number < 0  # packed with others it is always filled
             if message.kind == Kind.OUT or (apart and self.stacked(message)):
@@ -234,7 +229,7 @@ class _Walk:
             for tensor in self.sources(message.kind, message.packed, at):
                 lies = self.lies(message, tensor) if apart else "no"
                 if lies != "yes":
-                    yield from [_Filled(one, maybe=lies == "maybe") for one in tensor]
+                    yield from [(one, lies == "maybe") for one in tensor]
 
     def sources(self, kind: Kind, packed: Packed, at: Sequence[Site | None]) -> list[tuple[Moved, ...]]:
         """As `phase_run.PhaseRun.sources`: what each tensor of a message holds rows of. `at`: where it

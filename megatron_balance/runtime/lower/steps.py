@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -239,12 +239,8 @@ class FinishStep(NamedTuple):
 Step: TypeAlias = Launch | GradLaunch | IssueStep | FinishStep
 
 
-PhaseName: TypeAlias = Literal["forward", "backward"]
-BOTH_PHASES: tuple[PhaseName, ...] = ("forward", "backward")
-
-
 Work: TypeAlias = tuple[tuple[str, int], ...]
-"""(name, count) pairs that one run of a phase adds to its `runtime.counters.Counters`."""
+"""(name, count) pairs that one run of a phase adds to its `runtime.recorder.Counters`."""
 
 
 @dataclass(frozen=True, slots=True)

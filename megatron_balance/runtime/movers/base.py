@@ -1,6 +1,6 @@
 """Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
 
-`movers.plain` is torch, run by run: the CPU's, and the one that the other is tested against.
+`PlainMover` is torch, run by run: the CPU's, and the one that the other is tested against.
 `movers.triton` does each call in one launch where it can. No mover uses atomics: every destination
 row is written by one thread block, in an order that depends on the plan alone.
 
@@ -9,7 +9,7 @@ Shape legend: T rows of a buffer, N packed rows, H heads, D elements of a head, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_balance.runtime.kernels.base import merge_partials
 from megatron_balance.runtime.lower.memory import CallForm, Later, made
 from megatron_balance.runtime.lower.moves import MoverCall
-from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.steps import Packed, RowRun
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
@@ -33,15 +33,18 @@ less than half of merging each as it comes; more of them would take more memory 
 does."""
 
 
-class Fill(NamedTuple):
-    """Packed rows taken from buffers.
+class RowMove(NamedTuple):
+    """Packed rows that are taken from buffers (`Mover.fill`), written to them or added.
 
-    `sources`: of each run, its buffer [T, H, ...]; `target`: [N, H, ...].
+    `buffers`: of each run, its buffer [T, H, ...]; `own`: the packed rows [N, H, ...]; `fresh`, of an
+    addition: numbers of the runs whose buffers were never written: what is added begins them, and all
+    other rows become zero.
     """
 
     packed: Packed
-    sources: Sequence[Tensor]
-    target: Tensor | Later
+    buffers: Sequence[Tensor]
+    own: Tensor | Later
+    fresh: tuple[int, ...] = ()
 
 
 class Sent(NamedTuple):
@@ -52,19 +55,6 @@ class Sent(NamedTuple):
     packed: Packed
     out: Tensor | Later
     lse: Tensor | Later
-
-
-class Place(NamedTuple):
-    """Packed rows written, or added, to rows of buffers.
-
-    `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...]; `fresh`: numbers of the
-    runs whose buffers were never written: what is added begins them, and all other rows become zero.
-    """
-
-    packed: Packed
-    source: Tensor | Later
-    targets: Sequence[Tensor]
-    fresh: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +116,16 @@ class Mover(Protocol):
         """
         ...
 
-    def fill(self, fills: Sequence[Fill]) -> None:
-        """Fill the targets; types are converted."""
+    def fill(self, moves: Sequence[RowMove]) -> None:
+        """Fill packed rows from their buffers; types are converted."""
         ...
 
-    def place(self, places: Sequence[Place]) -> None:
-        """Write the sources to their rows. No row and head is named twice in one call."""
+    def place(self, moves: Sequence[RowMove]) -> None:
+        """Write packed rows to their buffers. No row and head is named twice in one call."""
         ...
 
-    def add(self, places: Sequence[Place]) -> None:
-        """Add the sources to their rows. A row may be named often, in one place and in several."""
+    def add(self, moves: Sequence[RowMove]) -> None:
+        """Add packed rows to their buffers. A row may be named often, in one move and in several."""
         ...
 
     def partials(self, space: Space) -> Partials:
@@ -143,16 +133,30 @@ class Mover(Protocol):
         ...
 
 
-def rows_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    """Rows [start, stop) and heads [head, head + num_heads) of `x`: a view; `x` itself if that is
-    all of it.
+def heads_view(x: Tensor, head: int, num_heads: int, dim: int = 1) -> Tensor:
+    """Heads [head, head + num_heads) of `x`: a view; `x` itself if that is all of it."""
+    return x if num_heads == x.shape[dim] else x.narrow(dim, head, num_heads)
+
+
+def buffer_rows(x: Tensor, run: RowRun, dim: int = 0) -> Tensor:
+    """The rows and heads of a run in its buffer [..., T, H, ...], where they are consecutive: a view.
+    `dim`: of the rows.
     """
-    rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
-    return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
+    rows = x if run.count == x.shape[dim] else x.narrow(dim, run.start, run.count)
+    return heads_view(rows, run.buffer_head, run.num_heads, dim + 1)
 
 
-def heads_view(x: Tensor, head: int, num_heads: int) -> Tensor:
-    return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)
+def _packed_rows(x: Tensor, run: RowRun) -> Tensor:
+    rows = x if run.count == x.shape[0] else x.narrow(0, run.row, run.count)
+    return heads_view(rows, run.head, run.num_heads)
+
+
+def _runs_of(moves: Sequence[RowMove]) -> Iterator[tuple[RowRun, Tensor | None, Tensor, Tensor]]:
+    """Every run, its index, its buffer and its packed rows."""
+    for move in moves:
+        own = made(move.own)
+        for run, index, buffer in zip(move.packed.runs, move.packed.indices, move.buffers, strict=True):
+            yield run, index, buffer, _packed_rows(own, run)
 
 
 # Rows moved and partials merged with torch's own calls, run by run.
@@ -169,37 +173,28 @@ class PlainMover:
         del moves, sizes, form  # runs are copied one by one
         return ()
 
-    def fill(self, fills: Sequence[Fill]) -> None:
-        for packed, sources, into in fills:
-            target = made(into)
-            for run, index, source in zip(packed.runs, packed.indices, sources, strict=True):
-                if index is None:
-                    taken = rows_view(source, run.start, run.stop, run.buffer_head, run.num_heads)
-                else:
-                    taken = heads_view(source.index_select(0, index), run.buffer_head, run.num_heads)
-                rows_view(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
+    def fill(self, moves: Sequence[RowMove]) -> None:
+        for run, index, buffer, own in _runs_of(moves):
+            if index is None:
+                own.copy_(buffer_rows(buffer, run))
+            else:
+                own.copy_(heads_view(buffer.index_select(0, index), run.buffer_head, run.num_heads))
 
-    def place(self, places: Sequence[Place]) -> None:
-        for packed, of, targets, _ in places:
-            source = made(of)
-            for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
-                own = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
-                if index is None:
-                    rows_view(target, run.start, run.stop, run.buffer_head, run.num_heads).copy_(own)
-                else:
-                    heads_view(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
+    def place(self, moves: Sequence[RowMove]) -> None:
+        for run, index, buffer, own in _runs_of(moves):
+            if index is None:
+                buffer_rows(buffer, run).copy_(own)
+            else:
+                heads_view(buffer, run.buffer_head, run.num_heads)[index] = own.to(buffer.dtype)
 
-    def add(self, places: Sequence[Place]) -> None:
-        for target in {id(x): x for place in places for x in map(place.targets.__getitem__, place.fresh)}.values():
-            target.zero_()
-        for packed, of, targets, _ in places:
-            source = made(of)
-            for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
-                added = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
-                if index is None:
-                    rows_view(target, run.start, run.stop, run.buffer_head, run.num_heads).add_(added)
-                else:
-                    heads_view(target, run.buffer_head, run.num_heads).index_add_(0, index, added.to(target.dtype))
+    def add(self, moves: Sequence[RowMove]) -> None:
+        for buffer in {id(x): x for move in moves for x in map(move.buffers.__getitem__, move.fresh)}.values():
+            buffer.zero_()
+        for run, index, buffer, own in _runs_of(moves):
+            if index is None:
+                buffer_rows(buffer, run).add_(own)
+            else:
+                heads_view(buffer, run.buffer_head, run.num_heads).index_add_(0, index, own.to(buffer.dtype))
 
     def partials(self, space: Space) -> Partials:
         return _PlainPartials(space, self)
@@ -235,11 +230,10 @@ class _PlainPartials:
                 self.out[run.buffer], self.lse[run.buffer] = out.to(self.space.wide), lse
                 continue
             self.make(run.buffer)
-            new_out = rows_view(out, run.row, run.row + run.count, run.head, run.num_heads)
-            new_lse = rows_view(lse, run.row, run.row + run.count, run.head, run.num_heads)
+            new_out, new_lse = _packed_rows(out, run), _packed_rows(lse, run)
             held = self.out[run.buffer], self.lse[run.buffer]
             if index is None:
-                held_out, held_lse = (rows_view(x, run.start, run.stop, run.buffer_head, run.num_heads) for x in held)
+                held_out, held_lse = (buffer_rows(x, run) for x in held)
                 if merging:
                     new_out, new_lse = merge_partials((held_out, held_lse), (new_out, new_lse))
                 held_out.copy_(new_out)
@@ -254,10 +248,7 @@ class _PlainPartials:
     def as_they_lie(self, packed: Packed) -> tuple[Tensor, Tensor] | None:
         if packed.direct and self.space.dtype == self.space.wide:
             run = packed.runs[0]
-            out, lse = (
-                rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
-                for held in (self.out, self.lse)
-            )
+            out, lse = (buffer_rows(held[run.buffer], run) for held in (self.out, self.lse))
             if out.is_contiguous() and lse.is_contiguous():
                 return out, lse  # nothing is added to them any more
         return None
@@ -265,7 +256,7 @@ class _PlainPartials:
     def send(self, messages: Sequence[Sent]) -> None:
         for packed, out, lse in messages:
             for held, target in ((self.out, out), (self.lse, lse)):
-                self.mover.fill([Fill(packed, [held[run.buffer] for run in packed.runs], target)])
+                self.mover.fill([RowMove(packed, [held[run.buffer] for run in packed.runs], target)])
 
     def final(self) -> tuple[Tensor, Tensor]:
         self.make(0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import SEVERAL, Groups, HostTimes, ThreadCall
-from megatron_balance.runtime.lower.memory import Block, CallForm, as_bytes, is_collective, pack, parcel_bytes
+from megatron_balance.runtime.lower.memory import Block, CallForm, as_bytes, is_collective, pack, piece_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, Piece, RelayTask
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
 
@@ -257,7 +257,8 @@ class Gloo:
         self.expected: dict[int, Sequence[Parcel] | Block] = {}  # receives of collectives not yet issued
         self.under_way: dict[int, _GlooCalls] = {}
         self.leaving: dict[int, _GlooCalls] = {}  # exchanges whose sends may still be under way
-        self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
+        self.relays = [_Relay(relay_tasks, form, groups, trace) for relay_tasks in phase.relay_tasks]
+        self.relaying: list[ThreadCall] = groups.workers.run([relay.pass_on for relay in self.relays])
 
     def expect(
         self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
@@ -319,16 +320,25 @@ class Gloo:
     def end(self) -> None:
         """Wait for the end of every exchange, and of relaying: RuntimeError where that failed."""
         self.let_go(list(self.leaving))
-        if self.relay is not None:
-            self.relay.finish(self.traffic)
+        for call in self.relaying:
+            call.wait()
+        self.raise_relays_error()
+        for relay in self.relays:
+            self.traffic.relayed_bytes += relay.num_bytes
+            self.traffic.inter_node_bytes_received += relay.crossed_in
+            self.traffic.inter_node_bytes_sent += relay.crossed_out
 
     def fail(self) -> None:
         """Abort after an error: unblock peers that wait for this rank; raise relaying's behind it."""
-        if self.relay is not None:
-            self.relay.raise_error()
+        self.raise_relays_error()
         break_off(self.groups.pool)
-        if self.relay is not None:
-            self.relay.abandon()
+        for call in self.relaying:  # they end soon, since all connections are closed
+            call.wait(_PATIENCE_S)
+
+    def raise_relays_error(self) -> None:
+        for relay in self.relays:
+            if relay.error is not None:
+                raise relay.error
 
 
 _AHEAD = 16  # receives posted before the first of them is waited for
@@ -343,41 +353,9 @@ _PATIENCE_S = 5.0
 _CPU = torch.device("cpu")
 
 
-class Relay:
-    """All relay tasks of a rank in one run of a phase."""
-
-    def __init__(
-        self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: CallForm, groups: Groups, trace: Trace | None
-    ) -> None:
-        self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
-        self.jobs: list[ThreadCall] = groups.workers.run([thread.pass_on for thread in self.threads])
-
-    def raise_error(self) -> None:
-        """Raise the error of a relay task, if one met any."""
-        for thread in self.threads:
-            if thread.error is not None:
-                raise thread.error
-
-    def abandon(self) -> None:
-        """Wait a while for the threads to end after an error. They do, since all connections are
-        closed.
-        """
-        for job in self.jobs:
-            job.wait(_PATIENCE_S)
-
-    def finish(self, traffic: PhaseTraffic) -> None:
-        for job in self.jobs:
-            job.wait()
-        self.raise_error()
-        for thread in self.threads:
-            traffic.relayed_bytes += thread.num_bytes
-            traffic.inter_node_bytes_received += thread.crossed_in
-            traffic.inter_node_bytes_sent += thread.crossed_out
-
-
-class _Thread:
-    """One group of relay tasks, in order. `num_bytes`: sent on so far; of those `crossed_in`,
-    `crossed_out` nodes.
+class _Relay:
+    """One group of relay tasks, in order, in its own thread. `num_bytes`: sent on so far; of these
+    `crossed_in`, `crossed_out` nodes.
     """
 
     def __init__(self, relay_tasks: Sequence[RelayTask], form: CallForm, groups: Groups, trace: Trace | None) -> None:
@@ -416,11 +394,9 @@ class _Thread:
 
     def sized(self) -> Iterator[tuple[RelayTask, int]]:
         for relay_task in self.relay_tasks:
-            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), relay_task.route.count)[
-                relay_task.route.index
-            ]
-            if begin < end:
-                yield relay_task, end - begin
+            num_bytes = piece_bytes(relay_task.carried, self.form, relay_task.route.index, relay_task.route.count)
+            if num_bytes:
+                yield relay_task, num_bytes
 
     def post(
         self, upcoming: Iterator[tuple[RelayTask, int]], posted: deque[tuple[RelayTask, Tensor, dist.Work, float]]

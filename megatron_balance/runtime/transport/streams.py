@@ -4,7 +4,7 @@ The host waits for nothing: what ranks must connect they connect when they bind 
 Each stream of `compile.order.stream_name` has a communicator of its own
 (`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
 messages by their order between two ranks; ranks issue exchanges in one order
-(`compile.issue_order`), their legs and streams as `compile.proof.issued` has them, and messages
+(`compile.order`), their legs and streams as `compile.proof.runs` has them, and messages
 within a batch by source, target and piece. Collectives have streams too, but go by the
 communicators of their ranks.
 """
@@ -15,18 +15,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from megatron_balance.analysis.wire import Carried, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.cuda import StreamMessage, Streams
 from megatron_balance.runtime.groups import Behind, Groups, StreamPair
-from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, parcel_bytes
+from megatron_balance.runtime.lower.memory import Block, CallForm, is_collective, piece_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, IssueStep, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
@@ -74,12 +73,6 @@ class _Batches:
     def places(self) -> list[_Place]:
         """In the order in which every rank issues them."""
         return sorted(self.transfers, key=lambda place: (("direct", *LEGS).index(place[0]), place[1]))
-
-
-@lru_cache(maxsize=4096)
-def _relayed(carried: tuple[Carried, ...], form: CallForm, count: int) -> list[tuple[int, int]]:
-    """Bounds of the pieces of a parcel, alike in every layer."""
-    return piece_bounds(parcel_bytes(carried, form), count)
 
 
 class Streamed:
@@ -223,10 +216,10 @@ class Streamed:
         """Add relayed pieces: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
             route = relay_task.route
-            begin, end = _relayed(relay_task.carried, self.form, route.count)[route.index]
-            if begin == end:
+            num_bytes = piece_bytes(relay_task.carried, self.form, route.index, route.count)
+            if not num_bytes:
                 continue
-            x = self.streams.of(route.arrives.stream).empty(end - begin)
+            x = self.streams.of(route.arrives.stream).empty(num_bytes)
             for hop, sends in ((route.arrives, False), (route.leaves, True)):
                 batches.add((hop.leg, hop.stream), StreamMessage(route.src, route.dst, route.index, sends, hop.peer, x))
                 self.record(relay_task, hop)

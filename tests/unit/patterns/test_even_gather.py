@@ -12,11 +12,11 @@ from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.columns import Fragment, Pair
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Attend, Exchange
-from megatron_balance.patterns import ring
-from megatron_balance.patterns.ring import INDEX, START, STOP
+from megatron_balance.patterns import zigzag
+from megatron_balance.patterns.zigzag import INDEX, START, STOP
 from tests.support.by_hand import plan, pool
 
-CUTS = {"documents": ring.of_documents, "sequence": ring.of_sequence}
+CUTS = {"documents": zigzag.of_documents, "sequence": zigzag.of_sequence}
 each_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 each_pattern = pytest.mark.parametrize("pattern", ["gather_documents", "gather_sequence"])
 
@@ -24,7 +24,7 @@ lengths_of = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 40), st.intege
 sizes = st.integers(1, 12)
 
 
-def by_rank(lengths: list[int], size: int, cut=ring.of_documents) -> list[list[tuple[int, int, int]]]:
+def by_rank(lengths: list[int], size: int, cut=zigzag.of_documents) -> list[list[tuple[int, int, int]]]:
     """(place, start, stop) of each rank's chunks."""
     table = cut(np.array(lengths, dtype=np.int64), size)
     return [[(p, a, b) for i, p, a, b in table.tolist() if i == rank] for rank in range(size)]
@@ -61,13 +61,13 @@ def test_documents_shorter_than_2g_tokens_go_to_the_ranks_whose_turn_it_is() -> 
 
 
 def test_a_packed_sequence_is_cut_where_its_chunks_end_not_where_documents_do() -> None:
-    assert by_rank([6, 10], 2, ring.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
+    assert by_rank([6, 10], 2, zigzag.of_sequence) == [[(0, 0, 4), (1, 6, 10)], [(0, 4, 6), (1, 0, 6)]]
 
 
 @given(lengths=st.lists(st.integers(64, 3000), min_size=1, max_size=12), size=st.integers(2, 8))
 def test_documents_cut_each_on_its_own_give_ranks_nearly_equal_attention(lengths: list[int], size: int) -> None:
     """Pairs differ from the mean by less than the longest documents' rows of a token or two."""
-    table = ring.of_documents(np.array(lengths, dtype=np.int64), size)
+    table = zigzag.of_documents(np.array(lengths, dtype=np.int64), size)
     stop, start = table[:, STOP], table[:, START]
     pairs = sums(table[:, INDEX], (stop * (stop + 1) - start * (start + 1)) // 2, size)
     assert abs(pairs - pairs.mean()).max() <= sum(lengths) + max(lengths)

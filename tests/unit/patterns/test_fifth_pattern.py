@@ -13,10 +13,10 @@ from megatron_balance.analysis.backward import largest_exchange
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.rounds import coupled
 from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.order import IssueOrder, issue_orders
 from megatron_balance.compile.pipeline import Projector, expand
 from megatron_balance.compile.proof.meaning import verify
+from megatron_balance.compile.remap import fragments
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.arrays import Ints, as_rows

@@ -16,9 +16,9 @@ from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.text import text
-from megatron_balance.patterns import ring as zigzag_module
+from megatron_balance.patterns import zigzag as zigzag_module
 from megatron_balance.patterns.head_exchange import head_slices
-from megatron_balance.patterns.ring import fragments, tokens, zigzag
+from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
 from tests.support import by_hand
 from tests.support.by_hand import plan, pool
 

@@ -14,9 +14,9 @@ from megatron_balance import make_planner
 from megatron_balance.analysis.estimate import estimate as plan_estimate
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics, tokens_per_rank
-from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.proof.runs import issued, verify_issue_order
+from megatron_balance.compile.remap import fragments
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError

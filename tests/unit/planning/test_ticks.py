@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Rows
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import Cell, Tick, _fingerprint_of_ticks
+from megatron_balance.ir.step import Cell, StepPlan, Tick
 from megatron_balance.planning.ticks import neighbour, passes_on, plan_ticks, ticks
 from megatron_balance.simulator import pipeline
 from tests.support import by_hand
@@ -129,7 +129,7 @@ def test_the_microbatches_of_a_tick_lie_side_by_side() -> None:
     assert asked[1] == ((8, 4, 6), [(0, 0, 0, 4), (1, 0, 4, 8), (2, 1, 0, 2), (2, 2, 0, 3), (3, 1, 2, 4), (3, 2, 3, 6)])
     assert made[4].tick.first_sequence(1, [2, 1]) == 2
     assert made[5].tick.microbatches == (1, None)
-    assert len({_fingerprint_of_ticks(made[:n]) for n in range(7)}) == 7
+    assert len({StepPlan((), (), (tuple(made[:n]),)).fingerprint() for n in range(7)}) == 7
 
 
 def test_ticks_of_the_same_microbatches_are_planned_once() -> None:

@@ -19,7 +19,7 @@ FORBIDDEN = {
     "The library torch only": ("planners/baselines.py", "torch"),
     "Planners do not know one another": ("planners/baselines.py", "megatron_balance.planners.zeppelin"),
     "The library megatron only": ("cli/plan.py", "megatron.core"),
-    "Planning imports no configuration library": ("patterns/ring.py", "yaml"),
+    "Planning imports no configuration library": ("patterns/zigzag.py", "yaml"),
 }
 """By contract, a file and an import in it that breaks it."""
 

@@ -24,7 +24,7 @@ from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.patterns import ring
+from megatron_balance.patterns import head_ring, zigzag
 from megatron_balance.patterns.base import HeadsThenHops, HopByHop
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers, with_layers
@@ -154,9 +154,9 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
     mask=st.sampled_from([CAUSAL, FULL]),
 )
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
-    cut = ring.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
-    forward, back = ring.walks(cut)
-    for walked, blocks in ((forward, ring.hops_of(cut)), (back, ring.hops_of(cut, back=True))):
+    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
+    forward, back = head_ring.walks(cut)
+    for walked, blocks in ((forward, head_ring.hops_of(cut)), (back, head_ring.hops_of(cut, back=True))):
         assert blocks.reach is not None
         tokens = (blocks.rows[:, 2] - blocks.rows[:, 1]).reshape(size, -1)
         for hop in range(1, size):
@@ -191,7 +191,7 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
     machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
     planned = pool("ring", size, 8, lengths, heads=32)
     each = tables.Tables(planned, machine).zones[0]
-    monkeypatch.setattr(ring, "_EXACT", 0)
+    monkeypatch.setattr(head_ring, "_EXACT", 0)
     by_kind = tables.Tables(planned, machine).zones[0]
     assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
     assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)

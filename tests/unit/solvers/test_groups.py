@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.patterns import ring
+from megatron_balance.patterns import zigzag
 from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens, sizes
 
 
@@ -49,6 +49,6 @@ def test_groups_are_disjoint_and_of_the_wanted_sizes(wanted: list[int], node_siz
 
 @given(length=st.integers(1, 500), size=st.integers(1, 16))
 def test_no_rank_of_a_zigzag_holds_more_than_its_counted_tokens(length: int, size: int) -> None:
-    cut = ring.zigzag(np.array([length]), np.array([0]), size)
-    held = [sum(stop - start for _, start, stop in ring.fragments(cut, i).tolist()) for i in range(size)]
+    cut = zigzag.zigzag(np.array([length]), np.array([0]), size)
+    held = [sum(stop - start for _, start, stop in zigzag.fragments(cut, i).tolist()) for i in range(size)]
     assert max(held) <= rank_tokens(length, size) <= max(held) + 1

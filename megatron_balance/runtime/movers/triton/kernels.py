@@ -2,12 +2,12 @@
 
 `movers.triton.mover` launches them. Every tensor is rows of heads of `dim` elements, the last two
 without gaps, rows at any stride. A table of blocks, made once for a bound plan
-(`movers.triton.tables`), says which rows go where, so that a launch takes no work on the host but
+(`movers.triton.mover`), says which rows go where, so that a launch takes no work on the host but
 its arguments. Offsets are of 64 bits: rows x stride exceed 2**31 elements at 64k tokens of 256
 heads of 128. No atomics: each destination row is written by one program.
 
 Triton compiles a kernel anew for every number of tensors, type, alignment, constant, and integer
-that is 1 or a multiple of 16. Here those are few and known (`movers.triton.variants`): a launch has
+that is 1 or a multiple of 16. Here those are few and known (`movers.triton.mover.build`): a launch has
 tensors of one kind, in a fixed number of places; integers are never specialised. `VEC`: elements of
 16 bytes, where `dim` is a multiple, else 1. Strides come in units of it, and data begins at a
 multiple of 16 bytes, so the compiler can use accesses of 16 bytes. Integers in tuples come as

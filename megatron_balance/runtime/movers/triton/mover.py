@@ -2,23 +2,27 @@
 
 A launch moves tensors of one kind: type of the sources, type of the targets, elements of a head. It
 has `PLACES` for them and fills what it does not need, so that its compiled variants are those of
-`movers.triton.variants`, built when training starts.
+`build`, made when training starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.lower.memory import CallForm, made, wide_dtype
 from megatron_balance.runtime.lower.moves import Alike, Call, Moved, MoverCall, Site
-from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import HELD_PARTS, Fill, Partials, Place, PlainMover, Sent, Space
+from megatron_balance.runtime.lower.steps import Packed, RowRun
+from megatron_balance.runtime.movers.base import HELD_PARTS, Partials, PlainMover, RowMove, Sent, Space
 from megatron_balance.runtime.movers.triton.kernels import (
     BLOCK_ROWS,
     AddBlock,
@@ -28,22 +32,13 @@ from megatron_balance.runtime.movers.triton.kernels import (
     disguised,
     merge_rows,
 )
-from megatron_balance.runtime.movers.triton.tables import (
-    MAX_PAIRS,
-    BlockTable,
-    Entry,
-    Pair,
-    RowMap,
-    SendTable,
-    Share,
-    add_tables,
-    copy_tables,
-    row_maps,
-    send_table,
-)
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 T = TypeVar("T")
+MAX_PAIRS = 8
+"""Tensor pairs of one launch. The kernels have a branch for each."""
+UNIT = 16
+"""Bytes that begins in a table are counted in."""
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
 """Of one row in a program: eight such rows are 128 bytes for each of its 128 threads."""
@@ -58,6 +53,451 @@ MERGE_TILE, MERGE_ROWS = 2048, 16
 not compile it for Hopper with 32 or 64 rows on four warps, which heads of 17 to 64 elements had."""
 
 
+# Tables of blocks for the kernels, from the runs of packed tensors. NumPy, once for a bound plan.
+
+_TablePair = tuple[int, int]
+"""(place of a packed tensor in the call, run of it whose buffer is meant)."""
+
+
+class _Share(NamedTuple):
+    """A tensor that lies in the memory of a pair's, which stands for it: `begin` bytes and `rows`
+    of its rows behind that one. `own`: the packed rows, not the buffer.
+    """
+
+    own: bool
+    pair: _TablePair
+    stands_for: _TablePair
+    begin: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTable:
+    """Blocks of one launch.
+
+    `pairs`: the tensors that it is given. `blocks`: int32 [blocks, `CopyBlock.WIDTH` or
+    `AddBlock.WIDTH`]; `index`: int32, the lists that blocks name by where they begin. `heads`: of the
+    widest block. `shares`: tensors that it is not given, since they lie in another's memory.
+    """
+
+    pairs: tuple[_TablePair, ...]
+    blocks: Tensor
+    index: Tensor
+    heads: int
+    shares: tuple[_Share, ...] = ()
+
+
+class _Sides(NamedTuple):
+    buffer: Site
+    own: Site
+
+    @classmethod
+    def of(cls, moved: Moved, place: int, run_at: int) -> _Sides:
+        buffer = moved.of[run_at] if moved.of else Site(("buffer", place, moved.packed.runs[run_at].buffer))
+        return cls(buffer, moved.own or Site(("own", place)))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for moves that one pair of tensors serves."""
+        return tuple([(site.memory, site.row, site.begin % UNIT) for site in self])
+
+
+class _TableBuilder:
+    """A launch as it is put together."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.pairs: list[_TablePair] = []
+        self.sides: list[_Sides] = []  # of each pair
+        self.shares: list[_Share] = []
+        self.blocks: list[Ints] = []
+        self.index: list[Ints] = []
+        self.num_index = 0
+
+    def behind(self, number: int, sides: _Sides, pair: _TablePair) -> tuple[list[int], list[int]]:
+        """How far the tensors of a move lie behind those of pair `number`: units, and rows."""
+        begins, rows = [], []
+        for own, (site, base) in enumerate(zip(sides, self.sides[number], strict=True)):
+            begin, row = site.begin - base.begin, site.first_row - base.first_row
+            begins.append(begin // UNIT)
+            rows.append(row)
+            if pair != self.pairs[number]:
+                self.shares.append(_Share(bool(own), pair, self.pairs[number], begin, row))
+        return begins, rows
+
+    def listed(self, rows: Ints) -> int:
+        self.index.append(rows)
+        self.num_index += len(rows)
+        return self.num_index - len(rows)
+
+    def done(self, device: torch.device) -> _BlockTable:
+        blocks = np.concatenate(self.blocks) if self.blocks else np.empty((0, self.width), dtype=np.int64)
+        index = np.concatenate(self.index) if self.index else np.zeros(1, dtype=np.int64)
+        heads = int(blocks[:, CopyBlock.HEADS].max()) if len(blocks) else 0  # the same column of both
+        shares = tuple(dict.fromkeys(self.shares))
+        return _BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads, shares)
+
+
+def _to(device: torch.device, values: Ints) -> Tensor:
+    """Values as int32 on the device: no row number needs more than 31 bits."""
+    assert values.size == 0 or int(values.max()) < 1 << 31, int(values.max())
+    return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # no wait
+
+
+def _copy_tables(moved: Sequence[Moved], device: torch.device, *, take: bool) -> list[_BlockTable]:
+    """Launches that copy all runs of the packed tensors: usually one. `take`: from their buffers,
+    else to them.
+    """
+    launches: list[_TableBuilder] = []
+    numbers: dict[tuple[object, ...], int] = {}
+    for place, one in enumerate(moved):
+        for run_at, run in enumerate(one.packed.runs):
+            if not run.count:
+                continue
+            sides = _Sides.of(one, place, run_at)
+            pair = _numbered(launches, numbers, sides, (place, run_at), CopyBlock.WIDTH)
+            launch = launches[-1]
+            begins, rows = launch.behind(pair, sides, (place, run_at))
+            starts = np.arange(0, run.count, BLOCK_ROWS)
+            # (first row, place of its list in the index) of each block, of both sides; -1: no list.
+            at = -1 if run.index is None else launch.listed(run.index + rows[0])
+            inside = (starts + run.start + rows[0], np.full(len(starts), -1)) if at < 0 else (starts, starts + at)
+            packed_side = (starts + run.row + rows[1], np.full(len(starts), -1))
+            heads = (run.buffer_head, run.head)
+            sources, targets = (inside, packed_side), (packed_side, inside)
+            source, target = sources if take else targets
+            blocks = np.empty((len(starts), CopyBlock.WIDTH), dtype=np.int64)
+            blocks[:, CopyBlock.PAIR] = pair
+            blocks[:, CopyBlock.SOURCE_ROW], blocks[:, CopyBlock.SOURCE_LIST] = source
+            blocks[:, CopyBlock.TARGET_ROW], blocks[:, CopyBlock.TARGET_LIST] = target
+            blocks[:, CopyBlock.COUNT] = np.minimum(BLOCK_ROWS, run.count - starts)
+            blocks[:, CopyBlock.SOURCE_HEAD], blocks[:, CopyBlock.TARGET_HEAD] = heads if take else heads[::-1]
+            blocks[:, CopyBlock.SOURCE_BEGIN], blocks[:, CopyBlock.TARGET_BEGIN] = begins if take else begins[::-1]
+            blocks[:, CopyBlock.HEADS] = run.num_heads
+            launch.blocks.append(blocks)
+    return [launch.done(device) for launch in launches]
+
+
+def _numbered(
+    launches: list[_TableBuilder], numbers: dict[tuple[object, ...], int], sides: _Sides, pair: _TablePair, width: int
+) -> int:
+    """The number of a pair of tensors in the last launch; a new one is begun if that is full."""
+    key = sides.key
+    if key not in numbers:
+        if not launches or len(launches[-1].pairs) == MAX_PAIRS:
+            launches.append(_TableBuilder(width))
+            numbers.clear()
+        numbers[key] = len(launches[-1].pairs)
+        launches[-1].pairs.append(pair)
+        launches[-1].sides.append(sides)
+    return numbers[key]
+
+
+def _rows(run: RowRun) -> tuple[Ints, Ints]:
+    """Rows of the buffer, and packed rows, of a run, [count] each."""
+    of_buffer = np.arange(run.start, run.stop) if run.index is None else run.index
+    return of_buffer, np.arange(run.row, run.row + run.count)
+
+
+class _AddedRows(NamedTuple):
+    sides: _Sides
+    pair: _TablePair
+    of_buffer: Ints
+    packed: Ints
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Rows that one program may add: to the same heads of one tensor, from one memory. `low`,
+    `high`: bounds of the target rows.
+    """
+
+    head: int
+    buffer_head: int
+    num_heads: int
+    added: list[_AddedRows] = field(default_factory=list[_AddedRows])
+    low: int = 0
+    high: int = 0
+
+    @property
+    def target(self) -> Site:
+        return self.added[0].sides.buffer
+
+    def append(self, one: _AddedRows) -> None:
+        low, high = int(one.of_buffer.min()), int(one.of_buffer.max()) + 1
+        self.low, self.high = (min(self.low, low), max(self.high, high)) if self.added else (low, high)
+        self.added.append(one)
+
+    def meets(self, other: _Sum) -> bool:
+        if (
+            self.target != other.target
+            or self.buffer_head >= other.buffer_head + other.num_heads
+            or other.buffer_head >= self.buffer_head + self.num_heads
+            or self.low >= other.high
+            or other.low >= self.high
+        ):
+            return False
+        return bool(np.isin(self.target_rows(), other.target_rows()).any())
+
+    def target_rows(self) -> Ints:
+        return np.concatenate([one.of_buffer for one in self.added])
+
+
+def add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
+    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
+
+    Usually one; more where an element gets rows from several memories, or heads of the same rows are
+    split differently, since no two programs of a launch may write the same element.
+    """
+    sums: dict[tuple[object, ...], _Sum] = {}
+    fresh: dict[Site, tuple[tuple[int, int], _Sides, _TablePair]] = {}
+    for place, one in enumerate(moved):
+        sizes = dict(one.fresh)
+        for run_at, run in enumerate(one.packed.runs):
+            sides = _Sides.of(one, place, run_at)
+            if run_at in sizes:
+                fresh[sides.buffer] = sizes[run_at], sides, (place, run_at)
+            if run.count:
+                heads = (run.head, run.buffer_head, run.num_heads)
+                key = (sides.buffer, sides.key, *heads)
+                sums.setdefault(key, _Sum(*heads)).append(_AddedRows(sides, (place, run_at), *_rows(run)))
+    waves: list[list[_Sum]] = [[]]
+    for one in sums.values():
+        # Behind the last launch that writes a row and head in common.
+        at = next((at + 1 for at in range(len(waves) - 1, -1, -1) if any(map(one.meets, waves[at]))), 0)
+        if at == len(waves):
+            waves.append([])
+        waves[at].append(one)
+    tables: list[_BlockTable] = []
+    for wave, of_wave in enumerate(waves):
+        launches: list[_TableBuilder] = []
+        numbers: dict[tuple[object, ...], int] = {}
+        first = {} if wave else fresh
+        for one in of_wave:
+            number = _numbered(launches, numbers, one.added[0].sides, one.added[0].pair, AddBlock.WIDTH)
+            _add_blocks(launches[-1], number, one, fresh=one.target in first)
+        for target, (size, sides, pair) in first.items():
+            for heads, rows in _blank([one for one in of_wave if one.target == target], size):
+                number = _numbered(launches, numbers, sides, pair, AddBlock.WIDTH)
+                begins, behind = launches[-1].behind(number, sides, pair)
+                _blank_blocks(launches[-1], number, (begins[0], heads), rows + behind[0])
+        tables += [launch.done(device) for launch in launches]
+    return tables
+
+
+def _blank(sums: Sequence[_Sum], size: tuple[int, int]) -> Iterator[tuple[tuple[int, int], Ints]]:
+    """Rows and heads of a tensor of `size` (rows, heads) that no sum writes: ((head, heads), rows)."""
+    edges = sorted({0, size[1], *(e for one in sums for e in (one.buffer_head, one.buffer_head + one.num_heads))})
+    for head, stop in pairwise(edges):
+        written = np.zeros(size[0], dtype=np.bool_)
+        for one in sums:
+            if one.buffer_head <= head < one.buffer_head + one.num_heads:
+                written[one.target_rows()] = True
+        if not written.all():
+            yield (head, stop - head), np.flatnonzero(~written)
+
+
+def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -> None:
+    lies = [launch.behind(number, each.sides, each.pair) for each in one.added]
+    of_buffer = np.concatenate([each.of_buffer + rows[0] for each, (_, rows) in zip(one.added, lies, strict=True)])
+    packed = np.concatenate([each.packed + rows[1] for each, (_, rows) in zip(one.added, lies, strict=True)])
+    begin = np.concatenate([np.full(len(each.packed), at[1]) for each, (at, _) in zip(one.added, lies, strict=True)])
+    # Sources of one target row stand together, in the order of the plan: sums do not depend on time.
+    order = np.argsort(of_buffer, kind="stable")
+    # `first`, `counts`: where the sources of each target row begin in `order`, and how many there are.
+    targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
+    sources = launch.listed(packed[order])
+    launch.listed(begin[order])
+    blocks = _blocks_to(launch, number, targets, (first + sources, counts))
+    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = one.head, one.buffer_head
+    blocks[:, AddBlock.HEADS], blocks[:, AddBlock.BEHIND] = one.num_heads, len(packed)
+    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0][0][0], fresh
+    launch.blocks.append(blocks)
+
+
+def _blank_blocks(launch: _TableBuilder, number: int, lies: tuple[int, tuple[int, int]], rows: Ints) -> None:
+    """Rows of a fresh tensor that get nothing: they become zero. `lies`: where it begins, and which
+    (head, heads).
+    """
+    none = np.zeros(len(rows), dtype=np.int64)
+    blocks = _blocks_to(launch, number, rows, (none, none))
+    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.BEHIND] = 0, 0
+    blocks[:, AddBlock.TARGET_HEAD], blocks[:, AddBlock.HEADS] = lies[1]
+    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0], 1
+    launch.blocks.append(blocks)
+
+
+def _blocks_to(launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints]) -> Ints:
+    """Blocks for target rows, without heads and begins. `sources`: of each the place of the first
+    and their number.
+    """
+    target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
+    starts = np.arange(0, len(targets), BLOCK_ROWS)
+    blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
+    blocks[:, AddBlock.PAIR] = number
+    blocks[:, AddBlock.TARGET_LIST] = starts + target_at
+    blocks[:, AddBlock.FIRST_LIST] = starts + first_at
+    blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
+    blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
+    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(sources[1], starts)
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMap:
+    """Packed rows of a partial by row of a buffer, each at most once.
+
+    `rows`: int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
+    Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
+    `count`: rows of it.
+    """
+
+    buffer: int
+    rows: Tensor | None
+    head: int
+    num_heads: int
+    buffer_head: int
+    count: int = 0
+
+    def covers(self, num_heads: int) -> bool:
+        """Whether it is all of a buffer of `num_heads` heads, in order."""
+        return self.rows is None and (self.head, self.num_heads, self.buffer_head) == (0, num_heads, 0)
+
+
+def _row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device) -> tuple[_RowMap, ...]:
+    """The packed rows as row maps, as few as hold them. `num_rows`: of each buffer."""
+    maps_of: dict[tuple[int, int, int, int], list[Ints]] = {}
+    for run in packed.runs:
+        maps = maps_of.setdefault((run.buffer, run.head, run.num_heads, run.buffer_head), [])
+        of_buffer, packed_rows = _rows(run)
+        for one in maps:
+            if (one[of_buffer] < 0).all() and len(np.unique(of_buffer)) == len(of_buffer):
+                one[of_buffer] = packed_rows
+                break
+        else:
+            maps += _maps_of_run(of_buffer, packed_rows, num_rows[run.buffer])
+    made: list[_RowMap] = []
+    for (buffer, head, num_heads, buffer_head), maps in maps_of.items():
+        for one in maps:
+            whole = bool((one == np.arange(len(one))).all())
+            rows = None if whole else _to(device, one)
+            made.append(_RowMap(buffer, rows, head, num_heads, buffer_head, int((one >= 0).sum())))
+    return tuple(made)
+
+
+class _Entry(NamedTuple):
+    """A partial that will be held: equal `part` for the rows of one launch or message. `owned`: as in
+    `_Partial`.
+    """
+
+    part: int
+    row_map: _RowMap
+    owned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _SendTable:
+    """One merge of partials into all messages of an exchange: n rows, message by message.
+
+    `parts`: (buffer, number of the partial held of it); `row_maps`: of each part, by row of the
+    result. `out_begins`, `lse_begins`: int32 [n], where each row begins behind the first message's
+    output, in units of 16 bytes, and behind its LSE, in elements. `shares`: (bytes of the output,
+    bytes of the LSE) of each message behind the first's.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    row_maps: tuple[_RowMap, ...]
+    out_begins: Tensor
+    lse_begins: Tensor
+    num_heads: int
+    first_head: int
+    shares: tuple[tuple[int, int], ...]
+
+
+def _send_table(
+    outs: Sequence[Moved], lses: Sequence[Moved], held: Mapping[int, Sequence[_Entry]], row_bytes: tuple[int, int]
+) -> _SendTable | None:
+    """The table of messages of outputs in one memory, or None where one merge does not do.
+
+    `held`: the partials of each buffer then; `row_bytes`: of a head of a row, output and LSE.
+    """
+    heads = {
+        (run.buffer_head, run.num_heads, run.head, one.packed.num_heads) for one in outs for run in one.packed.runs
+    }
+    if len(heads) != 1 or any(one.own is None for one in (*outs, *lses)):
+        return None
+    ((first_head, num_heads, head, of_message),) = heads
+    sites = [(out.own, lse.own) for out, lse in zip(outs, lses, strict=True) if out.own and lse.own]
+    if (
+        head
+        or num_heads != of_message
+        or num_heads * row_bytes[0] % UNIT
+        or len({s.memory for p in sites for s in p}) > 1
+    ):
+        return None
+    total = sum(one.packed.num_rows for one in outs)
+    maps: dict[tuple[object, int, int, int], list[tuple[tuple[int, int], Ints]]] = {}
+    out_begins, lse_begins = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    at = 0
+    shares = [tuple(own.begin - base.begin for own, base in zip(pair, sites[0], strict=True)) for pair in sites]
+    for one, (out_begin, lse_begin) in zip(outs, shares, strict=True):
+        rows = np.arange(one.packed.num_rows)
+        if out_begin % UNIT or lse_begin % row_bytes[1]:
+            return None
+        out_begins[at : at + len(rows)] = (out_begin + rows * num_heads * row_bytes[0]) // UNIT
+        lse_begins[at : at + len(rows)] = lse_begin // row_bytes[1] + rows * num_heads
+        for run in one.packed.runs:
+            of_buffer, packed = _rows(run)
+            for number, (part, row_map, owned) in enumerate(held.get(run.buffer, ())):
+                if owned:
+                    return None
+                whole = row_map.rows is None
+                found = of_buffer if whole else row_map.rows.numpy()[of_buffer]  # pyright: ignore[reportOptionalMemberAccess]
+                key = (part, row_map.head, row_map.num_heads, row_map.buffer_head)
+                _enter(maps.setdefault(key, []), packed + at, found, total, (run.buffer, number))
+        at += len(rows)
+    parts = [(key, place, one) for key, own in maps.items() for place, one in own]
+    row_maps = [_RowMap(place[0], _to(_CPU, one), *key[1:]) for key, place, one in parts]
+    made = _SendTable(
+        tuple(place for _, place, _ in parts),
+        tuple(row_maps),
+        _to(_CPU, out_begins),
+        _to(_CPU, lse_begins),
+        num_heads,
+        first_head,
+        tuple((a, b) for a, b in shares),
+    )
+    return made if parts else None
+
+
+def _enter(
+    maps: list[tuple[tuple[int, int], Ints]], rows: Ints, found: Ints, total: int, place: tuple[int, int]
+) -> None:
+    """Enter packed rows of a partial for some rows sent, in the first map that has none for them."""
+    for _, one in maps:
+        if (one[rows] < 0).all():
+            one[rows] = found
+            return
+    one = np.full(total, -1, dtype=np.int64)
+    one[rows] = found
+    maps.append((place, one))
+
+
+def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints]:
+    """Packed rows by buffer row, [num_rows] each; the k-th for a buffer row in the k-th."""
+    order = np.argsort(of_buffer, kind="stable")
+    of_buffer, packed_rows = of_buffer[order], packed_rows[order]
+    # How many packed rows of the same buffer row stand before each.
+    depth = np.arange(len(of_buffer)) - np.searchsorted(of_buffer, of_buffer)
+    maps = [np.full(num_rows, -1, dtype=np.int64) for _ in range(int(depth.max(initial=-1)) + 1)]
+    for k, one in enumerate(maps):
+        one[of_buffer[depth == k]] = packed_rows[depth == k]
+    return maps
+
+
+# Launches
+
+
 class TritonMover:
     """See `runtime.movers.base.Mover`. Tables belong to the packed tensors of one bound plan, which
     are kept.
@@ -67,12 +507,12 @@ class TritonMover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
-        self._row_maps: dict[int, tuple[RowMap, ...]] = {}
+        self._tables: dict[tuple[object, ...], list[_BlockTable]] = {}
+        self._row_maps: dict[int, tuple[_RowMap, ...]] = {}
         self._kept: list[Packed] = []
-        self._launches: dict[tuple[object, ...], list[tuple[BlockTable, tuple[Pair, ...]]]] = {}
+        self._launches: dict[tuple[object, ...], list[tuple[_BlockTable, tuple[_TablePair, ...]]]] = {}
         self._unchecked: set[tuple[object, ...]] = set()  # tables that no launch has used
-        self._sends: dict[tuple[object, ...], SendTable] = {}
+        self._sends: dict[tuple[object, ...], _SendTable] = {}
         self._plain = PlainMover()
         self._blank: dict[torch.dtype, Tensor] = {}
 
@@ -84,13 +524,13 @@ class TritonMover:
     def prepare(
         self, moves: Iterable[MoverCall], sizes: Mapping[int, tuple[int, int]], form: CallForm
     ) -> Sequence[Tensor]:
-        tables: list[BlockTable] = []
-        maps: list[RowMap] = []
-        expected = _Expected(sizes)
-        sends: list[SendTable] = []
+        tables: list[_BlockTable] = []
+        maps: list[_RowMap] = []
+        expected = _Expected(sizes, HELD_PARTS)
+        sends: list[_SendTable] = []
         for call, moved in moves:
             if call == "partial":
-                own = self._map_rows(moved[0].packed, {buffer: rows for buffer, (rows, _) in sizes.items()}, _HOST)
+                own = self._map_rows(moved[0].packed, {buffer: rows for buffer, (rows, _) in sizes.items()}, _CPU)
                 expected.add(own)
                 maps += own
                 continue
@@ -103,7 +543,7 @@ class TritonMover:
                 if one.packed.runs:
                     kinds.setdefault(one.kind, []).append(one)
             for (_, _, width), some in kinds.items():
-                tables += self._table(call, width, some, _HOST)
+                tables += self._table(call, width, some, _CPU)
         maps += [row_map for table in sends for row_map in table.row_maps]
         return [
             *(x for table in tables for x in (table.blocks, table.index)),
@@ -111,7 +551,7 @@ class TritonMover:
             *(x for table in sends for x in (table.out_begins, table.lse_begins)),
         ]
 
-    def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: CallForm) -> Iterator[SendTable]:
+    def _send_table(self, moved: Sequence[Moved], expected: _Expected, form: CallForm) -> Iterator[_SendTable]:
         """The merge of all messages of outputs of an exchange, if that is one and they are several."""
         if sum(len(one.packed.runs) for one in moved) <= 2:
             return
@@ -120,14 +560,14 @@ class TritonMover:
             yield self._sends[key]
             return
         row_bytes = (form.value_width * form.dtype.itemsize, form.wide.itemsize)
-        table = send_table(moved[::2], moved[1::2], expected.entries, row_bytes)
+        table = _send_table(moved[::2], moved[1::2], expected.held, row_bytes)
         if table is not None and len(table.parts) <= PARTS[-1]:
             self._kept += [one.packed for one in moved[::2]]
             self._sends[key] = table
             self._unchecked.add(key)
             yield table
 
-    def send_table(self, messages: Sequence[Sent]) -> SendTable | None:
+    def send_table(self, messages: Sequence[Sent]) -> _SendTable | None:
         """The table of the merge of all these messages, if there is one."""
         key = tuple([id(message.packed) for message in messages])
         table = self._sends.get(key)
@@ -140,83 +580,72 @@ class TritonMover:
                     assert made(x).data_ptr() - made(base).data_ptr() == num_bytes, "a message that lies elsewhere"
         return table
 
-    def fill(self, fills: Sequence[Fill]) -> None:
-        moves = [fill for fill in fills if fill.sources]
-        if not self._move("fill", copy_rows, moves):
-            self._plain.fill(moves)
+    def fill(self, moves: Sequence[RowMove]) -> None:
+        self._move("fill", copy_rows, moves)
 
-    def place(self, places: Sequence[Place]) -> None:
-        moves = [place for place in places if place.targets]
-        if not self._move("place", copy_rows, moves):
-            self._plain.place(moves)
+    def place(self, moves: Sequence[RowMove]) -> None:
+        self._move("place", copy_rows, moves)
 
-    def add(self, places: Sequence[Place]) -> None:
-        moves = [place for place in places if place.targets]
-        if not self._move("add", add_rows, moves):
-            self._plain.add(moves)
+    def add(self, moves: Sequence[RowMove]) -> None:
+        self._move("add", add_rows, moves)
 
-    def _move(self, call: Call, kernel: Any, moves: Sequence[Any]) -> bool:
-        """Launch what moves these rows (`Fill`, `Place`), or nothing where a tensor is not aligned."""
-        of, own = (1, 2) if call == "fill" else (2, 1)
-        key = (call, _fresh(call, moves), *[id(move[0]) for move in moves])
+    def _move(self, call: Call, kernel: Any, moves: Sequence[RowMove]) -> None:
+        """Launch what moves these rows; by the plain mover where a tensor is not aligned."""
+        moves = [move for move in moves if move.buffers]
+        key = (call, _fresh(call, moves), *[id(move.packed) for move in moves])
         found = self._launches.get(key)
         if found is None:
-            found = self._launches[key] = self._launches_of(call, moves, of, own)
-        launches: list[tuple[BlockTable, list[Tensor], list[Tensor]]] = []
+            found = self._launches[key] = self._launches_of(call, moves)
+        launches: list[tuple[_BlockTable, list[Tensor], list[Tensor]]] = []
         for table, pairs in found:
-            buffers = [moves[place][of][run] for place, run in pairs]
-            packed = [made(moves[place][own]) for place, _ in pairs]
+            buffers = [moves[place].buffers[run] for place, run in pairs]
+            packed = [made(moves[place].own) for place, _ in pairs]
             if not _aligned(buffers) or not _aligned(packed):
-                return False
+                getattr(self._plain, call)(moves)
+                return
             launches.append((table, buffers, packed))
         for table, buffers, packed in launches:
             launch(kernel, table, *((buffers, packed) if call == "fill" else (packed, buffers)))
-        return True
 
-    def _launches_of(
-        self, call: Call, moves: Sequence[Any], of: int, own: int
-    ) -> list[tuple[BlockTable, tuple[Pair, ...]]]:
+    def _launches_of(self, call: Call, moves: Sequence[RowMove]) -> list[tuple[_BlockTable, tuple[_TablePair, ...]]]:
         """Launches of a call, alike in every layer: tables, and where their pairs are in `moves`."""
-        found: list[tuple[BlockTable, tuple[Pair, ...]]] = []
-        for numbers in _by_kind(moves, of, own):
+        found: list[tuple[_BlockTable, tuple[_TablePair, ...]]] = []
+        for numbers in _by_kind(moves):
             some = [moves[number] for number in numbers]
-            self._kept += [move[0] for move in some]  # the key holds their ids: they must not go away
-            for table in self._tables_of(call, some, of, own):
+            self._kept += [move.packed for move in some]  # the key holds their ids: they must not go away
+            for table in self._tables_of(call, some):
                 found.append((table, tuple([(numbers[place], run) for place, run in table.pairs])))
         return found
 
     def partials(self, space: Space) -> Partials:
         return _TritonPartials(space, self)
 
-    def row_maps(self, packed: Packed, space: Space) -> tuple[RowMap, ...]:
+    def row_maps(self, packed: Packed, space: Space) -> tuple[_RowMap, ...]:
         maps = self._row_maps.get(id(packed))
         if maps is None:
             maps = self._map_rows(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
         return maps
 
-    def _map_rows(self, packed: Packed, rows: Mapping[int, int], device: torch.device) -> tuple[RowMap, ...]:
+    def _map_rows(self, packed: Packed, rows: Mapping[int, int], device: torch.device) -> tuple[_RowMap, ...]:
         if id(packed) in self._row_maps:  # of a forward that plans of two policies share
             return self._row_maps[id(packed)]
         self._kept.append(packed)
-        self._row_maps[id(packed)] = maps = row_maps(packed, rows, device)
+        self._row_maps[id(packed)] = maps = _row_maps(packed, rows, device)
         return maps
 
-    def _tables_of(self, call: Call, moves: Sequence[Any], of: int, own: int) -> list[BlockTable]:
-        """Tables of a call on these tensors. `of`, `own`: where a move has its buffers, and its
-        packed rows.
-        """
-        width = prod(made(moves[0][own]).shape[2:])
-        key = (call, width, _fresh(call, moves), *[id(move[0]) for move in moves])
+    def _tables_of(self, call: Call, moves: Sequence[RowMove]) -> list[_BlockTable]:
+        width = prod(made(moves[0].own).shape[2:])
+        key = (call, width, _fresh(call, moves), *[id(move.packed) for move in moves])
         tables = self._tables.get(key)
         if tables is None:
             return self._table(call, width, [_unprepared(call, move) for move in moves], self.device)
         if key in self._unchecked:  # where tensors lie is the same in every layer
             self._unchecked.discard(key)
             for table in tables:
-                _check(table.shares, moves, of, own)
+                _check(table.shares, moves)
         return tables
 
-    def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[BlockTable]:
+    def _table(self, call: Call, width: int, moved: Sequence[Moved], device: torch.device) -> list[_BlockTable]:
         """Tables of a call on these packed tensors, made once: on the host by `prepare`, else here
         and now, each with a copy of its own.
 
@@ -229,33 +658,34 @@ class TritonMover:
         if key not in self._tables:
             self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = (
-                add_tables(moved, device) if call == "add" else copy_tables(moved, device, take=call == "fill")
+                add_tables(moved, device) if call == "add" else _copy_tables(moved, device, take=call == "fill")
             )
             self._unchecked.add(key)
         return self._tables[key]
 
 
-def _fresh(call: Call, moves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _fresh(call: Call, moves: Sequence[RowMove]) -> tuple[tuple[int, ...], ...]:
     if call != "add" or not any(move.fresh for move in moves):
         return ()
     return tuple([move.fresh for move in moves])
 
 
-def _unprepared(call: Call, move: Any) -> Moved:
+def _unprepared(call: Call, move: RowMove) -> Moved:
     """A move that was not expected. Of an addition: which tensors are the same, and which fresh."""
     if call != "add":
-        return Moved(move[0])
-    of = tuple([Site(("at", x.data_ptr(), x.stride())) for x in move.targets])
-    return Moved(move[0], of=of, fresh=tuple([(i, tuple(move.targets[i].shape[:2])) for i in move.fresh]))
+        return Moved(move.packed)
+    of = tuple([Site(("at", x.data_ptr(), x.stride())) for x in move.buffers])
+    sizes = [(at, move.buffers[at].shape[:2]) for at in move.fresh]
+    return Moved(move.packed, of=of, fresh=tuple([(at, (rows, heads)) for at, (rows, heads) in sizes]))
 
 
-def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> None:
+def _check(shares: Sequence[_Share], moves: Sequence[RowMove]) -> None:
     """Check that tensors that a launch is not given lie where its table has them: else their rows
     would go astray.
     """
     for share in shares:
         x, base = (
-            made(moves[place][own]) if share.own else moves[place][of][run]
+            made(moves[place].own) if share.own else moves[place].buffers[run]
             for place, run in (share.pair, share.stands_for)
         )
         assert x.stride()[1:] == base.stride()[1:] or x.shape[1:] != base.shape[1:], "memory shared by other rows"
@@ -265,7 +695,7 @@ def _check(shares: Sequence[Share], moves: Sequence[Any], of: int, own: int) -> 
         )
 
 
-def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def launch(kernel: Any, table: _BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Launch over the blocks of a table. `sources`, `targets`: of each of its pairs, [T, H, ...],
     each of one type.
     """
@@ -301,11 +731,11 @@ def _padded(values: Sequence[T], places: int) -> tuple[T, ...]:
     return (*values, *([values[0]] * (places - len(values))))
 
 
-def _by_kind(moves: Sequence[Any], of: int, own: int) -> list[list[int]]:
+def _by_kind(moves: Sequence[RowMove]) -> list[list[int]]:
     """Numbers of the moves whose tensors have one type and one size of a head."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, move in enumerate(moves):
-        buffer, packed = move[of][0], made(move[own])
+        buffer, packed = move.buffers[0], made(move.own)
         kinds.setdefault((buffer.dtype, packed.dtype, packed.shape[2:]), []).append(number)
     return list(kinds.values())
 
@@ -338,86 +768,83 @@ class _Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    row_map: RowMap
+    row_map: _RowMap
     owned: bool = False
 
 
 def partial_of(out: Tensor, lse: Tensor) -> _Partial:
     """A partial of all rows and heads of a buffer."""
-    return _Partial(out, lse, RowMap(0, None, 0, out.shape[1], 0))
+    return _Partial(out, lse, _RowMap(0, None, 0, out.shape[1], 0))
 
 
-class _Expected:
+_P = TypeVar("_P", _Partial, _Entry)
+
+
+class _HeldPartials(Generic[_P]):
+    """The partials of one forward by query buffer: held as they came, unless they are too many.
+
+    `sizes`: (rows, heads) of each buffer; `most`: as `HELD_PARTS`.
+    """
+
+    def __init__(self, sizes: Mapping[int, tuple[int, int]], most: int) -> None:
+        self.sizes, self.most = sizes, most
+        self.held: dict[int, list[_P]] = {}
+
+    def hold(self, row_maps: Sequence[_RowMap], partial_of: Callable[[_RowMap], _P]) -> None:
+        for row_map in row_maps:
+            buffer, (rows, heads) = row_map.buffer, self.sizes[row_map.buffer]
+            held = self.held.setdefault(buffer, [])
+            # One merge can take no more partials; an accumulator has a place of its own.
+            if held and len(held) - held[0].owned >= PARTS[-1]:
+                held[:] = [self.accumulated(buffer, held)]
+            held.append(partial_of(row_map))
+            if sum([part.row_map.count * part.row_map.num_heads for part in held]) > self.most * rows * heads:
+                held[:] = [self.accumulated(buffer, held)]
+
+    def accumulated(self, buffer: int, held: list[_P]) -> _P:
+        """All partials of a buffer as one."""
+        raise NotImplementedError
+
+    def whole(self, buffer: int) -> _RowMap:
+        rows, heads = self.sizes[buffer]
+        return _RowMap(buffer, None, 0, heads, 0, rows)
+
+
+class _Expected(_HeldPartials[_Entry]):
     """The partials that a call will hold, before there are any: as `_TritonPartials` holds them."""
 
-    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self.sizes = sizes
-        self.entries: dict[int, list[Entry]] = {}
-        self.number = 0
+    number = 0
 
-    def add(self, row_maps: Sequence[RowMap]) -> None:
+    def add(self, row_maps: Sequence[_RowMap]) -> None:
         self.number += 1
-        for row_map in row_maps:
-            buffer = row_map.buffer
-            held = self.entries.setdefault(buffer, [])
-            if _is_full(held):
-                held[:] = [self.accumulated(buffer)]
-            held.append(Entry(self.number, row_map))
-            if _is_much(held, self.sizes[buffer], HELD_PARTS):
-                held[:] = [self.accumulated(buffer)]
+        self.hold(row_maps, lambda row_map: _Entry(self.number, row_map))
 
-    def accumulated(self, buffer: int) -> Entry:
+    def accumulated(self, buffer: int, held: list[_Entry]) -> _Entry:
+        del held
         self.number += 1
-        return Entry(self.number, _whole_map(buffer, self.sizes[buffer]), owned=True)
+        return _Entry(self.number, self.whole(buffer), owned=True)
 
 
-def _whole_map(buffer: int, size: tuple[int, int]) -> RowMap:
-    return RowMap(buffer, None, 0, size[1], 0, size[0])
-
-
-def _is_full(held: Sequence[Entry] | Sequence[_Partial]) -> bool:
-    """Whether one merge can take no more partials; an accumulator has a place of its own."""
-    return len(held) - held[0].owned >= PARTS[-1] if held else False
-
-
-def _is_much(held: Sequence[Entry] | Sequence[_Partial], size: tuple[int, int], most: int) -> bool:
-    """Whether partials of a buffer are merged at once: their rows and heads are more than `most` of
-    all.
-    """
-    return sum([part.row_map.count * part.row_map.num_heads for part in held]) > most * size[0] * size[1]
-
-
-class _TritonPartials:
+class _TritonPartials(_HeldPartials[_Partial]):
     """See `runtime.movers.base.Partials`. Some are held as they came, and merged in one launch with
     the final conversion.
     """
 
     def __init__(self, space: Space, mover: TritonMover) -> None:
+        super().__init__(space.sizes, space.held)
         self.space, self.mover = space, mover
-        self.held: dict[int, list[_Partial]] = {}
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
         del merges  # rows without a partial are known here by their row map
-        for row_map in self.mover.row_maps(packed, self.space):
-            buffer = row_map.buffer
-            held = self.held.setdefault(buffer, [])
-            if _is_full(held):
-                held[:] = [self.accumulated(buffer, held)]
-            held.append(_Partial(out, lse, row_map))
-            if _is_much(held, self.space.sizes[buffer], self.space.held):
-                held[:] = [self.accumulated(buffer, held)]
+        self.hold(self.mover.row_maps(packed, self.space), lambda row_map: _Partial(out, lse, row_map))
 
     def accumulated(self, buffer: int, held: list[_Partial]) -> _Partial:
-        """All partials of a buffer as one, in the wide type: in the memory of the first, if that
-        was made so before.
-        """
-        rows, heads = self.space.sizes[buffer]
+        """In the wide type: in the memory of the first, if that was made so before."""
         target = held[0]
         if not target.owned:
-            out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
-            target = _Partial(
-                out, self.space.empty((rows, heads), self.space.wide), _whole_map(buffer, (rows, heads)), owned=True
-            )
+            out = self.space.empty((*self.sizes[buffer], self.space.dim), self.space.wide)
+            lse = self.space.empty(self.sizes[buffer], self.space.wide)
+            target = _Partial(out, lse, self.whole(buffer), owned=True)
         merge_parts(self.mover, held, target.out, target.lse)
         return target
 
@@ -444,7 +871,7 @@ class _TritonPartials:
                     first_head=run.buffer_head,
                 )
 
-    def send_together(self, first: Sent, table: SendTable) -> None:
+    def send_together(self, first: Sent, table: _SendTable) -> None:
         parts = [
             self.held[buffer][number]._replace(row_map=row_map)
             for (buffer, number), row_map in zip(table.parts, table.row_maps, strict=True)
@@ -475,7 +902,7 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     rows: Tensor | None = None,
     first_row: int = 0,
     first_head: int = 0,
-    table: SendTable | None = None,
+    table: _SendTable | None = None,
 ) -> None:
     """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H]: its heads from
     `first_head` on, of row `rows` each or from `first_row` on. Without partials: zero and -inf.
@@ -499,7 +926,7 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     dtype = parts[0].out.dtype if parts else out.dtype
     places = next((places for places in PARTS if places >= len(parts)), 0)
     assert places, f"{len(parts)} partials in one merge, at most {PARTS[-1]}"
-    none = _Partial(mover.blank(dtype).view(1, 1, -1), mover.blank(lse.dtype).view(1, -1), RowMap(-1, None, 0, 0, 0))
+    none = _Partial(mover.blank(dtype).view(1, 1, -1), mover.blank(lse.dtype).view(1, -1), _RowMap(-1, None, 0, 0, 0))
     first = none._replace(out=mover.blank(lse.dtype).view(1, 1, -1))
     slots = [*(gathered or (first,)), *parts, *([none] * (places - len(parts)))]
     outs = tuple([part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in slots])
@@ -572,7 +999,7 @@ def build(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
         (add_rows, AddBlock.WIDTH, _additions(dtype, head_dim)),
     ):
         blocks = torch.zeros((1, width), dtype=torch.int32, device=device)  # one block of no rows
-        table = BlockTable((), blocks, mover.blank(torch.int32), 1)
+        table = _BlockTable((), blocks, mover.blank(torch.int32), 1)
         for kind in kinds:
             for places in PLACES:
                 x, y = (torch.zeros((1, 1, kind.dim), dtype=d, device=device) for d in (kind.source, kind.target))
