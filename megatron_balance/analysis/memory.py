@@ -11,19 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_balance.cost.analytic import PARTIAL_BYTES
 from megatron_balance.cost.modules import expert_parameters, head_module, num_parameters, num_tables
+from megatron_balance.cost.parallel import GRADIENT_BYTES, WEIGHT_BYTES
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Policy
 
-WEIGHT_BYTES = 2
-GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
 
 LOGIT_BYTES = 8
 """fp32 logits and their gradient, of a token and a vocabulary entry."""
-
-PARTIAL_BYTES = 4
-"""Partial outputs and their LSE are accumulated in fp32."""
 
 Recompute = Literal["none", "full"]
 

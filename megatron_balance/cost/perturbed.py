@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost, routed_s
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -34,10 +34,8 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class PerturbedCost:
-    """`base` with its times multiplied, but for launches, calls and the host; implements
-    `cost.base.MachineCost`.
-    """
+class PerturbedCost(MachineCost):
+    """`base` with its times multiplied, but for launches, calls and the host."""
 
     base: MachineCost
     factors: Factors
@@ -59,9 +57,6 @@ class PerturbedCost:
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
         return self.factors.inter_node * self.base.inter_node_s(num_bytes, num_messages, num_nics)
-
-    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return routed_s(self, num_bytes, num_messages, num_nics)
 
     def query_bytes(self, num_tokens: float) -> float:
         return self.base.query_bytes(num_tokens)

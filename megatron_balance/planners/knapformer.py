@@ -26,6 +26,7 @@ import numpy as np
 from megatron_balance.cost.base import CostModel, Floats, Ints
 from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -195,10 +196,6 @@ def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
         )
 
 
-# Gradients travel in fp32.
-GRADIENT_BYTES = 4
-
-
 # Forward and backward over the forward alone.
 LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
 
@@ -286,6 +283,7 @@ class TopologyPrices:
     def _all_to_alls_s(self, size: int, inside: int) -> float:
         if size == 1:
             return 0.0
+        # Gradients travel in fp32.
         both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
         packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
         inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.order import LEGS
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost import kernel
@@ -38,7 +37,7 @@ from megatron_balance.lab.papers.base import Effort, Ours, Published, SimulatedC
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.baselines import redundant_pairs
 from megatron_balance.planning.choice import choose_layers, choose_planner
-from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events
+from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events, linear_s
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, K
 from megatron_balance.workloads.lengths import Lengths, draw
@@ -505,10 +504,7 @@ def _parts(case: ZeppelinCase, lengths: Sequence[int]) -> dict[str, Floats]:
         planning.append(time.perf_counter() - begin)
     plan, layers = plans[0], case.model.num_layers
     call = attention_call(replace(plan, moves=Rows.of(3, [])), case.machine)
-    tokens = linear_tokens(plan).tolist()
-    linear, linear_back = (
-        np.array([case.cost.layer_s(n, backward=backward) for n in tokens]) for backward in (False, True)
-    )
+    linear, linear_back = linear_s(plan, case.machine)
     remap = remap_s(case, plan)
     seconds = {
         "forward, attention": call.forward.end_s,

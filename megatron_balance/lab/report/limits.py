@@ -20,10 +20,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
@@ -34,7 +31,7 @@ from megatron_balance.lab.bench import Bench, Figures, PlayedCase, runs
 from megatron_balance.lab.report import page
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Perturbation, Setup, simulate_plans, summary
 
@@ -157,12 +154,6 @@ def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
     return replace(machine, cost=cost)
 
 
-def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
-    tokens, slow = linear_tokens(plan).tolist(), machine.slow()
-    forward, backward = (np.array([machine.cost.layer_s(n, backward=b) for n in tokens]) * slow for b in (False, True))
-    return forward, backward
-
-
 def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> BothPhases:
     return mean_call(
         [
@@ -183,7 +174,7 @@ def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
     for plan, times in _each_microbatch(steps, setup, machine):
-        outside = _linear_s(plan, machine)
+        outside = linear_s(plan, machine)
         call = _call(plan, outside, machine, setup)
         linear += times * float((again * outside[0] + outside[1]).mean())
         attention += times * float((again * call.forward.compute_s + call.backward.compute_s).mean())
@@ -203,7 +194,7 @@ def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:
-            enter_s = _linear_s(plan, machine)
+            enter_s = linear_s(plan, machine)
             with_moves, without = (
                 sum(float(outcome.end_s.max()) for outcome in _call(each, enter_s, machine, setup))
                 for each in (plan, replace(plan, moves=NO_MOVES))
@@ -222,7 +213,7 @@ class _LayerLoads:
 
     @staticmethod
     def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> _LayerLoads:
-        outside = _linear_s(plan, machine)
+        outside = linear_s(plan, machine)
         forward, backward = call = _call(plan, outside, machine, setup)
         return _LayerLoads(
             outside[0] + outside[1] + forward.compute_s + backward.compute_s,
@@ -563,23 +554,21 @@ def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
     if setup.policy == "auto":
         pass  # that is the best of both already
     elif setup.policy == "replay":
-        yield tried("received keys and values are kept for the backward", "--policy keep", policy="keep")
+        yield of("received keys and values are kept for the backward", "--policy keep", policy="keep")
     else:
-        yield tried(
+        yield of(
             "keys and values are received again in the backward, to save memory", "--policy replay", policy="replay"
         )
     if setup.recompute == "full":
-        yield tried("no recomputation of activations", "--recompute none", recompute="none")
+        yield of("no recomputation of activations", "--recompute none", recompute="none")
     else:
-        yield tried(
-            "all activations are recomputed in the backward, to save memory", "--recompute full", recompute="full"
-        )
+        yield of("all activations are recomputed in the backward, to save memory", "--recompute full", recompute="full")
     if not setup.overlap_sync:
-        yield tried("gradients are synchronised beside the backward", "", overlap_sync=True)
+        yield of("gradients are synchronised beside the backward", "", overlap_sync=True)
     chunks = 2 * setup.interleave
     even = bench.machine.model.num_layers % (setup.pipeline * chunks) == 0 and bench.group % setup.pipeline == 0
     if setup.pipeline > 1 and even:
-        yield tried(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
+        yield of(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
 
 
 def _merged(bench: Bench) -> Bench:

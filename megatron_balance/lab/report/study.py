@@ -57,7 +57,7 @@ def study(
     cluster, model = bench.machine.cluster, bench.machine.model
     rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in bench.progress(shown, "what limits the step")}
-    tried = limits.of(bench.first_steps(), best.planned.choice)
+    tried = limits.tried(bench.first_steps(), best.planned.choice)
     return {
         "report": "simulated",
         "kind": "simulated",

@@ -18,7 +18,7 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.fits import gamma_of, gamma_work, sequence_work
+from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.planners import knapformer
@@ -149,7 +149,8 @@ def test_every_rank_of_a_group_has_a_contiguous_even_chunk_of_each_sequence(leng
 
 def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> None:
     lengths = np.array([100.0, 5000.0])
-    assert sequence_work(lengths, FLUX, 0.49).tolist() == [gamma_work(n, 3072, 0.49) for n in lengths.tolist()]
+    of_blocks = [24.0 * n * 3072**2 + 0.49 * 4.0 * n**2 * 3072 for n in lengths.tolist()]
+    assert sequence_work(lengths, FLUX, 0.49).tolist() == of_blocks
     causal = replace(FLUX, attention="causal")
     halved = sequence_work(lengths, causal, 1.0) - sequence_work(lengths, causal, 0.0)
     assert halved.tolist() == [4.0 * 3072 * n * (n + 1) / 2 for n in lengths.tolist()]
