@@ -58,12 +58,6 @@ class Sharding:
     optimizer: int = 1
     experts: float = 1
 
-    def in_flight(self, num_microbatches: int) -> int:
-        """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan
-        et al., 2021, section 2.2.1).
-        """
-        return min(self.pipeline - self.stage, num_microbatches)
-
     @property
     def optimizer_of_experts(self) -> float:
         """Ranks that share out the optimizer's state of the same experts."""
@@ -89,15 +83,11 @@ class Memory:
 class Holding:
     """Tensors held for the backward: received keys and values by `policy`, activations by
     `recompute`.
-
-    `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B
-    schedule.
     """
 
     policy: Policy = "keep"
     recompute: Recompute = "none"
     num_microbatches: int = 1
-    in_flight: float | None = None
 
 
 def rank_memory(
@@ -117,7 +107,8 @@ def rank_memory(
     """
     others, experts = parameters_of_rank(model, sharding)
     parameters = others + experts
-    in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight
+    # Microbatches whose activations a stage holds at once under 1F1B (Narayanan et al., 2021, 2.2.1).
+    in_flight = min(sharding.pipeline - sharding.stage, holding.num_microbatches)
     layers = model.num_layers / sharding.pipeline * in_flight
     one_layer = PARTIAL_BYTES * model.num_heads * (model.value_width + 1)
     if holding.recompute == "full":

@@ -79,11 +79,11 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
         "bytes_received_per_nic": received.tolist(),
         "routed_transfers": routed,
         "remap": remap.totals,
-        "imbalance": {"tokens": imbalance(linear_tokens), "attention": imbalance(load.pairs)},
+        "imbalance": {"tokens": _imbalance(linear_tokens), "attention": _imbalance(load.pairs)},
     }
 
 
-def imbalance(loads: Ints) -> float:
+def _imbalance(loads: Ints) -> float:
     """Largest load over mean load; 1 where there is no load at all."""
     total = int(loads.sum())
     return int(loads.max()) * len(loads) / total if total else 1.0

@@ -136,7 +136,9 @@ class AnalyticCost(MachineCost):
 
     @property
     def _tile_s(self) -> float:
-        return kernel.tile_flops(self.model.kernel_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
+        # Scores and weighted values of one tile.
+        flops = 4.0 * TILE_TOKENS**2 * kernel.padded_head_dim(self.model.kernel_dim)
+        return flops / (self.cluster.flops_per_s * self.cluster.attention_share)
 
     def block_s(self, num_tiles: float) -> float:
         """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""

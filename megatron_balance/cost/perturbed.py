@@ -13,7 +13,6 @@ from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, Mac
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +109,13 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
     model that knows nothing of clusters.
     """
     gpus = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
-    return _changed(cost, "other ranks", cluster=cluster, **gpus)
+    return changed(cost, "other ranks", cluster=cluster, **gpus)
 
 
-def of_model(cost: MachineCost, model: Model) -> MachineCost:
-    """`cost` of the same ranks running `model`. Raises ConfigError as `on_cluster`."""
-    return _changed(cost, "layers of another mask", model=model)
-
-
-def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
-    """`cost` of one tensor-parallel rank's share of the model, without what the ranks exchange.
-
-    `cluster`: of one rank of each group (`cost.parallel.one_of_each`); `model`: that share
-    (`Model.share`). Raises ConfigError as `on_cluster`.
-    """
-    return _changed(cost, "other ranks", cluster=cluster, tensor_parallel=1, model=model)
-
-
-def _changed(cost: MachineCost, what: str, **fields: Any) -> MachineCost:
+def changed(cost: MachineCost, what: str, **fields: Any) -> MachineCost:
+    """`cost` with other fields; `what`: of what, for the error. Raises ConfigError as `on_cluster`."""
     if isinstance(cost, PerturbedCost):
-        return replace(cost, base=_changed(cost.base, what, **fields))
+        return replace(cost, base=changed(cost.base, what, **fields))
     if not isinstance(cost, AnalyticCost | MeasuredCost):
         raise ConfigError(
             f"costs of {what}: expected the costs of a data sheet or of a cost table, got {type(cost).__name__}"

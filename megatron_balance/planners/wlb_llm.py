@@ -138,7 +138,7 @@ def pack(
         now = [*remained, *_longest_first(now)]
     else:
         now = [*_longest_first([*remained, *queued]), *_longest_first(new)]
-    work = workload(context.cost, context.cluster, context.model.mask)
+    work = _workload(context.cost, context.cluster, context.model.mask)
     if options.packing == "workload":
         packed = by_workload(now, len(lengths), most, work)
     elif options.packing == "original":
@@ -149,7 +149,7 @@ def pack(
         packed = _all_of(now, lengths, most, context.cluster.num_ranks)
     microbatches = packed.microbatches
     if options.order == "rise_and_fall":
-        microbatches = rise_and_fall(microbatches, work)
+        microbatches = _rise_and_fall(microbatches, work)
     return tuple(tuple(sorted(each)) for each in microbatches), held
 
 
@@ -276,7 +276,7 @@ class _PackedDocuments:
         return cls(tuple(map(tuple, microbatches)), tuple(left))
 
 
-def workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
+def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     """W_a + W_l of Eq. 2: seconds of one layer's forward pass of a document spread over all ranks,
     with the gathering of its keys and values.
     """
@@ -320,7 +320,7 @@ def by_workload(
     return _PackedDocuments(tuple(map(tuple, packed)), tuple(left))
 
 
-def rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:
+def _rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:
     """The microbatches with the least work first and last: a pipeline of stages that alternate
     forward and backward waits longest where a long one is first or last.
     """
@@ -417,7 +417,7 @@ def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most
 def _evaluate(steps: Iterable[Lengths], context: StepContext, thresholds: tuple[int, ...]) -> Trial:
     """Imbalance, mean over steps, and delay, mean over all tokens drawn, under these thresholds."""
     context = replace(context, options=replace(context.options, thresholds=thresholds, packing="workload"))
-    work = workload(context.cost, context.cluster, context.model.mask)
+    work = _workload(context.cost, context.cluster, context.model.mask)
     carry = EMPTY
     imbalances: list[float] = []
     drawn = waited = delayed = 0

@@ -409,7 +409,7 @@ MIXED_SHARDING = WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED_SHARDING)
 
 
-def layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
+def _layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
     """Seconds of a layer, forward and backward, until its slowest rank is done."""
     plan = system.plan(case, lengths)
     call = attention_call(plan, case.machine, "keep", linear_s(plan, case.machine))
@@ -421,7 +421,7 @@ def _fig15(effort: Effort) -> Ours:
     by_window: dict[int, dict[str, list[float]]] = {}
     for case in effort.progress(FIG15_CASES, "fig15"):
         microbatches = [lengths for batch in case.batches(SKEW, effort.batches) for lengths in batch]
-        seconds = {system.name: [layer_s(case, system, lengths) for lengths in microbatches] for system in SHARDINGS}
+        seconds = {system.name: [_layer_s(case, system, lengths) for lengths in microbatches] for system in SHARDINGS}
         # The better of both for each microbatch.
         seconds[OPTIMAL] = list(map(min, zip(seconds[PLAIN.name], seconds[PER_DOCUMENT.name], strict=True)))
         by_window[case.window] = seconds

@@ -67,12 +67,12 @@ class _FreeTransfers(PerturbedCost):
         return Contention(0, 0, 0)
 
 
-def simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
+def _simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
     """The summary of some steps on a machine that is as it was planned for."""
     return summary(simulate_plans(steps, machine, setup, Perturbation()))
 
 
-def mean_step_s(figures: Figures) -> float:
+def _mean_step_s(figures: Figures) -> float:
     """Seconds of a step, mean over the steps of a summary: phases are means, and add up to it."""
     return float(sum(figures["phases_s"].values()))
 
@@ -108,9 +108,9 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
     # In the order of the module's docstring; gradients are synchronised over the same links and
     # have a part of their own.
     machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
-    idealised = [simulate(steps, each, setup) for each in machines]
+    idealised = [_simulate(steps, each, setup) for each in machines]
     sync = [each["phases_s"]["gradient_sync"] for each in idealised]
-    slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
+    slow, alone, no_nics, free = (_mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
     phases = idealised[-1]["phases_s"]
     nic, links = max(0.0, alone - no_nics), max(0.0, no_nics - free)
     remap = min(nic + links, _remap_s(steps, even, setup))
@@ -135,7 +135,7 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
         "bubble": bubble,
         "gradient_sync": sync[0],
     }
-    return _adding_up(seconds, mean_step_s(idealised[0]))
+    return _adding_up(seconds, _mean_step_s(idealised[0]))
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
@@ -185,7 +185,7 @@ def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases
     """Seconds of exchanging tokens with experts on other ranks, which hide behind nothing."""
     if setup.experts == 1:
         return 0.0
-    without_exchange = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
+    without_exchange = _simulate(steps, machine, replace(setup, experts=1))["phases_s"]
     return sum(phases[phase] - without_exchange[phase] for phase in ("forward_linear", "backward_linear"))
 
 
@@ -360,12 +360,12 @@ class _TriedOptions(NamedTuple):
 def tried(bench: Bench, choice: PlannerChoice) -> Figures:
     """Steps of all variants, fastest first, and those that are impossible or change nothing."""
     case, steps = _Case(bench, choice), bench.plan(choice).steps
-    figures = simulate(steps, bench.machine, bench.setup)
-    step_s = mean_step_s(figures)
+    figures = _simulate(steps, bench.machine, bench.setup)
+    step_s = _mean_step_s(figures)
     rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
-    for each in bench.progress(list(candidates(case)), "what to try next"):
+    for each in bench.progress(list(_candidates(case)), "what to try next"):
         try:
             row = _row(each, bench, steps, step_s)
         except BalanceError as error:
@@ -396,8 +396,8 @@ def _row(each: _TriedOptions, base: Bench, base_steps: Sequence[StepPlan], base_
     same_machine = bench.machine is base.machine and bench.setup == base.setup
     if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base_steps]:
         return None
-    figures = simulate(steps, bench.machine, bench.setup)
-    step_s = mean_step_s(figures)
+    figures = _simulate(steps, bench.machine, bench.setup)
+    step_s = _mean_step_s(figures)
     peak = max(figures["peak_bytes_per_rank"])
     hides = planning_s <= len(steps) * step_s
     return {
@@ -420,7 +420,7 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
 
-def candidates(case: _Case) -> Iterator[_TriedOptions]:
+def _candidates(case: _Case) -> Iterator[_TriedOptions]:
     yield from _other_planners(case)
     yield from _other_layers(case)
     yield from _other_options(case)
