@@ -15,12 +15,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.memory import Sharding, layer_activation_bytes, logit_bytes, rank_memory
-from megatron_balance.analysis.statistics import received_load, tokens_per_rank
+from megatron_balance.analysis.statistics import linear_tokens, moved_tokens, received_load, tokens_per_rank
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.cost.base import Floats
 from megatron_balance.errors import InfeasibleError
-from megatron_balance.ir.arrays import Ints, as_array, sums
-from megatron_balance.ir.columns import Move
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Backward, Kind
@@ -52,12 +51,7 @@ def microbatch_bytes(plans: Sequence[MicrobatchPlan], model: Model) -> Microbatc
     total = received[0]
     for each in received[1:]:
         total = total + each
-    return MicrobatchBytes(np.sum([_owned(plan) for plan in plans], axis=0), total)
-
-
-def _owned(plan: MicrobatchPlan) -> Ints:
-    holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
-    return tokens_per_rank(plan) + sums(owner, tokens, plan.num_ranks) - sums(holder, tokens, plan.num_ranks)
+    return MicrobatchBytes(np.sum([linear_tokens(plan) for plan in plans], axis=0), total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,9 +434,7 @@ def received_bytes(plan: MicrobatchPlan, model: Model) -> ReceivedBytes:
     and values on their way, at most `GRADIENT_ROUNDS` blocks of a ring or `GRADIENT_COPIES` of all
     that was received.
     """
-    load, moves = received_load(plan), as_array(plan.moves)
-    given = sums(moves[:, Move.SRC], moves[:, Move.TOKENS], plan.num_ranks)
-    taken = sums(moves[:, Move.DST], moves[:, Move.TOKENS], plan.num_ranks)
+    load, (given, taken) = received_load(plan), moved_tokens(plan)
     queries, keys, outputs = (load.token_heads[kind] for kind in (Kind.Q, Kind.KV, Kind.OUT))
     own, largest = tokens_per_rank(plan) - given + taken, largest_exchange(plan)
     loads = Loads(own, queries, keys, outputs, largest, given, taken)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.analysis.link import (
     Twins,
@@ -35,14 +34,13 @@ from megatron_balance.analysis.link import (
 )
 from megatron_balance.analysis.memory import GRADIENT_BYTES, Sharding, rank_memory
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable, Shard
+from megatron_balance.cost.base import Floats
 from megatron_balance.cost.modules import head_module, layer_modules
 from megatron_balance.cost.parallel import all_gather_s, group_of, joined_nodes, reduce_scatter_s
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +126,6 @@ def base_for(candidates: Sequence[Strategy], num_ranks: int) -> Strategy:
     return Strategy((Scheme(tensor),) * (num_ranks // tensor))
 
 
-def change(base: Strategy, strategy: Strategy, model: Model, cluster: Cluster) -> Change:
-    """The change to `strategy` from weights that `base` owns, on GPUs of `cluster`."""
-    facts = _Facts(
-        model.num_layers,
-        round(sum(module.weights for module in layer_modules(model))),
-        round(head_module(model).weights / 2),
-        model.bytes_per_element,
-        cluster.num_ranks,
-        cluster.node_size,
-        cluster.ranks_per_nic,
-        cluster.intra_bytes_per_s,
-        cluster.nic_bytes_per_s,
-    )
-    return _change(base, strategy, facts)
-
-
 def base_sync_s(base: Strategy, model: Model, cluster: Cluster) -> tuple[float, float]:
     """Seconds of the base layout's own all-gather of weights and reduce-scatter of gradients, nothing
     hidden.
@@ -185,34 +167,21 @@ def _parameters(scheme: Scheme, stage: int, model: Model) -> float:
     return held.gradients / GRADIENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """Facts of model and cluster that a change depends on."""
-
-    num_layers: int
-    layer_elements: int
-    table_elements: int
-    weight_bytes: int
-    num_ranks: int
-    ranks_per_node: int
-    ranks_per_nic: int
-    intra_bytes_per_s: float
-    nic_bytes_per_s: float
-
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster(
-            self.num_ranks,
-            self.ranks_per_node,
-            ranks_per_nic=self.ranks_per_nic,
-            intra_bytes_per_s=self.intra_bytes_per_s,
-            nic_bytes_per_s=self.nic_bytes_per_s,
-        )
+def change(base: Strategy, strategy: Strategy, model: Model, cluster: Cluster) -> Change:
+    """The change to `strategy` from weights that `base` owns, on GPUs of `cluster`."""
+    ranks = cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic
+    return _change(base, strategy, model, ranks, (cluster.intra_bytes_per_s, cluster.nic_bytes_per_s))
 
 
+# A cluster has no hash: `ranks` and `rates` are what a change depends on.
 @lru_cache(maxsize=512)
-def _change(base: Strategy, strategy: Strategy, facts: _Facts) -> Change:
-    num_layers, num_ranks = facts.num_layers, facts.num_ranks
+def _change(
+    base: Strategy, strategy: Strategy, model: Model, ranks: tuple[int, int, int], rates: tuple[float, float]
+) -> Change:
+    cluster = Cluster(*ranks[:2], ranks_per_nic=ranks[2], intra_bytes_per_s=rates[0], nic_bytes_per_s=rates[1])
+    num_layers, num_ranks = model.num_layers, cluster.num_ranks
+    layer_elements = round(sum(module.weights for module in layer_modules(model)))
+    table_elements = round(head_module(model).weights / 2)
     alike = _alike(base, strategy, num_layers)
     scheme = base.pipelines[0]
     shards = scheme.tensor * scheme.context * len(base.pipelines)
@@ -221,34 +190,35 @@ def _change(base: Strategy, strategy: Strategy, facts: _Facts) -> Change:
         return -(-count // shards) * shards
 
     listed = [
-        Parameter("first", rounded(facts.table_elements), 1, "first", 0),
-        *(Parameter(f"layer {layer}", rounded(facts.layer_elements), 1, layer, 0) for layer in alike),
-        Parameter("last", rounded(facts.table_elements), 1, "last", 0),
+        Parameter("first", rounded(table_elements), 1, "first", 0),
+        *(Parameter(f"layer {layer}", rounded(layer_elements), 1, layer, 0) for layer in alike),
+        Parameter("last", rounded(table_elements), 1, "last", 0),
     ]
     parameters = ParameterTable.of(listed, num_layers)
     layout = _base(scheme, len(base.pipelines), parameters)
     owned = layout.owned(parameters)
-    twins = Twins.of(strategy, num_ranks, facts.ranks_per_node)
+    twins = Twins.of(strategy, num_ranks, cluster.node_size)
     tables: dict[bool, list[Ints]] = {False: [], True: []}
     for number, count in enumerate((1, *alike.values(), 1)):
         of = owned[owned[:, Shard.PARAMETER] == number]
         found = link_of(layout, of, strategy, parameters, number)
         for handed_on, links in ((False, (found,)), (True, through_nodes(found, parameters, twins, None))):
             ways = [
-                sum(volume(each, width, num_ranks, facts.ranks_per_node) for each in pieces)
+                sum(volume(each, width, num_ranks, cluster.node_size) for each in pieces)
                 for pieces, width in (
-                    ([each.pull for each in links], facts.weight_bytes),
+                    ([each.pull for each in links], model.bytes_per_element),
                     ([each.push for each in links], GRADIENT_BYTES),
                 )
             ]
             tables[handed_on].append(count * np.stack(ways))
-    direct, handed = (_timed(tables[handed_on], strategy, facts, handed_on=handed_on) for handed_on in (False, True))
+    direct, handed = (
+        _timed(tables[handed_on], strategy, num_layers, cluster, handed_on=handed_on) for handed_on in (False, True)
+    )
     return handed if sum(handed.whole_s) < sum(direct.whole_s) else direct
 
 
-def _timed(tables: Sequence[Ints], strategy: Strategy, facts: _Facts, *, handed_on: bool) -> Change:
+def _timed(tables: Sequence[Ints], strategy: Strategy, num_layers: int, cluster: Cluster, *, handed_on: bool) -> Change:
     """The change whose embedding, kinds of layers, and last parts move these bytes."""
-    num_layers, cluster = facts.num_layers, facts.cluster
     slots, table = num_slots(strategy, num_layers), np.sum(tables, axis=0)
     counts = (1, slots, 1)
     parts = tables[0], np.sum(tables[1:-1], axis=0), tables[-1]

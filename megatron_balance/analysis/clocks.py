@@ -7,7 +7,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from megatron_balance.analysis.launches import ADDED, STORED, all_to_all, ring_c
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.tables import Tables, ZoneTable
+from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import ADD, Floats, Ints
 from megatron_balance.ir.arrays import Bools
@@ -315,32 +315,16 @@ def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> lis
     return ends
 
 
-class Occupied(NamedTuple):
-    """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
-
-    `name`: "attention", "pack", "wait" (for what an exchange brings), "place", or the leg of an
-    exchange (`analysis.trace_format`). `exchange`: -1 for a launch.
-    """
-
-    rank: int
-    stream: str
-    name: str
-    exchange: int
-    start_s: float
-    stop_s: float
-    zone: str = ""
-
-
 @dataclass(slots=True)
 class Outcome:
     """One phase as it went, by rank: when it is done and how long it computed; by resource
-    (`Machine.resources`): bytes.
+    (`Machine.resources`): bytes. `occupied`: what streams did, where that was traced.
     """
 
     end_s: Floats
     compute_s: Floats
     bytes_moved: Floats
-    occupied: list[Occupied] = field(default_factory=list[Occupied])
+    occupied: list[TrackSpan] = field(default_factory=list[TrackSpan])
 
 
 def hosts_behind(total_s: Floats, end_s: Floats) -> Floats:

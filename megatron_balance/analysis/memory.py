@@ -11,19 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_balance.cost.analytic import PARTIAL_BYTES
 from megatron_balance.cost.modules import expert_parameters, head_module, num_parameters, num_tables
+from megatron_balance.cost.parallel import GRADIENT_BYTES, WEIGHT_BYTES
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Policy
 
-WEIGHT_BYTES = 2
-GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
 
 LOGIT_BYTES = 8
 """fp32 logits and their gradient, of a token and a vocabulary entry."""
-
-PARTIAL_BYTES = 4
-"""Partial outputs and their LSE are accumulated in fp32."""
 
 Recompute = Literal["none", "full"]
 
@@ -61,12 +58,6 @@ class Sharding:
     optimizer: int = 1
     experts: float = 1
 
-    def in_flight(self, num_microbatches: int) -> int:
-        """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan
-        et al., 2021, section 2.2.1).
-        """
-        return min(self.pipeline - self.stage, num_microbatches)
-
     @property
     def optimizer_of_experts(self) -> float:
         """Ranks that share out the optimizer's state of the same experts."""
@@ -92,15 +83,11 @@ class Memory:
 class Holding:
     """Tensors held for the backward: received keys and values by `policy`, activations by
     `recompute`.
-
-    `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B
-    schedule.
     """
 
     policy: Policy = "keep"
     recompute: Recompute = "none"
     num_microbatches: int = 1
-    in_flight: float | None = None
 
 
 def rank_memory(
@@ -120,7 +107,8 @@ def rank_memory(
     """
     others, experts = parameters_of_rank(model, sharding)
     parameters = others + experts
-    in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight
+    # Microbatches whose activations a stage holds at once under 1F1B (Narayanan et al., 2021, 2.2.1).
+    in_flight = min(sharding.pipeline - sharding.stage, holding.num_microbatches)
     layers = model.num_layers / sharding.pipeline * in_flight
     one_layer = PARTIAL_BYTES * model.num_heads * (model.value_width + 1)
     if holding.recompute == "full":

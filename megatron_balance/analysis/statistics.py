@@ -79,11 +79,11 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
         "bytes_received_per_nic": received.tolist(),
         "routed_transfers": routed,
         "remap": remap.totals,
-        "imbalance": {"tokens": imbalance(linear_tokens), "attention": imbalance(load.pairs)},
+        "imbalance": {"tokens": _imbalance(linear_tokens), "attention": _imbalance(load.pairs)},
     }
 
 
-def imbalance(loads: Ints) -> float:
+def _imbalance(loads: Ints) -> float:
     """Largest load over mean load; 1 where there is no load at all."""
     total = int(loads.sum())
     return int(loads.max()) * len(loads) / total if total else 1.0
@@ -117,7 +117,7 @@ class _Remap:
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         inputs = plan.num_heads * row_bytes[Kind.Q] + plan.num_kv_heads * row_bytes[Kind.KV]
         outputs = plan.num_heads * row_bytes[Kind.OUT]
-        self.taken, self.given = sums(owner, tokens, plan.num_ranks), sums(holder, tokens, plan.num_ranks)
+        self.given, self.taken = moved_tokens(plan)
         self.bytes_received = self.given * inputs + self.taken * outputs
         between = holder // plan.ranks_per_node != owner // plan.ranks_per_node
         self.totals = {
@@ -343,8 +343,11 @@ def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
 
 def linear_tokens(plan: MicrobatchPlan) -> Ints:
     """Tokens of each rank outside attention [num_ranks]."""
-    tokens = tokens_per_rank(plan)
-    holder, owner, moved = as_array(plan.moves).T
-    for ranks, sign in ((owner, 1), (holder, -1)):
-        np.add.at(tokens, ranks, sign * moved)
-    return tokens
+    given, taken = moved_tokens(plan)
+    return tokens_per_rank(plan) + taken - given
+
+
+def moved_tokens(plan: MicrobatchPlan) -> tuple[Ints, Ints]:
+    """Tokens that each rank attends for others by the remap, and others for it [num_ranks]."""
+    holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
+    return sums(holder, tokens, plan.num_ranks), sums(owner, tokens, plan.num_ranks)

@@ -200,7 +200,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
     facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
     moved = _clocks_moved(spans, nodes)
     spans = [_later(span, moved[nodes[span.rank]]) for span in spans]
-    return Trace(spans, names, {**facts, "skew_s": skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
+    return Trace(spans, names, {**facts, "skew_s": _skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
 
 
 _FASTEST_S = 1e-6
@@ -235,7 +235,7 @@ def _later(span: TrackSpan, seconds: float) -> TrackSpan:
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")
 
 
-def skew_s(spans: Sequence[TrackSpan]) -> float:
+def _skew_s(spans: Sequence[TrackSpan]) -> float:
     """Seconds by which a receiving span ends before its sending one begins, at most; 0 where clocks of
     ranks agree.
     """

@@ -7,7 +7,7 @@ simulator and plan statistics count by it. Messages are rows of `ir.columns.Mess
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -116,15 +116,6 @@ def tensor_bytes(messages: Iterable[Carried], sizes: HeadSizes) -> Iterator[int]
 def padded(num_bytes: int) -> int:
     """Bytes up to where the next tensor begins."""
     return -(-num_bytes // ALIGN) * ALIGN
-
-
-def parcel_bytes(messages: Sequence[Carried], sizes: HeadSizes) -> int:
-    """Bytes of a parcel: every tensor begins at a multiple of `ALIGN`, the last one is not padded."""
-    begin = end = 0
-    for num_bytes in tensor_bytes(messages, sizes):
-        end = begin + num_bytes
-        begin = padded(end)
-    return end
 
 
 def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,8 @@ from megatron_balance.files import json_text
 from megatron_balance.lab.bench import Inputs
 
 if TYPE_CHECKING:
-    from megatron_balance.analysis.backward import Decision, Stage
+    from megatron_balance.analysis.backward import Decision
+    from megatron_balance.analysis.step_memory import StepMemory
     from megatron_balance.ir.plan import MicrobatchPlan
     from megatron_balance.planning.choice import PlannerChoice
 
@@ -240,13 +242,17 @@ def _plain(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
-def _decision_of(plan: MicrobatchPlan, given: Inputs) -> Decision:
-    """The backward of this plan as a step: one stage, nothing recomputed, the optimizer shared out."""
-    from megatron_balance.analysis.backward import decide, microbatch_bytes, step_bytes
+def _memory(given: Inputs) -> StepMemory:
+    """The memory of a plan as a step: one stage, nothing recomputed, the optimizer shared out."""
+    from megatron_balance.analysis.step_memory import StepMemory
 
-    stage = _stage(given)
-    predicted = step_bytes([microbatch_bytes([plan], given.model)], given.model, stage)
-    return decide([predicted], given.config.backward, given.cluster.memory_bytes)
+    return replace(StepMemory.one_stage(given.model, given.cluster.num_ranks), asked=given.config.backward)
+
+
+def _decision_of(plan: MicrobatchPlan, given: Inputs) -> Decision:
+    from megatron_balance.analysis.backward import microbatch_bytes
+
+    return _memory(given).decide(microbatch_bytes([plan], given.model), given.cluster.memory_bytes)
 
 
 def memory_lines(plans: Sequence[MicrobatchPlan], given: Inputs) -> list[str]:
@@ -256,12 +262,5 @@ def memory_lines(plans: Sequence[MicrobatchPlan], given: Inputs) -> list[str]:
     plan, decision = max(((plan, _decision_of(plan, given)) for plan in plans), key=lambda each: each[1].peak_bytes)
     told = [decision.sentence()]
     if not decision.fits:
-        told.append(advice(decision, [microbatch_bytes([plan], given.model)], given.model, [_stage(given)]))
+        told.append(advice(decision, [microbatch_bytes([plan], given.model)], given.model, _memory(given).stages))
     return told
-
-
-def _stage(given: Inputs) -> Stage:
-    from megatron_balance.analysis.backward import Stage
-    from megatron_balance.analysis.memory import Sharding
-
-    return Stage(given.model.num_layers, Sharding(optimizer=given.cluster.num_ranks))

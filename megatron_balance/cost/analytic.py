@@ -13,7 +13,7 @@ from math import ceil, inf
 import numpy as np
 
 from megatron_balance.cost import kernel
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, routed_s
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
 from megatron_balance.cost.parallel import CollectiveGroup, all_gather_s, experts_s
@@ -42,8 +42,8 @@ PARTIAL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class AnalyticCost:
-    """Costs of `model` on `cluster`; implements `cost.base.MachineCost`.
+class AnalyticCost(MachineCost):
+    """Costs of `model` on `cluster`.
 
     With tensor parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`) of
     `tensor_parallel` GPUs, which split heads and channels evenly; their own communication is part
@@ -94,15 +94,6 @@ class AnalyticCost:
     def linear_s(self, num_tokens: float) -> float:
         return num_tokens * self._token_s
 
-    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        return num_messages * self.cluster.intra_alpha_s + num_bytes / self.cluster.intra_bytes_per_s
-
-    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return num_messages * self.cluster.inter_alpha_s + num_bytes / (num_nics * self.cluster.nic_bytes_per_s)
-
-    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return routed_s(self, num_bytes, num_messages, num_nics)
-
     def kv_bytes(self, num_tokens: float) -> float:
         return num_tokens * self.model.kv_bytes_per_token
 
@@ -145,7 +136,9 @@ class AnalyticCost:
 
     @property
     def _tile_s(self) -> float:
-        return kernel.tile_flops(self.model.kernel_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
+        # Scores and weighted values of one tile.
+        flops = 4.0 * TILE_TOKENS**2 * kernel.padded_head_dim(self.model.kernel_dim)
+        return flops / (self.cluster.flops_per_s * self.cluster.attention_share)
 
     def block_s(self, num_tiles: float) -> float:
         """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""

@@ -72,6 +72,8 @@ class CostModel(Protocol):
     A planner gets one as an argument and reads no clock.
     """
 
+    __slots__ = ()
+
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds for (query, key) pairs, all heads, when queries and keys come in runs of
         `run_tokens`.
@@ -131,6 +133,20 @@ class CostModel(Protocol):
 class MachineCost(CostModel, Protocol):
     """Predicted seconds of everything a rank does in a step, one layer at a time."""
 
+    __slots__ = ()
+
+    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
+        return self.link(inter_node=False).time_s(num_bytes, num_messages)
+
+    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        return self.link(inter_node=True).time_s(num_bytes, num_messages, num_nics)
+
+    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        # Eq. 1 of Zeppelin: dispatch to the send proxies, transfer between the nodes, combine from the
+        # receive proxies, one after the other; source and target are proxies and keep their pieces.
+        passed_on = num_bytes * (num_nics - 1) / num_nics
+        return 2 * self.intra_node_s(passed_on, num_messages) + self.inter_node_s(num_bytes, num_messages, num_nics)
+
     def merge_s(self, num_tokens: float) -> float:
         """Seconds to merge the partial outputs of tokens, all heads, into those that are held."""
         ...
@@ -169,15 +185,6 @@ class MachineCost(CostModel, Protocol):
     def contention(self) -> Contention:
         """The SMs that communication kernels take from the others."""
         ...
-
-
-def routed_s(cost: CostModel, num_bytes: float, num_messages: float, num_nics: float) -> float:
-    """`CostModel.routed_s` (Zeppelin, Eq. 1): dispatch to the send proxies, transfer between the
-    nodes, combine from the receive proxies, one after the other; source and target are a proxy each
-    and keep their own piece.
-    """
-    passed_on = num_bytes * (num_nics - 1) / num_nics
-    return 2 * cost.intra_node_s(passed_on, num_messages) + cost.inter_node_s(num_bytes, num_messages, num_nics)
 
 
 def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:

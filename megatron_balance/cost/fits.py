@@ -128,34 +128,8 @@ GAMMA_H100_FLUX = 0.49
 """Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX."""
 
 
-GAMMA_H100_FLUX_FIGURE_2 = 0.385
-"""Figure 2's estimate for the same model and GPU; the paper prints both."""
-
-
 LENGTHS = (512, 2048, 8192, 32768)
 """Tokens of the sequences by which a cost model's gamma is fitted."""
-
-
-def gamma_work(length: float, hidden_size: int, gamma: float) -> float:
-    """Corrected FLOPs of one sequence in one block (KnapFormer, section 3.1, Eq. 2 without k): 24 l
-    d^2 + gamma 4 l^2 d.
-    """
-    return 24.0 * length * hidden_size**2 + gamma * 4.0 * length**2 * hidden_size
-
-
-def fit_gamma(lengths: Sequence[float], seconds: Sequence[float], hidden_size: int) -> tuple[float, float]:
-    """(gamma, k in seconds per FLOP) of least squares over measured (length, seconds).
-
-    `gamma` corrects attention's share of the FLOPs to its share of the time on one GPU. Raises
-    ConfigError of times that are not positive.
-    """
-    k, k_gamma = least_squares(
-        [[24.0 * length * hidden_size**2, 4.0 * length**2 * hidden_size] for length in lengths],
-        seconds,
-        what="gamma",
-        needed=(0,),
-    )
-    return k_gamma / k, k
 
 
 def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:

@@ -129,11 +129,6 @@ def padding_elements(
     return (2 if backward else 1) * moved * rows
 
 
-def tile_flops(head_dim: int) -> float:
-    """Forward FLOPs of one tile: scores and weighted values."""
-    return 4.0 * TILE_TOKENS**2 * padded_head_dim(head_dim)
-
-
 def backward_factor() -> float:
     """Time of the backward kernel over the forward one's."""
     return _BACKWARD_FLOPS / _BACKWARD_EFFICIENCY

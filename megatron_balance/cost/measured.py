@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, routed_s
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
@@ -95,8 +95,8 @@ def _fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCost:
-    """Costs of `model` on `cluster` by a measured table; implements `cost.base.MachineCost`.
+class MeasuredCost(MachineCost):
+    """Costs of `model` on `cluster` by a measured table.
 
     Attention scales with the number of heads and the modules with their FLOPs, where the table's
     model has others. Links that the table has not measured are the cluster's. With tensor
@@ -206,15 +206,6 @@ class MeasuredCost:
 
     def experts_s(self, num_tokens: float) -> float:
         return self._analytic.experts_s(num_tokens)
-
-    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        return self.link(inter_node=False).time_s(num_bytes, num_messages)
-
-    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return self.link(inter_node=True).time_s(num_bytes, num_messages, num_nics)
-
-    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
         return num_tokens * self.model.kv_bytes_per_token

@@ -10,8 +10,7 @@ over all NICs that the group's ranks have on a node, so the rate between nodes i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, gcd, log2
-from typing import Literal
+from math import gcd
 
 from megatron_balance.cost.base import Link
 from megatron_balance.errors import ConfigError
@@ -88,13 +87,12 @@ def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
     )
 
 
-def gradient_sync_s(num_parameters: float, group: CollectiveGroup, *, sharded: bool = True) -> float:
-    """Seconds of a step's data-parallel synchronisation, nothing hidden. `sharded`: the distributed
-    optimizer's reduce-scatter in fp32 and all-gather in bf16; else one all-reduce in fp32, by ring.
+def gradient_sync_s(num_parameters: float, group: CollectiveGroup) -> float:
+    """Seconds of a step's data-parallel synchronisation, nothing hidden: the distributed optimizer's
+    reduce-scatter in fp32 and all-gather in bf16.
     """
     each = num_parameters / group.num_ranks
-    gathered = WEIGHT_BYTES if sharded else GRADIENT_BYTES
-    return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * gathered, group)
+    return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
 
 
 def expert_exchange_s(model: Model, num_tokens: float, group: CollectiveGroup) -> float:
@@ -117,9 +115,6 @@ def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> 
 def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
     """Seconds to hand the hidden states of tokens to the next pipeline stage."""
     return link.time_s(num_tokens * model.hidden_size * model.bytes_per_element)
-
-
-Algorithm = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,28 +166,19 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
     )
 
 
-def all_gather_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
-    """Seconds until every rank has the `num_bytes` of each other rank. tree: recursive doubling,
-    log2 p steps.
-    """
+def all_gather_s(num_bytes: float, group: CollectiveGroup) -> float:
+    """Seconds until every rank has the `num_bytes` of each other rank, by ring."""
     ranks, step = group.num_ranks, group.slowest
     if ranks == 1:
         return 0.0
-    return _steps(ranks, algorithm) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
+    return (ranks - 1) * step.alpha_s + (ranks - 1) * num_bytes / step.bytes_per_s
 
 
-def reduce_scatter_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
+def reduce_scatter_s(num_bytes: float, group: CollectiveGroup) -> float:
     """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards;
     additions hide.
     """
-    return all_gather_s(num_bytes, group, algorithm)
-
-
-def all_reduce_s(num_bytes: float, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
-    """Seconds until every rank has the sum of `num_bytes`: reduce-scatter, then all-gather of a p-th
-    (tree: Rabenseifner's).
-    """
-    return 2 * all_gather_s(num_bytes / group.num_ranks, group, algorithm)
+    return all_gather_s(num_bytes, group)
 
 
 def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:
@@ -208,7 +194,3 @@ def all_to_all_s(num_bytes: float, group: CollectiveGroup) -> float:
     inside = (here - 1) * (group.intra.alpha_s + each / group.intra.bytes_per_s)
     away = (ranks - here) * (group.inter.alpha_s + each * here / group.inter.bytes_per_s)
     return max(inside, away)
-
-
-def _steps(ranks: int, algorithm: Algorithm) -> int:
-    return ranks - 1 if algorithm == "ring" else ceil(log2(ranks))

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost, routed_s
+from megatron_balance.cost.base import Contention, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,8 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class PerturbedCost:
-    """`base` with its times multiplied, but for launches, calls and the host; implements
-    `cost.base.MachineCost`.
-    """
+class PerturbedCost(MachineCost):
+    """`base` with its times multiplied, but for launches, calls and the host."""
 
     base: MachineCost
     factors: Factors
@@ -59,9 +56,6 @@ class PerturbedCost:
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
         return self.factors.inter_node * self.base.inter_node_s(num_bytes, num_messages, num_nics)
-
-    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return routed_s(self, num_bytes, num_messages, num_nics)
 
     def query_bytes(self, num_tokens: float) -> float:
         return self.base.query_bytes(num_tokens)
@@ -115,26 +109,13 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
     model that knows nothing of clusters.
     """
     gpus = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
-    return _changed(cost, "other ranks", cluster=cluster, **gpus)
+    return changed(cost, "other ranks", cluster=cluster, **gpus)
 
 
-def of_model(cost: MachineCost, model: Model) -> MachineCost:
-    """`cost` of the same ranks running `model`. Raises ConfigError as `on_cluster`."""
-    return _changed(cost, "layers of another mask", model=model)
-
-
-def of_share(cost: MachineCost, cluster: Cluster, model: Model) -> MachineCost:
-    """`cost` of one tensor-parallel rank's share of the model, without what the ranks exchange.
-
-    `cluster`: of one rank of each group (`cost.parallel.one_of_each`); `model`: that share
-    (`Model.share`). Raises ConfigError as `on_cluster`.
-    """
-    return _changed(cost, "other ranks", cluster=cluster, tensor_parallel=1, model=model)
-
-
-def _changed(cost: MachineCost, what: str, **fields: Any) -> MachineCost:
+def changed(cost: MachineCost, what: str, **fields: Any) -> MachineCost:
+    """`cost` with other fields; `what`: of what, for the error. Raises ConfigError as `on_cluster`."""
     if isinstance(cost, PerturbedCost):
-        return replace(cost, base=_changed(cost.base, what, **fields))
+        return replace(cost, base=changed(cost.base, what, **fields))
     if not isinstance(cost, AnalyticCost | MeasuredCost):
         raise ConfigError(
             f"costs of {what}: expected the costs of a data sheet or of a cost table, got {type(cost).__name__}"

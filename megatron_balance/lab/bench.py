@@ -265,7 +265,7 @@ class Bench:
             "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
             "tokens_per_s": found["tokens_per_s"],
             "mfu": self.mfu(found),
-            "gpu_hours": gpu_hours(found["tokens_per_s"], self.num_gpus),
+            "gpu_hours": _gpu_hours(found["tokens_per_s"], self.num_gpus),
             "over_bound": found["mean_step_s"] / self.bound_s(),
             "imbalance": self.imbalance(planned),
             "plan_ms": planned.plan_ms,
@@ -424,7 +424,7 @@ def best_of(rows: Sequence[Row]) -> str | None:
     return best["planner"] if runs(best) else None
 
 
-def gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
+def _gpu_hours(tokens_per_s: float, num_gpus: int) -> float:
     """GPU-hours of a billion tokens."""
     return num_gpus * BILLION / tokens_per_s / 3600
 

@@ -147,8 +147,7 @@ class _GroupSeconds:
             chosen = together
         if options.solver == "highs":
             try:
-                limits = Limits(options.num_buckets, options.node_limit, options.most_variables, options.most_cells)
-                return improve(problem, chosen, limits)
+                return improve(problem, chosen, options)
             except NoSolverError as error:
                 _warn_once(str(error))
             except NoAnswerError as error:
@@ -285,17 +284,7 @@ def _within(problem: GroupsProblem, most_s: float) -> Groups | None:
     return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Kinds of items; nodes of the search; variables, and times constraints, of a program."""
-
-    num_buckets: int = 16
-    nodes: int = 50
-    variables: int = 3000
-    cells: int = 2_000_000
-
-
-def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
+def improve(problem: GroupsProblem, start: Groups, limits: FlexSpOptions) -> Groups:
     """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's). Items of
     about the same tokens form a bucket and count as its largest.
 
@@ -306,18 +295,18 @@ def improve(problem: GroupsProblem, start: Groups, limits: Limits) -> Groups:
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
         raise NoAnswerError("the start is the best there is")
-    if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.variables:
-        raise _TooLargeError(f"the groups alone would make more than {limits.variables} variables")
+    if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.most_variables:
+        raise _TooLargeError(f"the groups alone would make more than {limits.most_variables} variables")
     buckets = bucket(problem.tokens, limits.num_buckets)
     program = _IntegerProgram(problem, buckets, best_s * (1 - TOLERANCE))
-    if program.num_variables > limits.variables:
-        raise _TooLargeError(f"{program.num_variables} variables are more than {limits.variables}")
-    if program.num_variables * program.num_rows > limits.cells:
+    if program.num_variables > limits.most_variables:
+        raise _TooLargeError(f"{program.num_variables} variables are more than {limits.most_variables}")
+    if program.num_variables * program.num_rows > limits.most_cells:
         raise _TooLargeError(
-            f"{program.num_variables} variables in {program.num_rows} constraints make more than {limits.cells} cells: "
-            "the first node alone would take many seconds"
+            f"{program.num_variables} variables in {program.num_rows} constraints make more than "
+            f"{limits.most_cells} cells: the first node alone would take many seconds"
         )
-    counts = program.solve(limits.nodes)
+    counts = program.solve(limits.node_limit)
     left = [list(items) for items in buckets]
     groups: list[tuple[int, tuple[int, ...]]] = []
     for size, taken in counts:

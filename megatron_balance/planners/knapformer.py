@@ -17,15 +17,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from itertools import accumulate, chain, groupby
-from math import ceil
-from typing import Literal, overload
+from itertools import accumulate, groupby
+from typing import Literal
 
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats, Ints
 from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -195,10 +195,6 @@ def _check_heads(sizes: Sequence[int], num_heads: int) -> None:
         )
 
 
-# Gradients travel in fp32.
-GRADIENT_BYTES = 4
-
-
 # Forward and backward over the forward alone.
 LINEAR, ATTENTION, EXPERTS = 3.0, 1 + backward_factor(), 2.0
 
@@ -231,7 +227,6 @@ class TopologyPrices:
         self.token_s = cost.linear_s(1.0) - self.expert_s
         self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
         self._exchanges: dict[tuple[int, int], float] = {}
-        self._alone: dict[int, Floats] = {}
 
     def seconds(self, topology: Topology, group_of: Ints) -> float:
         return float(self.each(topology, group_of).max(initial=0.0))
@@ -250,31 +245,6 @@ class TopologyPrices:
         own = LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
         return own + EXPERTS * self.expert_s * tokens.max()
 
-    def is_slower(self, sizes: Sequence[int], seconds: float) -> bool:
-        """Whether the slowest group takes longer than `seconds` however groups are filled."""
-        limit, present = seconds * _ROUNDING, sorted(set(sizes))
-        alone = np.array([self._alone_s(size) for size in present])
-        fits = alone <= limit
-        if not fits.any(axis=0).all():
-            return True
-        of_size = np.array(present, dtype=np.float64)
-        # Rank-seconds.
-        least = np.where(fits, alone * of_size[:, None], np.inf).min(axis=0)
-        # From the largest size down: what only large groups do in time must fit into these.
-        needs = np.bincount(fits.argmax(axis=0), weights=least, minlength=len(present))
-        has = np.array([size * sizes.count(size) for size in present]) * limit
-        return bool((np.cumsum(needs[::-1]) > np.cumsum(has[::-1])).any())
-
-    def _alone_s(self, size: int) -> Floats:
-        if size not in self._alone:
-            heads = ceil(self.model.num_heads / size) / (self.model.num_heads / size)
-            exchange_s = min(
-                self._exchange_s(size, inside) for inside in range(1, min(size, self.cluster.node_size) + 1)
-            )
-            token_s = LINEAR * self.token_s + EXPERTS * self.expert_s + exchange_s
-            self._alone[size] = (token_s * self.tokens + ATTENTION * heads * self.attention_s) / size
-        return self._alone[size]
-
     def _exchange_s(self, size: int, inside: int) -> float:
         """Seconds of a group's all-to-alls, both ways and both passes, for each token that a rank
         holds; `inside`: ranks on the first one's node.
@@ -286,6 +256,7 @@ class TopologyPrices:
     def _all_to_alls_s(self, size: int, inside: int) -> float:
         if size == 1:
             return 0.0
+        # Gradients travel in fp32.
         both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
         packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
         inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)
@@ -323,24 +294,20 @@ class TopologySearch:
 
     def best(self, tries: int) -> _Found:
         """The best of at most `tries`; one group of all where memory rules out the others."""
-        best: _Found | None = None
-        for size in self._uniform_sizes():
-            best = self._better((size,) * (self.cluster.num_ranks // size), best)
-        if best is None:
-            everyone = np.zeros(len(self.lengths), dtype=np.int64)
-            topology = Topology((self.cluster.num_ranks,))
+        num_ranks = self.cluster.num_ranks
+        uniform = [self._found((size,) * (num_ranks // size)) for size in self.sizes if num_ranks % size == 0]
+        known = [found for found in uniform if found is not None]
+        if not known:
+            everyone, topology = np.zeros(len(self.lengths), dtype=np.int64), Topology((num_ranks,))
             return _Found(topology, everyone, self._prices.seconds(topology, everyone))
+        best = min(known, key=_rank)
         while len(self._tried) < tries:
-            better = best
-            for sizes in self._neighbours(best.topology.sizes, tries):
-                better = self._better(sizes, better)
+            near = map(self._found, self._neighbours(best.topology.sizes, tries))
+            better = min([best, *(found for found in near if found is not None)], key=_rank)
             if better is best:
                 return best
             best = better
         return best
-
-    def _uniform_sizes(self) -> list[int]:
-        return [size for size in self.sizes if self.cluster.num_ranks % size == 0]
 
     def _neighbours(self, sizes: tuple[int, ...], tries: int) -> Iterator[tuple[int, ...]]:
         """Some or all groups of one size split into smaller ones, or merged to larger ones."""
@@ -361,23 +328,17 @@ class TopologySearch:
                 changed[other] += times * (ratio if size == large else 1)
                 yield tuple(each for each in reversed(self.sizes) for _ in range(changed[each]))
 
-    @overload
-    def _better(self, sizes: tuple[int, ...], best: _Found) -> _Found: ...
-    @overload
-    def _better(self, sizes: tuple[int, ...], best: _Found | None) -> _Found | None: ...
-    def _better(self, sizes: tuple[int, ...], best: _Found | None) -> _Found | None:
+    def _found(self, sizes: tuple[int, ...]) -> _Found | None:
+        """The topology of these groups, filled; None: it was tried before, or memory rules it out."""
         if sizes in self._tried:
-            return best
+            return None
         self._tried.add(sizes)
-        if best is not None and self._prices.is_slower(sizes, best.seconds):
-            return best
         try:
             group_of = assign(self.work, self.lengths, sizes, self.tokens_per_rank)
         except InfeasibleError:
-            return best
+            return None
         topology = Topology(sizes)
-        found = _Found(topology, group_of, self._prices.seconds(topology, group_of))
-        return found if best is None or _rank(found) < _rank(best) else best
+        return _Found(topology, group_of, self._prices.seconds(topology, group_of))
 
 
 def _rank(found: _Found) -> tuple[float, int]:
@@ -392,14 +353,6 @@ def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
         for size in range(1, min(cluster.num_ranks, num_heads) + 1)
         if num_heads % size == 0 and (node % size == 0 or size % node == 0)
     ]
-
-
-# Groups, for each size there is, from which on sequences are assigned in runs.
-_MANY = 32
-
-
-# A run is worth so many sequences that are assigned one by one; runs that need not be.
-_PAYS, _FREE_RUNS = 32, 8
 
 
 def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> Ints:
@@ -433,104 +386,28 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     whole = (work * 2.0 ** (61 - bits - np.ceil(np.log2(total)))).astype(np.int64)
     order = np.sort(((int(whole.max()) - whole) << bits) | np.arange(len(work)))
     order &= (1 << bits) - 1
-    filling = _FilledGroups(sizes, int(whole.sum()), bits)
-    ordered = whole[order]
-    done = filling.in_runs(ordered) if len(sizes) >= _MANY * len(filling.kinds) else 0
-    if done < len(ordered):
-        filling.one_by_one(ordered[done:])
+    kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
+    kind_of = [kinds[size] for size in sizes]
+    # What each sequence in turn adds to the key of a group of each kind, [S][kinds].
+    added: list[list[int]] = ((whole[order][:, None] // np.array([*kinds])) << bits).tolist()
+    number = (1 << bits) - 1
+    limit = int(int(whole.sum()) / sum(sizes) * _ROUNDING) << bits | number
+    # The least occupied group of each kind has the most room of it; ascending numbers are a heap.
+    heaps: list[list[int]] = [[] for _ in kinds]
+    for group, kind in enumerate(kind_of):
+        heaps[kind].append(group)
+    taken: list[int] = []
+    for more in added:
+        least = [heap[0] for heap in heaps]
+        key = min(least)
+        if key + more[kind_of[key & number]] > limit:
+            key = min((each for each in least if each + more[kind_of[each & number]] <= limit), default=key)
+        taken.append(key & number)
+        kind = kind_of[key & number]
+        heapreplace(heaps[kind], key + more[kind])
     chosen = np.empty(len(work), dtype=np.int64)
-    chosen[order] = np.concatenate(filling.groups)
+    chosen[order] = taken
     return chosen
-
-
-class _FilledGroups:
-    """Groups while they are filled with sequences in descending order of work."""
-
-    def __init__(self, sizes: Sequence[int], total: int, bits: int) -> None:
-        kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
-        self.kinds, self.bits = np.array([*kinds])[:, None], bits
-        self.kind_of: Ints = np.array([kinds[size] for size in sizes])
-        self.number = (1 << bits) - 1
-        # Then the least occupied one takes a sequence, room or not.
-        alike = len(kinds) == 1
-        self.limit = (1 << 63) - 1 if alike else int(total / sum(sizes) * _ROUNDING) << bits | self.number
-        self.keys: Ints = np.arange(len(sizes))
-        self.groups: list[Ints] = []
-
-    def in_runs(self, work: Ints) -> int:
-        """Assign sequences many at a time, and return how many were; ends where that does not pay."""
-        added = (work // self.kinds) << self.bits
-        done = runs = 0
-        while done < len(work) and done >= _PAYS * (runs - _FREE_RUNS):
-            runs += 1
-            # Ascending occupancy: a run fills a prefix, one sequence a group.
-            self.keys.sort()
-            keys, ahead, closed = self.keys, added[:, done : done + len(self.keys)], None
-            if len(self.kinds) == 1:
-                count = ahead.shape[1]
-                filled = keys[:count] + ahead[0]
-            else:
-                kinds = self.kind_of[keys & self.number]
-                roomy = keys + ahead[:, 0][kinds] <= self.limit
-                if not roomy.all():
-                    # Work from which on no closed group has room: shorter ones wait for the next run.
-                    again = (((self.limit - keys[~roomy]) >> self.bits) + 1) * self.kinds[kinds[~roomy], 0]
-                    ahead = ahead[:, : int((work[done : done + ahead.shape[1]] >= again.max()).sum())]
-                    if roomy.any():
-                        keys, closed, kinds = keys[roomy], keys[~roomy], kinds[roomy]
-                count = min(len(keys), ahead.shape[1])
-                filled = keys[:count] + ahead[kinds[:count], np.arange(count)]
-            # A run ends before a group that is fuller than one that it has filled already.
-            (ends,) = (np.minimum.accumulate(filled)[:-1] < keys[1:count]).nonzero()
-            stop = int(ends[0]) + 1 if len(ends) else count
-            self.groups.append(keys[:stop] & self.number)
-            keys[:stop] = filled[:stop]
-            self.keys = keys if closed is None else np.concatenate((keys, closed))
-            done += stop
-        return done
-
-    def one_by_one(self, work: Ints) -> None:
-        """Assign sequences: by one heap while the least occupied group has room, else one a size."""
-        by_kind: list[list[int]] = ((work // self.kinds) << self.bits).tolist()
-        kind_of: list[int] = self.kind_of.tolist()
-        added = [by_kind[kind] for kind in kind_of]
-        heap: list[int] = np.sort(self.keys).tolist()
-        taken: list[int] = []
-        while len(taken) < len(work):
-            self._in_turn(heap, added, taken)
-            self._with_room(heap, added, taken)
-        self.groups.append(np.array(taken, dtype=np.int64) & self.number)
-
-    def _in_turn(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
-        """Append the least occupied group's key to `taken` for each sequence, while it has room."""
-        number, limit = self.number, self.limit
-        for seq in range(len(taken), len(added[0])):
-            key = heap[0]
-            filled = key + added[key & number][seq]
-            if filled > limit:
-                return
-            taken.append(key)
-            heapreplace(heap, filled)
-
-    def _with_room(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
-        """As `_in_turn`, of groups with room, until the least occupied has had room a while."""
-        number, limit = self.number, self.limit
-        kind_of: list[int] = self.kind_of.tolist()
-        heaps: list[list[int]] = [[] for _ in self.kinds]
-        for key in sorted(heap):
-            heaps[kind_of[key & number]].append(key)
-        since = len(taken)
-        for seq in range(len(taken), len(added[0])):
-            least = [each[0] for each in heaps]
-            key = min(least)
-            if key + added[key & number][seq] > limit:
-                since = seq
-                key = min((each for each in least if each + added[each & number][seq] <= limit), default=key)
-            elif seq - since > len(heap):
-                break
-            taken.append(key)
-            heapreplace(heaps[kind_of[key & number]], key + added[key & number][seq])
-        heap[:] = sorted(chain.from_iterable(heaps))
 
 
 def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> Ints:

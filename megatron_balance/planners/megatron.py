@@ -249,7 +249,7 @@ class _Group:
         self.size = size
 
 
-def fill(groups: list[_Group], allowed: Sequence[int], num_ranks: int) -> bool:
+def _fill(groups: list[_Group], allowed: Sequence[int], num_ranks: int) -> bool:
     """Give ranks left to the first of the smallest groups, until none is; False: some are."""
     free = num_ranks - sum(group.size for group in groups)
     while free:
@@ -298,7 +298,7 @@ def _next(lengths: Sequence[int], order: list[int], tokens: int, num_ranks: int)
             left.append(seq)
         else:
             making.put(seq, group)
-    if fill(making.groups, allowed, num_ranks):
+    if _fill(making.groups, allowed, num_ranks):
         return _frozen(making.groups), left
     return _everywhere(lengths, order, tokens, num_ranks)
 
@@ -370,7 +370,7 @@ def _hybrid(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microba
         made = _HybridMicrobatch(lengths, tokens, num_ranks)
         left = made.take(_buckets(made, left))
         left += made.put_back()
-        if not fill(made.groups, sizes(num_ranks), num_ranks):
+        if not _fill(made.groups, sizes(num_ranks), num_ranks):
             together = [seq for group in made.groups for seq in group.seqs]
             made.groups = [_Group(num_ranks, together, 0.0, 0.0)]
         microbatches.append(_frozen(made.groups))

@@ -16,7 +16,7 @@ from megatron_balance.analysis.step_memory import StepMemory, max_len, stages_of
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.fits import Quadratic, fit_quadratic
 from megatron_balance.cost.parallel import joined_nodes, one_of_each, stage_transfer_s, wide_ranks
-from megatron_balance.cost.perturbed import of_share, on_cluster
+from megatron_balance.cost.perturbed import changed, on_cluster
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -303,7 +303,8 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     if context.of_ranks:
         model = model.share(scheme.tensor)
         cluster = stage_cluster(one_of_each(joined_nodes(gpus, scheme.tensor), scheme.tensor), scheme.context)
-        cost = of_share(context.cost, cluster, model)
+        # One rank of each tensor-parallel group, without what its ranks exchange.
+        cost = changed(context.cost, "other ranks", cluster=cluster, tensor_parallel=1, model=model)
     inside = replace(
         context,
         cluster=cluster,

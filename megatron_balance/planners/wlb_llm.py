@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.parallel import GRADIENT_BYTES
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -92,13 +93,33 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     _check(options, len(lengths))
     packed, queued = pack(lengths, context, carry)
     step = _within(packed, context, options)
-    waiting = held_back(step, lengths, carry.waiting)
-    if not waiting:
-        return step, EMPTY
+    return step, carried(held_back(step, lengths, carry.waiting), lengths, queued)
+
+
+def carried(waiting: Sequence[tuple[int, int]], lengths: Lengths, queued: Sequence[Document]) -> Carry:
+    """What the next step is planned with. `waiting`: number there and length of what this step, dealt
+    `lengths`, holds back; `queued`: those in queues, by their number in this step.
+    """
     num_dealt = sum(map(len, lengths))
     in_queues = {each.number - num_dealt for each in queued}
     remained = [number for number, _ in waiting if number not in in_queues]
-    return step, Carry.of(NAME, {REMAINED: remained}, waiting)
+    return Carry.of(NAME, {REMAINED: remained}, tuple(waiting)) if waiting else EMPTY
+
+
+def packed_step(
+    lengths: Lengths, context: StepContext, carry: Carry
+) -> tuple[Sequence[Sequence[Document]], Carry, int]:
+    """A step whose microbatches are packed and not placed: those, what the next one is planned with,
+    and the tokens that were dealt in it and wait.
+    """
+    microbatches, queued = pack(lengths, context, carry)
+    new = dict(enumerate(chain.from_iterable(lengths)))
+    left = dict(carry.waiting) | new
+    for document in chain.from_iterable(microbatches):
+        del left[document.number]
+    waiting = sorted((number - len(new), length) for number, length in left.items())
+    fresh = sum(length for number, length in left.items() if number >= 0)
+    return microbatches, carried(waiting, lengths, queued), fresh
 
 
 def pack(
@@ -117,7 +138,7 @@ def pack(
         now = [*remained, *_longest_first(now)]
     else:
         now = [*_longest_first([*remained, *queued]), *_longest_first(new)]
-    work = workload(context.cost, context.cluster, context.model.mask)
+    work = _workload(context.cost, context.cluster, context.model.mask)
     if options.packing == "workload":
         packed = by_workload(now, len(lengths), most, work)
     elif options.packing == "original":
@@ -128,7 +149,7 @@ def pack(
         packed = _all_of(now, lengths, most, context.cluster.num_ranks)
     microbatches = packed.microbatches
     if options.order == "rise_and_fall":
-        microbatches = rise_and_fall(microbatches, work)
+        microbatches = _rise_and_fall(microbatches, work)
     return tuple(tuple(sorted(each)) for each in microbatches), held
 
 
@@ -255,7 +276,7 @@ class _PackedDocuments:
         return cls(tuple(map(tuple, microbatches)), tuple(left))
 
 
-def workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
+def _workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     """W_a + W_l of Eq. 2: seconds of one layer's forward pass of a document spread over all ranks,
     with the gathering of its keys and values.
     """
@@ -299,7 +320,7 @@ def by_workload(
     return _PackedDocuments(tuple(map(tuple, packed)), tuple(left))
 
 
-def rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:
+def _rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:
     """The microbatches with the least work first and last: a pipeline of stages that alternate
     forward and backward waits longest where a long one is first or last.
     """
@@ -396,26 +417,18 @@ def tune(steps: Sequence[Lengths], context: StepContext, most_delay: float, most
 def _evaluate(steps: Iterable[Lengths], context: StepContext, thresholds: tuple[int, ...]) -> Trial:
     """Imbalance, mean over steps, and delay, mean over all tokens drawn, under these thresholds."""
     context = replace(context, options=replace(context.options, thresholds=thresholds, packing="workload"))
-    work = workload(context.cost, context.cluster, context.model.mask)
+    work = _workload(context.cost, context.cluster, context.model.mask)
     carry = EMPTY
     imbalances: list[float] = []
     drawn = waited = delayed = 0
     for lengths in steps:
-        microbatches, queued = pack(lengths, context, carry)
-        new = tuple(enumerate(chain.from_iterable(lengths)))
-        left = dict(carry.waiting) | dict(new)
-        for document in chain.from_iterable(microbatches):
-            del left[document.number]
+        microbatches, carry, left = packed_step(lengths, context, carry)
         loads = [sum(work(each.length) for each in microbatch) for microbatch in microbatches]
         if any(loads):
             imbalances.append(max(loads) * len(loads) / sum(loads))
-        drawn += sum(length for _, length in new)
-        waited += sum(left.values())
-        delayed += sum(length for number, length in left.items() if number >= 0)
-        waiting = tuple(sorted((number - len(new), length) for number, length in left.items()))
-        in_queues = {each.number - len(new) for each in queued}
-        remained = [number for number, _ in waiting if number not in in_queues]
-        carry = Carry.of(NAME, {REMAINED: remained}, waiting) if waiting else EMPTY
+        drawn += sum(map(sum, lengths))
+        waited += carry.waiting_tokens
+        delayed += left
     return Trial(thresholds, fmean(imbalances), waited / drawn, delayed / drawn)
 
 
@@ -442,10 +455,6 @@ def _unbeaten(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
 # Where we differ and why: tokens left over lengthen a rank's chunks (`patterns.zigzag`). Kernel
 # time counts forward and backward. A sequence on one rank does not travel, where the paper gathers
 # all; so the choice weighs what is gathered, too.
-
-# Gradients of keys and values are priced in fp32, the default of `gradient_wire`.
-GRADIENT_BYTES = 4
-
 
 SHARDINGS = ("document", "sequence", "adaptive", "mixed")
 
@@ -529,7 +538,7 @@ def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model
     """Seconds of attention, forward and backward: kernels of the slowest rank, and each zone's gather
     and reduce-scatter, which nothing hides, with one latency and blocks as wide as the widest.
     """
-    # Bytes of both, over those of the gather.
+    # Bytes of both, over those of the gather: gradients in fp32, the default of `gradient_wire`.
     both = 1 + GRADIENT_BYTES / model.bytes_per_element
     moved_s = sum(
         _ring_s(both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks), cluster, cost) for zone in zones

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from megatron_balance.cost.base import MachineCost
+from megatron_balance.errors import ConfigError, suggest
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -34,8 +36,15 @@ def simulate(
     """
     from megatron_balance.analysis.machine import Machine
     from megatron_balance.cost.analytic import AnalyticCost
-    from megatron_balance.simulator.step import Perturbation, setup_of, simulate_plans, summary
+    from megatron_balance.simulator.setup import Setup
+    from megatron_balance.simulator.step import Perturbation, simulate_plans, summary
 
     plans = [plan] if isinstance(plan, MicrobatchPlan | StepPlan) else list(plan)
     machine = Machine(cluster, model, cost if cost is not None else AnalyticCost(cluster, model))
-    return summary(simulate_plans(plans, machine, setup_of(options), Perturbation()))
+    known = [field.name for field in fields(Setup)]
+    for name in options:
+        if name not in known:
+            hint = suggest(name, known)
+            told = f", {hint}" if hint else f". Options: {', '.join(known)}"
+            raise ConfigError(f"simulate: unknown option {name!r}{told}")
+    return summary(simulate_plans(plans, machine, Setup(**options), Perturbation()))

@@ -16,7 +16,7 @@ from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.halo import under
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.perturbed import of_model
+from megatron_balance.cost.perturbed import changed
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -147,7 +147,9 @@ def by_mask(plan: MicrobatchPlan, machine: Machine) -> list[tuple[MicrobatchPlan
 def under_mask(machine: Machine, mask: Mask) -> Machine:
     """The machine with a model all of whose layers have that mask."""
     model = replace(machine.model, attention=mask.name, other_attention="", other_layers=0)
-    return machine if model == machine.model else replace(machine, model=model, cost=of_model(machine.cost, model))
+    if model == machine.model:
+        return machine
+    return replace(machine, model=model, cost=changed(machine.cost, "layers of another mask", model=model))
 
 
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_balance.analysis.clocks import Occupied
 from megatron_balance.analysis.machine import Machine
+from megatron_balance.analysis.trace_format import TrackSpan
 from megatron_balance.compile.order import Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.events import Events
@@ -201,7 +201,8 @@ class Sockets(Events):
         self.has_moved(flow)
         if self.trace:
             self.occupied += [
-                Occupied(rank, of.stream, of.leg, of.exchange, self.begun_s[flow], self.now) for rank in (of.a, of.b)
+                TrackSpan(rank, of.stream, of.leg, self.begun_s[flow], self.now, exchange=of.exchange)
+                for rank in (of.a, of.b)
             ]
         if flow in self.onward:
             self._send(self.onward[flow])

@@ -15,10 +15,10 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.clocks import Occupied, Outcome
+from megatron_balance.analysis.clocks import Outcome
 from megatron_balance.analysis.launches import Taken
 from megatron_balance.analysis.machine import Machine, fair_rates
-from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT
+from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, PACK, PLACE, WAIT, TrackSpan
 from megatron_balance.compile.order import LEGS, Finish, RunLaunches, Start
 from megatron_balance.cost.base import Floats
 from megatron_balance.simulator.phase import Flow, GroupExchange, Place, SimulatedPhase
@@ -69,7 +69,7 @@ class Events:
         self.queue: list[_Event] = []
         self.ranks = [_Computing() for _ in range(machine.num_ranks)]
         self.end_s: list[float] = enter_s.tolist()
-        self.occupied: list[Occupied] = []
+        self.occupied: list[TrackSpan] = []
         a, b = (np.array(ends, dtype=np.int64) for ends in ([flow.a for flow in flows], [flow.b for flow in flows]))
         self.uses = machine.resources(a, b)
         self.crossing = [int(crosses) for crosses in machine.crosses(a, b).tolist()]
@@ -231,7 +231,7 @@ class Events:
             computing = self.ranks[rank]
             exchange, zone = self.phase.exchanges[rank][computing.at], self.phase.zone(rank, computing.at)
             begun_s = computing.start_s if start_s is None else start_s
-            self.occupied.append(Occupied(rank, COMPUTE, name, exchange, begun_s, self.now, zone))
+            self.occupied.append(TrackSpan(rank, COMPUTE, name, begun_s, self.now, exchange=exchange, zone=zone))
 
     def _passed(self, rank: int) -> None:
         computing = self.ranks[rank]
@@ -282,88 +282,16 @@ class _JointCall:
     waits: int
 
 
-class _SharedLinks(Events):
-    """A phase whose transfers share links and NICs max-min fairly.
+class StreamsPhase(Events):
+    """A phase on clocks, its exchanges on streams; transfers share links and NICs max-min fairly."""
 
-    A transport pushes an event "flow" when a transfer's first byte may go; `carried` is called when
-    its last one has come.
-    """
-
-    def __init__(
-        self, phase: SimulatedPhase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool
-    ) -> None:
+    def __init__(self, phase: SimulatedPhase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+        flows = phase.flows
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         self.left = [float(flow.num_bytes) for flow in flows]
         self.rate, self.since, self.version = [0.0] * len(flows), [0.0] * len(flows), [0] * len(flows)
         self.running: defaultdict[int, set[int]] = defaultdict(set)  # flows, by resource
         self.changed: set[int] = set()  # resources of which the flows have changed
-
-    def carried(self, flow: int) -> None:
-        """Act on the arrival of a transfer's last byte."""
-        raise NotImplementedError
-
-    def flow_event(self, flow: int, version: int) -> None:
-        """Start a transfer, or end it."""
-        if self.version[flow] != version:
-            return
-        starts = not self.rate[flow] and self.left[flow] > 0
-        ends = self.uses[flow].tolist()
-        for resource in ends:
-            (self.running[resource].add if starts else self.running[resource].remove)(flow)
-        self.changed.update(ends)
-        self.version[flow] += 1
-        self.hold(flow, 1 if starts else -1)
-        if starts:
-            self.since[flow] = self.now
-            return
-        self.has_moved(flow)
-        self.left[flow] = 0.0
-        self.carried(flow)
-
-    def settle(self) -> None:
-        """Share links and NICs anew among the flows that the changes since the last time reach."""
-        while self.changed:
-            flows = self._reached(self.changed.pop())
-            if flows:
-                uses = self.uses[flows]
-                resources, place = np.unique(uses, return_inverse=True)
-                self.changed.difference_update(resources.tolist())
-                alone = len(flows) == 1
-                rates = (
-                    [float(self.capacity[uses].min())]
-                    if alone
-                    else fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
-                )
-                for flow, rate in zip(flows, rates, strict=True):
-                    self._set_rate(flow, rate)
-
-    def _set_rate(self, flow: int, rate: float) -> None:
-        if rate == self.rate[flow]:
-            return
-        self.left[flow] -= (self.now - self.since[flow]) * self.rate[flow]
-        self.since[flow], self.rate[flow] = self.now, rate
-        self.version[flow] += 1
-        self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
-
-    def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, directly or through others."""
-        reached: set[int] = set()
-        seen, waiting = {resource}, [resource]
-        while waiting:
-            for flow in self.running[waiting.pop()] - reached:
-                reached.add(flow)
-                for other in self.uses[flow].tolist():
-                    if other not in seen:
-                        seen.add(other)
-                        waiting.append(other)
-        return sorted(reached)
-
-
-class StreamsPhase(_SharedLinks):
-    """A phase on clocks, its exchanges on streams."""
-
-    def __init__(self, phase: SimulatedPhase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
-        super().__init__(phase, phase.flows, machine, enter_s, trace=trace)
         self.absent = [2] * len(phase.flows)  # ends that have not begun
         self.calls: dict[Place, _ExchangeLeg] = {}
         # by (rank, exchange)
@@ -435,10 +363,62 @@ class StreamsPhase(_SharedLinks):
         """Whether something that the exchange brings has not come."""
         return self.arriving[rank, exchange] > 0
 
-    def carried(self, flow: int) -> None:
-        """End a transfer in the calls at both its ends."""
+    def flow_event(self, flow: int, version: int) -> None:
+        """Start a transfer, or end it."""
+        if self.version[flow] != version:
+            return
+        starts = not self.rate[flow] and self.left[flow] > 0
+        ends = self.uses[flow].tolist()
+        for resource in ends:
+            (self.running[resource].add if starts else self.running[resource].remove)(flow)
+        self.changed.update(ends)
+        self.version[flow] += 1
+        self.hold(flow, 1 if starts else -1)
+        if starts:
+            self.since[flow] = self.now
+            return
+        self.has_moved(flow)
+        self.left[flow] = 0.0
         for place in self.flows[flow].places:
             self._end_of_part(self.calls[place])
+
+    def settle(self) -> None:
+        """Share links and NICs anew among the flows that the changes since the last time reach."""
+        while self.changed:
+            flows = self._reached(self.changed.pop())
+            if flows:
+                uses = self.uses[flows]
+                resources, place = np.unique(uses, return_inverse=True)
+                self.changed.difference_update(resources.tolist())
+                alone = len(flows) == 1
+                rates = (
+                    [float(self.capacity[uses].min())]
+                    if alone
+                    else fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
+                )
+                for flow, rate in zip(flows, rates, strict=True):
+                    self._set_rate(flow, rate)
+
+    def _set_rate(self, flow: int, rate: float) -> None:
+        if rate == self.rate[flow]:
+            return
+        self.left[flow] -= (self.now - self.since[flow]) * self.rate[flow]
+        self.since[flow], self.rate[flow] = self.now, rate
+        self.version[flow] += 1
+        self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
+
+    def _reached(self, resource: int) -> list[int]:
+        """Running flows that share a resource with those of `resource`, directly or through others."""
+        reached: set[int] = set()
+        seen, waiting = {resource}, [resource]
+        while waiting:
+            for flow in self.running[waiting.pop()] - reached:
+                reached.add(flow)
+                for other in self.uses[flow].tolist():
+                    if other not in seen:
+                        seen.add(other)
+                        waiting.append(other)
+        return sorted(reached)
 
     def other(self, which: int) -> None:
         """End a collective; numbers below 0: begin a call that waited for SMs."""
@@ -481,7 +461,7 @@ class StreamsPhase(_SharedLinks):
             return
         rank, exchange, leg, stream = call.place
         if self.trace:
-            self.occupied.append(Occupied(rank, stream, leg, exchange, call.begun_s, self.now))
+            self.occupied.append(TrackSpan(rank, stream, leg, call.begun_s, self.now, exchange=exchange))
         self.ended(rank)
         for other in call.then:
             self._release(other)

@@ -11,7 +11,7 @@ the gradients are synchronised. A microbatch given as two plans runs as two nano
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.errors import ConfigError, suggest
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Policy
@@ -341,21 +341,6 @@ class Perturbation:
         for draw in range(self.draws):
             cost = PerturbedCost(machine.cost, Factors.draw(self.spread, self.seed + draw))
             yield replace(machine, cost=cost)
-
-
-def setup_of(options: Mapping[str, Any]) -> Setup:
-    """The setup with these options.
-
-    Raises:
-        ConfigError: no such option.
-    """
-    known = [field.name for field in fields(Setup)]
-    for name in options:
-        if name not in known:
-            hint = suggest(name, known)
-            told = f", {hint}" if hint else f". Options: {', '.join(known)}"
-            raise ConfigError(f"simulate: unknown option {name!r}{told}")
-    return Setup(**options)
 
 
 def simulate_plans(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.analysis.clocks import Occupied
 from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.trace_format import (
@@ -203,7 +202,7 @@ def _layers(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> tuple[lis
     return made[0], made[1]
 
 
-def _exchanging(occupied: Iterable[Occupied], played: SimulatedPhase, phase: str) -> list[TrackSpan]:
+def _exchanging(occupied: Iterable[TrackSpan], played: SimulatedPhase, phase: str) -> list[TrackSpan]:
     """Spans of an attention call; those of exchanges with their bytes."""
     zones = played.zones_of_exchanges()
     sent: defaultdict[tuple[int, int, str, str], dict[int, int]] = defaultdict(dict)
@@ -213,17 +212,12 @@ def _exchanging(occupied: Iterable[Occupied], played: SimulatedPhase, phase: str
             at = of[end, exchange, leg, stream]
             at[other] = at.get(other, 0) + num_bytes
     return [
-        TrackSpan(
-            each.rank,
-            each.stream,
-            each.name,
-            each.start_s,
-            each.stop_s,
-            phase,
-            exchange=each.exchange,
+        replace(
+            each,
+            phase=phase,
             zone=each.zone or zones.get((each.rank, each.exchange), ""),
-            sent=sent.get((each.rank, each.exchange, each.name, each.stream), {}),
-            received=received.get((each.rank, each.exchange, each.name, each.stream), {}),
+            sent=sent.get((each.rank, each.exchange, each.what, each.track), {}),
+            received=received.get((each.rank, each.exchange, each.what, each.track), {}),
         )
         for each in occupied
     ]

@@ -14,9 +14,10 @@ from math import ceil
 
 import numpy as np
 
+from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan, milp
-from megatron_balance.solvers.makespan import NOT_HELD, Floats, MachinesProblem
+from megatron_balance.solvers.makespan import NOT_HELD, MachinesProblem
 from megatron_balance.solvers.packing import PackingProblem, longest_first, pack_better
 
 # Of Alg. 1, as in the paper's experiments.

@@ -13,7 +13,8 @@ from itertools import product
 from math import inf, prod
 
 import numpy as np
-import numpy.typing as npt
+
+from megatron_balance.cost.base import Floats, Ints
 
 # Seconds by which a machine comes behind others for an item above its limit.
 CAPPED = 1e9
@@ -599,12 +600,6 @@ def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
         weights = np.maximum(weights, LEAST_SHARE * weights.max())
         weights /= weights @ each
     return best
-
-
-Floats = npt.NDArray[np.float64]
-
-
-Ints = npt.NDArray[np.int64]
 
 
 # Seconds in `MachinesProblem.work` where an item is not held: finite, so that sums stay numbers.

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.ir.step import MilpSolver
 
-Floats: TypeAlias = NDArray[np.float64]
 # Row, column and value of entries of a constraint matrix; one value may hold for all.
 Term: TypeAlias = tuple[Ints, Ints, "Floats | float"]
 

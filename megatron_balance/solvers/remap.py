@@ -57,7 +57,7 @@ def solve(
     """
     held = np.asarray(held, dtype=np.int64)
     _check(held, node_size, intra_s, inter_s, align)
-    target = balanced(held, align)
+    target = _balanced(held, align)
     over = held - target
     intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
     problem = _RemapProblem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra)
@@ -117,7 +117,7 @@ def _by_node(counts: Ints, node_size: int) -> Ints:
     return table.reshape(num_nodes, node_size)
 
 
-def balanced(held: Ints, align: int) -> Ints:
+def _balanced(held: Ints, align: int) -> Ints:
     """The tokens [d] that each rank ends with: as equal as possible, moving as few as possible;
     multiples of `align` but for one rank. Extra units go to the ranks that hold most, then what
     makes no unit.

@@ -10,8 +10,7 @@ from math import inf
 import numpy as np
 
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.cost.base import NO_HOST, Contention, Floats, Host, Ints, Link
-from megatron_balance.cost.base import routed_s as eq_1
+from megatron_balance.cost.base import NO_HOST, Contention, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 
@@ -19,8 +18,8 @@ INTRA, INTER, NONE = Link(0.001, 1e6), Link(0.002, 1e5), Contention(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class FlatCost:
-    """Implements `cost.base.MachineCost`. `launch`: seconds of a launch, forward; twice that
+class FlatCost(MachineCost):
+    """`launch`: seconds of a launch, forward; twice that
     backward. `pair`: of each causal pair.
     """
 
@@ -79,15 +78,6 @@ class FlatCost:
     def experts_s(self, num_tokens: float) -> float:
         del num_tokens
         return 0.0
-
-    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        return self.intra.time_s(num_bytes, num_messages)
-
-    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return self.inter.time_s(num_bytes, num_messages, num_nics)
-
-    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        return eq_1(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
         return num_tokens * self.model.kv_bytes_per_token

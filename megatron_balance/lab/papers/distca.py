@@ -120,7 +120,7 @@ class HeldTokens:
     """Tokens of a rank of the first stage in each microbatch, and those whose keys it receives."""
 
     tokens: float
-    received: float
+    _received: float
     stages: int = 1
     recompute: Recompute = "none"
     num_microbatches: int = 1
@@ -677,7 +677,7 @@ TABLE_7 = (
 """Model, batch size, nodes, tolerance."""
 
 
-def received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
+def _received(plan: MicrobatchPlan, case: DistcaCase) -> tuple[Ints, Ints]:
     """Bytes that reach each rank in a layer's forward pass: queries, keys and values; outputs."""
     report = plan_statistics(plan, case.model)
     of_token = int(case.cost.query_bytes(1))
@@ -696,7 +696,7 @@ def _table6(effort: Effort) -> Ours:
         shares: list[list[float]] = []
         for batch in case.batches("pretrain", effort.batches):
             seconds = sum(case.passes_s(batch))
-            parts = [received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
+            parts = [_received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
             # Out of the sender's tensors and into the receiver's.
             travels = [2 * sum(part[i].sum() for part in parts) / nodes for i in (0, 1)]
             layers = 2 * case.model.num_layers
@@ -725,7 +725,7 @@ def _table7(effort: Effort) -> Ours:
 
 def _rates(case: DistcaCase, moving: MicrobatchPlan, computing: MicrobatchPlan) -> tuple[float, float]:
     """Bytes per second and GPU, beside the modules outside attention, and beside attention too."""
-    inputs, outputs = received(moving, case)
+    inputs, outputs = _received(moving, case)
     pairs = np.array(plan_statistics(computing, case.model)["attention_pairs_per_rank"], dtype=np.float64)
     outside = linear_s(computing, case.machine)[0]
     meanwhile = outside + np.array([case.cost.attention_s(n) for n in pairs.tolist()])

@@ -91,7 +91,7 @@ def plan(system: str, loaded: ByGpu) -> MicrobatchPlan:
     return MicrobatchPlan(WITHOUT, lengths, NUM_GPUS, NODE, *heads, zones, mask=MODEL.mask)
 
 
-def imbalance(planned: MicrobatchPlan) -> float:
+def _imbalance(planned: MicrobatchPlan) -> float:
     """Workload imbalance ratio: the most work of a GPU over the least, by Eq. 2."""
     work = sequence_work(np.array(planned.lengths, dtype=np.float64), MODEL, GAMMA_H100_FLUX)
     load = np.zeros(planned.num_ranks)
@@ -108,13 +108,13 @@ def flops(lengths: Sequence[int]) -> float:
 
 
 @lru_cache(maxsize=256)
-def run(system: str, loaded: ByGpu) -> dict[str, float]:
+def _run(system: str, loaded: ByGpu) -> dict[str, float]:
     """Imbalance of work, seconds, tokens per second and share of the peak, as the table names them."""
     planned = plan(system, loaded)
     step = simulate_step([planned], machine(), Setup(recompute="full"))
     fbl_s = step.step_s - step.phases_s["optimizer"]
     return {
-        "WIR": imbalance(planned),
+        "WIR": _imbalance(planned),
         "FBL": fbl_s,
         "TPS": planned.num_tokens / fbl_s,
         "HFU": flops(planned.lengths) / (fbl_s * NUM_GPUS * PEAK_FLOPS_PER_S),
@@ -135,7 +135,7 @@ def _table1(effort: Effort) -> Ours:
     for workload, codes in effort.progress(list(WORKLOADS.items()), "table1"):
         drawn = batches(codes, effort.batches)
         for system in (WITHOUT, *TOPOLOGIES, AUTO):
-            each = [run(system, loaded) for loaded in drawn]
+            each = [_run(system, loaded) for loaded in drawn]
             for what in each[0]:
                 yield f"{workload}, {system}: {what}", fmean(one[what] for one in each)
 

@@ -36,18 +36,17 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.analysis.memory import Holding, Recompute, Sharding, rank_memory
-from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.ir.step import EMPTY
 from megatron_balance.lab.papers.base import Effort, Ours, SimulatedCase, paper
 from megatron_balance.planners.base import StepContext
-from megatron_balance.planners.wlb_llm import NAME, REMAINED, WlbLlmOptions, WlbShardingOptions, pack, shard
+from megatron_balance.planners.wlb_llm import WlbLlmOptions, WlbShardingOptions, packed_step, shard
 from megatron_balance.planning.choice import choose_planner
-from megatron_balance.simulator.attention import attention_call
+from megatron_balance.simulator.attention import attention_call, linear_s
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Distribution, K, Pareto
@@ -353,9 +352,8 @@ def measure(batches: Sequence[tuple[Lengths, ...]], step: StepContext) -> Method
     for at in range(0, len(batches) - window + 1, window):
         lengths = tuple(chain.from_iterable(batches[at : at + window]))
         begin_s = time.process_time()
-        microbatches, queued = pack(lengths, step, carry)
+        microbatches, carry, left = packed_step(lengths, step, carry)
         packing_s += time.process_time() - begin_s
-        carry, left = _carried(lengths, carry, microbatches, queued)
         drawn += sum(map(sum, lengths))
         waited += window * carry.waiting_tokens
         delayed += left
@@ -370,21 +368,6 @@ def measure(batches: Sequence[tuple[Lengths, ...]], step: StepContext) -> Method
 def _groups(microbatches: Sequence[Any]) -> Iterator[Sequence[Any]]:
     for at in range(0, len(microbatches), PIPELINE):
         yield microbatches[at : at + PIPELINE]
-
-
-def _carried(
-    lengths: tuple[Lengths, ...], carry: Carry, microbatches: Sequence[Any], queued: Sequence[Any]
-) -> tuple[Carry, int]:
-    """The carry behind a step, and tokens that were dealt in it and wait."""
-    left = dict(carry.waiting) | dict(enumerate(chain.from_iterable(lengths)))
-    for document in chain.from_iterable(microbatches):
-        del left[document.number]
-    count = sum(map(len, lengths))
-    waiting = tuple(sorted((number - count, length) for number, length in left.items()))
-    in_queues = {each.number - count for each in queued}
-    remained = [number for number, _ in waiting if number not in in_queues]
-    fresh = sum(length for number, length in left.items() if number >= 0)
-    return (Carry.of(NAME, {REMAINED: remained}, waiting) if waiting else EMPTY), fresh
 
 
 def _table2(effort: Effort) -> Ours:
@@ -426,12 +409,10 @@ MIXED_SHARDING = WlbSystem("a choice for each document", "mixed")
 SHARDINGS = (PLAIN, PER_DOCUMENT, ADAPTIVE, MIXED_SHARDING)
 
 
-def layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
+def _layer_s(case: WlbCase, system: WlbSystem, lengths: tuple[int, ...]) -> float:
     """Seconds of a layer, forward and backward, until its slowest rank is done."""
     plan = system.plan(case, lengths)
-    tokens = linear_tokens(plan).tolist()
-    linear = [np.array([case.cost.layer_s(n, backward=b) for n in tokens]) for b in (False, True)]
-    call = attention_call(plan, case.machine, "keep", (linear[0], linear[1]))
+    call = attention_call(plan, case.machine, "keep", linear_s(plan, case.machine))
     return sum(float(outcome.end_s.max()) for outcome in call)
 
 
@@ -440,7 +421,7 @@ def _fig15(effort: Effort) -> Ours:
     by_window: dict[int, dict[str, list[float]]] = {}
     for case in effort.progress(FIG15_CASES, "fig15"):
         microbatches = [lengths for batch in case.batches(SKEW, effort.batches) for lengths in batch]
-        seconds = {system.name: [layer_s(case, system, lengths) for lengths in microbatches] for system in SHARDINGS}
+        seconds = {system.name: [_layer_s(case, system, lengths) for lengths in microbatches] for system in SHARDINGS}
         # The better of both for each microbatch.
         seconds[OPTIMAL] = list(map(min, zip(seconds[PLAIN.name], seconds[PER_DOCUMENT.name], strict=True)))
         by_window[case.window] = seconds

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.compile.order import LEGS
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost import kernel
@@ -38,7 +37,7 @@ from megatron_balance.lab.papers.base import Effort, Ours, Published, SimulatedC
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.baselines import redundant_pairs
 from megatron_balance.planning.choice import choose_layers, choose_planner
-from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events
+from megatron_balance.simulator.attention import BothPhases, Outcome, attention_call, events, linear_s
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, K
 from megatron_balance.workloads.lengths import Lengths, draw
@@ -152,7 +151,7 @@ def _leg_ms(outcome: Outcome, rank: int, leg: str, stream: str) -> float:
     took = [
         each.stop_s - each.start_s
         for each in outcome.occupied
-        if (each.rank, each.name) == (rank, leg) and each.stream.startswith(stream)
+        if (each.rank, each.what) == (rank, leg) and each.track.startswith(stream)
     ]
     return 1e3 * median(took)
 
@@ -311,7 +310,7 @@ FIG5_MODELS = {"3B": "llama-3b", "7B": "llama-7b"}
 ZONES = ("local", "intra-node", "inter-node")
 
 
-def boundary(case: ZeppelinCase, link: Link) -> int:
+def _boundary(case: ZeppelinCase, link: Link) -> int:
     """The shortest sequence whose attention takes as long as its keys and values on `link`."""
     length = TILE_TOKENS
     while case.cost.attention_s(CAUSAL.num_pairs(length), length) < link.time_s(case.cost.kv_bytes(length)):
@@ -325,11 +324,11 @@ def _fig5(_: Effort) -> Ours:
     for label, case in cases.items():
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)
-        yield f"{label}: local / intra-node, NVLink at 400 GB/s", boundary(case, doubled)
-        yield f"{label}: local / intra-node, at 200 GB/s", boundary(case, intra)
-        yield f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", boundary(case, inter)
+        yield f"{label}: local / intra-node, NVLink at 400 GB/s", _boundary(case, doubled)
+        yield f"{label}: local / intra-node, at 200 GB/s", _boundary(case, intra)
+        yield f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", _boundary(case, inter)
     case = cases["7B"]
-    limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
+    limits = [_boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
         shares = _token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
         yield from ((f"{label}: in the {zone} zone of 7B", each) for zone, each in zip(ZONES, shares, strict=True))
@@ -392,7 +391,7 @@ Cell = tuple[str, int, str]
 """Label of a model, context length, data set."""
 
 
-def speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
+def _speedups(case: ZeppelinCase, batches: list[Lengths]) -> dict[str, float]:
     """Throughput of every system over that of TE's ring."""
     seconds = {system.name: sum(system.step_s(case, lengths) for lengths in batches) for system in SYSTEMS}
     return {name: seconds[TE.name] / each for name, each in seconds.items()}
@@ -406,10 +405,10 @@ def _fig8(effort: Effort) -> Ours:
         case = model.case(context)
         for dataset in DATASETS:
             batches = case.batches(dataset, effort.batches)
-            by_cell[model.label, context, dataset] = speedups(case, batches)
+            by_cell[model.label, context, dataset] = _speedups(case, batches)
             if (model, context) == (MOE, CONTEXTS[0]):
                 for label, load in UNEVEN.items():
-                    uneven[label].append(speedups(replace(case, expert_load=load), batches))
+                    uneven[label].append(_speedups(replace(case, expert_load=load), batches))
     for (model, context, dataset), each in by_cell.items():
         cell = f"{model}, {context // K}k, {DATASETS[dataset]}"
         yield cell, each[ZEPPELIN.name]
@@ -505,11 +504,8 @@ def _parts(case: ZeppelinCase, lengths: Sequence[int]) -> dict[str, Floats]:
         planning.append(time.perf_counter() - begin)
     plan, layers = plans[0], case.model.num_layers
     call = attention_call(replace(plan, moves=Rows.of(3, [])), case.machine)
-    tokens = linear_tokens(plan).tolist()
-    linear, linear_back = (
-        np.array([case.cost.layer_s(n, backward=backward) for n in tokens]) for backward in (False, True)
-    )
-    remap = remap_s(case, plan)
+    linear, linear_back = linear_s(plan, case.machine)
+    remap = _remap_s(case, plan)
     seconds = {
         "forward, attention": call.forward.end_s,
         "forward, linear modules": linear,
@@ -521,7 +517,7 @@ def _parts(case: ZeppelinCase, lengths: Sequence[int]) -> dict[str, Floats]:
     return {**parts, "forward, sequence partition": np.array(planning)}
 
 
-def remap_s(case: ZeppelinCase, plan: MicrobatchPlan) -> Floats:
+def _remap_s(case: ZeppelinCase, plan: MicrobatchPlan) -> Floats:
     """Seconds by rank of a layer's remap in one phase, both ways."""
     # Links and NICs carry a rank's tokens side by side, both directions at once, so the longest of
     # the four counts.

@@ -20,10 +20,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 from megatron_balance.analysis.machine import Machine
-from megatron_balance.analysis.statistics import linear_tokens
 from megatron_balance.cost.base import Contention, Floats
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
@@ -34,7 +31,7 @@ from megatron_balance.lab.bench import Bench, Figures, PlayedCase, runs
 from megatron_balance.lab.report import page
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
-from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, mean_call
+from megatron_balance.simulator.attention import BothPhases, attention_call, by_mask, linear_s, mean_call
 from megatron_balance.simulator.setup import StageSetup, settled
 from megatron_balance.simulator.step import Perturbation, Setup, simulate_plans, summary
 
@@ -70,12 +67,12 @@ class _FreeTransfers(PerturbedCost):
         return Contention(0, 0, 0)
 
 
-def simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
+def _simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
     """The summary of some steps on a machine that is as it was planned for."""
     return summary(simulate_plans(steps, machine, setup, Perturbation()))
 
 
-def mean_step_s(figures: Figures) -> float:
+def _mean_step_s(figures: Figures) -> float:
     """Seconds of a step, mean over the steps of a summary: phases are means, and add up to it."""
     return float(sum(figures["phases_s"].values()))
 
@@ -111,9 +108,9 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
     # In the order of the module's docstring; gradients are synchronised over the same links and
     # have a part of their own.
     machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
-    idealised = [simulate(steps, each, setup) for each in machines]
+    idealised = [_simulate(steps, each, setup) for each in machines]
     sync = [each["phases_s"]["gradient_sync"] for each in idealised]
-    slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
+    slow, alone, no_nics, free = (_mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
     phases = idealised[-1]["phases_s"]
     nic, links = max(0.0, alone - no_nics), max(0.0, no_nics - free)
     remap = min(nic + links, _remap_s(steps, even, setup))
@@ -138,7 +135,7 @@ def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[st
         "bubble": bubble,
         "gradient_sync": sync[0],
     }
-    return _adding_up(seconds, mean_step_s(idealised[0]))
+    return _adding_up(seconds, _mean_step_s(idealised[0]))
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
@@ -155,12 +152,6 @@ def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
     factors = Factors(inter_node=_NO_TIME, intra_node=_NO_TIME if inside else 1.0)
     cost = _FreeTransfers(machine.cost, factors) if inside else PerturbedCost(machine.cost, factors)
     return replace(machine, cost=cost)
-
-
-def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
-    tokens, slow = linear_tokens(plan).tolist(), machine.slow()
-    forward, backward = (np.array([machine.cost.layer_s(n, backward=b) for n in tokens]) * slow for b in (False, True))
-    return forward, backward
 
 
 def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> BothPhases:
@@ -183,7 +174,7 @@ def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
     for plan, times in _each_microbatch(steps, setup, machine):
-        outside = _linear_s(plan, machine)
+        outside = linear_s(plan, machine)
         call = _call(plan, outside, machine, setup)
         linear += times * float((again * outside[0] + outside[1]).mean())
         attention += times * float((again * call.forward.compute_s + call.backward.compute_s).mean())
@@ -194,7 +185,7 @@ def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases
     """Seconds of exchanging tokens with experts on other ranks, which hide behind nothing."""
     if setup.experts == 1:
         return 0.0
-    without_exchange = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
+    without_exchange = _simulate(steps, machine, replace(setup, experts=1))["phases_s"]
     return sum(phases[phase] - without_exchange[phase] for phase in ("forward_linear", "backward_linear"))
 
 
@@ -203,7 +194,7 @@ def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:
-            enter_s = _linear_s(plan, machine)
+            enter_s = linear_s(plan, machine)
             with_moves, without = (
                 sum(float(outcome.end_s.max()) for outcome in _call(each, enter_s, machine, setup))
                 for each in (plan, replace(plan, moves=NO_MOVES))
@@ -222,7 +213,7 @@ class _LayerLoads:
 
     @staticmethod
     def of(plan: MicrobatchPlan, machine: Machine, setup: Setup) -> _LayerLoads:
-        outside = _linear_s(plan, machine)
+        outside = linear_s(plan, machine)
         forward, backward = call = _call(plan, outside, machine, setup)
         return _LayerLoads(
             outside[0] + outside[1] + forward.compute_s + backward.compute_s,
@@ -369,12 +360,12 @@ class _TriedOptions(NamedTuple):
 def tried(bench: Bench, choice: PlannerChoice) -> Figures:
     """Steps of all variants, fastest first, and those that are impossible or change nothing."""
     case, steps = _Case(bench, choice), bench.plan(choice).steps
-    figures = simulate(steps, bench.machine, bench.setup)
-    step_s = mean_step_s(figures)
+    figures = _simulate(steps, bench.machine, bench.setup)
+    step_s = _mean_step_s(figures)
     rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
-    for each in bench.progress(list(candidates(case)), "what to try next"):
+    for each in bench.progress(list(_candidates(case)), "what to try next"):
         try:
             row = _row(each, bench, steps, step_s)
         except BalanceError as error:
@@ -405,8 +396,8 @@ def _row(each: _TriedOptions, base: Bench, base_steps: Sequence[StepPlan], base_
     same_machine = bench.machine is base.machine and bench.setup == base.setup
     if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base_steps]:
         return None
-    figures = simulate(steps, bench.machine, bench.setup)
-    step_s = mean_step_s(figures)
+    figures = _simulate(steps, bench.machine, bench.setup)
+    step_s = _mean_step_s(figures)
     peak = max(figures["peak_bytes_per_rank"])
     hides = planning_s <= len(steps) * step_s
     return {
@@ -429,7 +420,7 @@ def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
 
-def candidates(case: _Case) -> Iterator[_TriedOptions]:
+def _candidates(case: _Case) -> Iterator[_TriedOptions]:
     yield from _other_planners(case)
     yield from _other_layers(case)
     yield from _other_options(case)
@@ -563,23 +554,21 @@ def _other_steps(case: _Case) -> Iterator[_TriedOptions]:
     if setup.policy == "auto":
         pass  # that is the best of both already
     elif setup.policy == "replay":
-        yield tried("received keys and values are kept for the backward", "--policy keep", policy="keep")
+        yield of("received keys and values are kept for the backward", "--policy keep", policy="keep")
     else:
-        yield tried(
+        yield of(
             "keys and values are received again in the backward, to save memory", "--policy replay", policy="replay"
         )
     if setup.recompute == "full":
-        yield tried("no recomputation of activations", "--recompute none", recompute="none")
+        yield of("no recomputation of activations", "--recompute none", recompute="none")
     else:
-        yield tried(
-            "all activations are recomputed in the backward, to save memory", "--recompute full", recompute="full"
-        )
+        yield of("all activations are recomputed in the backward, to save memory", "--recompute full", recompute="full")
     if not setup.overlap_sync:
-        yield tried("gradients are synchronised beside the backward", "", overlap_sync=True)
+        yield of("gradients are synchronised beside the backward", "", overlap_sync=True)
     chunks = 2 * setup.interleave
     even = bench.machine.model.num_layers % (setup.pipeline * chunks) == 0 and bench.group % setup.pipeline == 0
     if setup.pipeline > 1 and even:
-        yield tried(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
+        yield of(f"{chunks} model chunks of each pipeline stage", f"--interleave {chunks}", interleave=chunks)
 
 
 def _merged(bench: Bench) -> Bench:

@@ -304,7 +304,7 @@ def document(paths: Sequence[Path]) -> Figures:
     runs = _read_all(paths)
     described_runs = [_described(run) for run in runs]
     compared = _compared(runs) if len(runs) > 1 else None
-    limited = {run.label: limits(each) for run, each in zip(runs, described_runs, strict=True)}
+    limited = {run.label: _limits(each) for run, each in zip(runs, described_runs, strict=True)}
     return {
         "report": "trained",
         "kind": "measured",
@@ -342,7 +342,7 @@ def _described(run: _LoggedRun) -> Figures:
         "tokens_per_s": 1e3 * sum(tokens) / sum(step_ms) if len(tokens) == len(step_ms) else None,
         "loss": _ends(run.numbers("loss")),
         "means": {key: fmean(steady.numbers(key)) if steady.numbers(key) else None for key in CURVES},
-        "follows": follows(steady),
+        "follows": _follows(steady),
         "curves": _curves(run),
     }
 
@@ -399,7 +399,7 @@ FEWEST = 8
 """Steps below which nothing is said about what goes with what."""
 
 
-def follows(run: _LoggedRun) -> Figures:
+def _follows(run: _LoggedRun) -> Figures:
     """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
     correlations: Figures = {}
     step_ms = run.series("step_ms")
@@ -494,7 +494,7 @@ NAMES = {
 }
 
 
-def limits(run: Figures) -> Figures:
+def _limits(run: Figures) -> Figures:
     """A mean step's milliseconds by part, and a sentence on the largest."""
     means = run["means"]
     step_ms: float = means["step_ms"]

@@ -57,7 +57,7 @@ def study(
     cluster, model = bench.machine.cluster, bench.machine.model
     rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in bench.progress(shown, "what limits the step")}
-    tried = limits.of(bench.first_steps(), best.planned.choice)
+    tried = limits.tried(bench.first_steps(), best.planned.choice)
     return {
         "report": "simulated",
         "kind": "simulated",
@@ -77,7 +77,7 @@ def study(
         "timeline": timelines,
         "timeline_left_out": no_timeline,
         "limits": limiting,
-        "try_next": {**tried, "suggestions": suggestions(tried)},
+        "try_next": {**tried, "suggestions": _suggestions(tried)},
     }
 
 
@@ -364,7 +364,7 @@ def answer(
 ) -> list[str]:
     """Sentences for readers of nothing else; `names`: of the baseline and of the best planner."""
     base, best = (next(row for row in rows if row["planner"] == name) for name in names)
-    return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *suggestions(tried)[:1]]
+    return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *_suggestions(tried)[:1]]
 
 
 def _fastest(base: Figures, best: Figures) -> str:
@@ -404,7 +404,7 @@ def _room(row: Figures, memory_bytes: float) -> list[str]:
     ]
 
 
-def suggestions(tried: Figures) -> list[str]:
+def _suggestions(tried: Figures) -> list[str]:
     """Suggestions, best first, each with its gain: changes that cost nothing, then another machine."""
     own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
     sentences = [_suggestion(row, tried) for row in own[:FIRST]]

@@ -11,7 +11,6 @@ from megatron_balance.cost.base import Link
 from megatron_balance.cost.parallel import (
     CollectiveGroup,
     all_gather_s,
-    all_reduce_s,
     all_to_all_s,
     expert_exchange_s,
     gradient_sync_s,
@@ -32,19 +31,10 @@ def test_a_ring_takes_one_step_for_every_other_rank() -> None:
     assert reduce_scatter_s(1e6, NODE) == all_gather_s(1e6, NODE)
 
 
-def test_a_tree_takes_log2_steps_for_the_same_bytes() -> None:
-    assert all_gather_s(1e6, NODE, "tree") == pytest.approx(3 * 1e-6 + 7e-5)
-    assert all_gather_s(1e6, CollectiveGroup(6, 6, INTRA, INTER), "tree") == pytest.approx(3 * 1e-6 + 5e-5)
-
-
 def test_a_ring_over_nodes_goes_at_the_pace_of_its_slowest_step() -> None:
     slow = CollectiveGroup(16, 8, INTRA, INTER)
     assert all_gather_s(1e6, slow) == pytest.approx(15 * (10e-6 + 1e6 / 25e9))
     assert all_gather_s(1e6, SPREAD) == pytest.approx(3 * (10e-6 + 1e6 / 25e9))
-
-
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_of_an_eighth() -> None:
-    assert all_reduce_s(8e6, NODE) == pytest.approx(2 * 7 * (1e-6 + 1e-5))
 
 
 def test_an_all_to_all_goes_over_the_links_inside_and_the_nics_at_once() -> None:
@@ -56,7 +46,7 @@ def test_an_all_to_all_goes_over_the_links_inside_and_the_nics_at_once() -> None
 
 def test_one_rank_has_nothing_to_wait_for() -> None:
     alone = CollectiveGroup(1, 1, INTRA, INTER)
-    assert all_gather_s(1e9, alone) == all_reduce_s(1e9, alone) == all_to_all_s(1e9, alone) == 0.0
+    assert all_gather_s(1e9, alone) == all_to_all_s(1e9, alone) == 0.0
 
 
 def test_a_groups_nics_are_those_of_its_ranks_on_a_node() -> None:
@@ -72,7 +62,6 @@ def test_a_groups_nics_are_those_of_its_ranks_on_a_node() -> None:
 
 def test_gradients_are_summed_in_fp32_and_weights_gathered_in_bf16() -> None:
     assert gradient_sync_s(8e6, NODE) == pytest.approx(7 * (2e-6 + (4e6 + 2e6) / 100e9))
-    assert gradient_sync_s(8e6, NODE, sharded=False) == pytest.approx(all_reduce_s(32e6, NODE))
 
 
 def test_experts_are_reached_by_two_all_to_alls() -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance.cost.fits import (
-    GAMMA_H100_FLUX,
     Quadratic,
-    fit_gamma,
     fit_link,
     fit_quadratic,
-    gamma_work,
     least_squares,
 )
 from megatron_balance.errors import ConfigError
@@ -57,10 +54,3 @@ def test_a_rate_is_found_even_where_noise_hides_it() -> None:
 def test_too_little_to_fit_is_refused(call, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         call()
-
-
-def test_gamma_is_fitted_as_knapformer_does() -> None:
-    lengths = [512, 2048, 8192, 32768]
-    gamma, k = fit_gamma(lengths, [1e-15 * gamma_work(length, 3072, GAMMA_H100_FLUX) for length in lengths], 3072)
-    assert (gamma, k) == pytest.approx((0.49, 1e-15))
-    assert gamma_work(2, 3, 0.5) == 24 * 2 * 9 + 0.5 * 4 * 4 * 3

@@ -23,7 +23,6 @@ from megatron_balance.planners.flexsp import (
     FlexSpOptions,
     Groups,
     GroupsProblem,
-    Limits,
     blast,
     bucket,
     greedy,
@@ -147,7 +146,7 @@ def test_items_in_groups_that_are_not_there_are_no_answer(monkeypatch: pytest.Mo
     monkeypatch.setattr(flexsp._IntegerProgram, "solve", lambda *_: iter([(0, [(0, 1)]), (1, [(0, 1)])]))
     problem = GroupsProblem((5, 5), ((1.0, 0.6), (1.0, 0.6)), (1, 2), 2, 10)
     with pytest.raises(NoAnswerError, match="groups that are not there"):
-        improve(problem, ((2, (0, 1)),), Limits())
+        improve(problem, ((2, (0, 1)),), FlexSpOptions())
 
 
 def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
@@ -221,7 +220,7 @@ def test_the_program_finds_the_optimum_of_small_problems(problem: GroupsProblem)
     together: Groups = ((4, tuple(range(len(problem.tokens)))),)
     start = greedy(problem) or together
     try:
-        found = improve(problem, start, Limits(nodes=1000))
+        found = improve(problem, start, FlexSpOptions(node_limit=1000))
     except NoAnswerError:
         found = start
     assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,10 +16,9 @@ from megatron_balance.analysis.machine import Machine
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.fits import gamma_of, gamma_work, sequence_work
+from megatron_balance.cost.fits import gamma_of, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners import knapformer
 from megatron_balance.planners.knapformer import (
     KnapFormerOptions,
     Topology,
@@ -115,11 +112,9 @@ def test_memory_comes_before_work_and_is_an_error_where_no_group_has_it() -> Non
 @given(
     work=st.lists(st.integers(1, 9) | st.integers(1, 10**6), max_size=40),
     sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8),
-    many=st.sampled_from([0, 64]),
 )
-@example(work=[500] + [10] * 90, sizes=[1, 1, 4, 4], many=64)  # some have room again after the first
-@example(work=[500] + [10] * 90, sizes=[1, 1, 4, 4], many=0)
-def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int], many: int) -> None:
+@example(work=[500] + [10] * 90, sizes=[1, 1, 4, 4])  # some have room again after the first
+def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int]) -> None:
     mean, loads = Fraction(sum(work), sum(sizes)), [Fraction(0)] * len(sizes)
     expected = [0] * len(work)
     for seq in sorted(range(len(work)), key=lambda seq: (-work[seq], seq)):
@@ -127,8 +122,7 @@ def test_the_knapsack_is_the_printed_first_pass(work: list[int], sizes: list[int
         group = min(room or range(len(sizes)), key=lambda g: (loads[g] / (sizes[g] * mean), g))
         expected[seq] = group
         loads[group] += work[seq]
-    with patch.object(knapformer, "_MANY", many):
-        assert assign(np.array(work, dtype=np.float64), [1] * len(work), sizes, None).tolist() == expected
+    assert assign(np.array(work, dtype=np.float64), [1] * len(work), sizes, None).tolist() == expected
 
 
 # Chunks
@@ -149,7 +143,8 @@ def test_every_rank_of_a_group_has_a_contiguous_even_chunk_of_each_sequence(leng
 
 def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> None:
     lengths = np.array([100.0, 5000.0])
-    assert sequence_work(lengths, FLUX, 0.49).tolist() == [gamma_work(n, 3072, 0.49) for n in lengths.tolist()]
+    of_blocks = [24.0 * n * 3072**2 + 0.49 * 4.0 * n**2 * 3072 for n in lengths.tolist()]
+    assert sequence_work(lengths, FLUX, 0.49).tolist() == of_blocks
     causal = replace(FLUX, attention="causal")
     halved = sequence_work(lengths, causal, 1.0) - sequence_work(lengths, causal, 0.0)
     assert halved.tolist() == [4.0 * 3072 * n * (n + 1) / 2 for n in lengths.tolist()]
@@ -198,9 +193,14 @@ def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
         assert seconds("auto", lengths) <= best * (1 + 1e-9)
 
 
+# Images of 512 x 512 pixels on 31 GPUs and a clip of five seconds on one, a quarter of the work. Fixed
+# before the search for topologies was written, to judge it by.
+IMAGES_AND_A_LONG_CLIP = "g1b1i1024f85s1,g31b28i512f1s0"
+
+
 def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
     for seed in range(2):
-        lengths = drawn(distributions.IMAGES_AND_A_LONG_CLIP, seed)
+        lengths = drawn(IMAGES_AND_A_LONG_CLIP, seed)
         best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
         assert seconds("auto", lengths) <= 0.95 * best
 
@@ -216,33 +216,6 @@ def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() 
     assert (held <= 40 * np.array(found.topology.sizes)).all()
     tight = plan_of([100, 10, 10, 8], cluster, tokens_per_rank=32)
     assert groups_of(tight) == {(0, 1, 2, 3): (0, 1, 2, 3)}
-
-
-@pytest.mark.parametrize(
-    ("model", "lengths"),
-    [
-        (FLUX, drawn(distributions.IMAGES_AND_VIDEOS, 0)),
-        (load_model("llama3-8b"), CAUSAL),
-        (EXPERTS, CAUSAL),
-    ],
-)
-def test_topologies_that_are_not_filled_are_no_better(
-    model: Model, lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    is_slower = TopologyPrices.is_slower
-
-    def counted(prices: TopologyPrices, sizes: Sequence[int], seconds: float) -> bool:
-        asked.append(is_slower(prices, sizes, seconds))
-        return asked[-1]
-
-    given = Batch(tuple(lengths)), H100, model, planning_cost(H100, model, None), KnapFormerOptions()
-    with monkeypatch.context() as patched:
-        patched.setattr(TopologyPrices, "is_slower", counted)
-        found = plan(*given)
-    assert any(asked)
-    monkeypatch.setattr(TopologyPrices, "is_slower", lambda *_: False)
-    assert plan(*given) == found
 
 
 @pytest.mark.parametrize("topology", ["g12n2+g1n8", "g4n8"])

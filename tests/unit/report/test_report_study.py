@@ -32,7 +32,7 @@ def study(run, tmp_path):
 @pytest.fixture
 def limits_of(study, monkeypatch):
     """By planner what limits it, without simulating what else could be tried."""
-    monkeypatch.setattr("megatron_balance.lab.report.limits.candidates", lambda _: iter(()))
+    monkeypatch.setattr("megatron_balance.lab.report.limits._candidates", lambda _: iter(()))
     return lambda command: study(command)["limits"]
 
 

@@ -169,7 +169,7 @@ def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_in
     phase = SimulatedPhase(steps, seconds, exchanges, blocks_s, flows)
     found = attention.play_events(phase, machine, np.zeros(8), trace=True).occupied
     near, far = CALL + INTRA.time_s(num_bytes), CALL + INTER.time_s(num_bytes)
-    stop = {each.name: each.stop_s for each in found if each.name in ("dispatch", "across", "combine")}
+    stop = {each.what: each.stop_s for each in found if each.what in ("dispatch", "across", "combine")}
     crossed = near + across_s + far
     assert stop == pytest.approx({"dispatch": near, "across": crossed, "combine": max(crossed, combine_s) + near})
 
@@ -244,13 +244,13 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
             # Ranks without a communicator of their own send a collective's messages one by one.
             together = {op.id for op in ops if isinstance(op, Exchange) and op.collective != "p2p"}
             for stream, issued in expected.items():
-                done = [e.exchange for e in began if e.stream == stream and e.exchange not in together]
+                done = [e.exchange for e in began if e.track == stream and e.exchange not in together]
                 # Of a parcel of a few bytes some pieces hold none, and these are not sent.
                 assert done == [at for at in issued if at in done]
                 exchanges = {op.id: op for op in ops if isinstance(op, Exchange)}
                 assert all(has_empty_piece(exchanges[at], machine) for at in issued if at not in done)
             launches = sum(isinstance(op, Attend | AttendGrad) for op in ops)
-            assert sum(e.name == "attention" for e in began) == launches
+            assert sum(e.what == "attention" for e in began) == launches
 
 
 def test_more_bandwidth_is_never_slower():

@@ -147,7 +147,7 @@ def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
     ring = by_hand.pool("ring", (8000,), 4, heads=(2, 2))
     forward = events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
     assert forward.end_s[1] == pytest.approx(4 * 10.0, rel=0.05)
-    came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.name) == (1, 1, "direct"))
+    came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.what) == (1, 1, "direct"))
     assert (came_s < 10.0) == meanwhile
 
 
