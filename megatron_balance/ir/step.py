@@ -378,7 +378,7 @@ def _digest(parts: Iterator[str] | Sequence[str]) -> str:
 # The two layers around any planner's decision, remapping and routing, as settings (Zeppelin,
 # sections 3.4 and 3.3).
 #
-# `planning.place` decides by these settings what a plan gets; `solvers.remap` solves the remap.
+# `planning.layers` decides by these settings what a plan gets; `solvers.remap` solves the remap.
 
 When: TypeAlias = Literal["always", "pays", "never"]
 

@@ -27,7 +27,7 @@ from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.flags import row_multiple
 from megatron_balance.megatron.forward_step import LOSS, Microbatches, forward_step
 from megatron_balance.megatron.groups import job_device, tensor_parallel
-from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, WeightMovement, base_layout, optimizers_of
+from megatron_balance.megatron.roles import AttentionGroups, Role, Roles, base_layout, optimizers_of
 from megatron_balance.megatron.session import RankPlace, Session
 from megatron_balance.megatron.stages import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.training.plans import PlannedStep
@@ -74,7 +74,7 @@ class Changes:
             each: Apart(overlap, job.gpus_per_node if found.traffic.handed_on else None)
             for each, found in moved.items()
         }
-        self.roles = Roles(model_config, layout, others, timeout, attention, WeightMovement(apart, overlap))
+        self.roles = Roles(model_config, layout, others, timeout, attention, apart=apart, overlap=overlap)
         for role in self.roles:
             if role.model is not None:
                 job.adapt(role.model)

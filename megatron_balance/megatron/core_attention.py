@@ -113,12 +113,19 @@ class BalancedSeqParams(PackedSeqParams):
     def __post_init__(self) -> None:
         """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
 
-    def bound_now(self, number: int, mask: Mask) -> Bound:
-        """The plan that attention runs now in the layer of this number (`held_layers`) and mask: its
-        own, or the backward tick's once that has begun.
+    def bound_now(self, core_attention: Any) -> Bound:
+        """The plan that a core attention runs now: that of its layer's mask and of what keeping costs
+        there (`analysis.backward.held_layers`), or the tick's, of the backward once that has begun.
+        ConfigError: a core attention that `gpt.number_layers` did not number.
         """
+        number = getattr(core_attention, "held_number", None)
+        if number is None:
+            raise ConfigError(
+                "a core attention ran that was not there at the first training step; build the model before `pretrain` "
+                "trains it"
+            )
         if self.layers is not None:
-            return self.layers.of_layer(number, mask)
+            return self.layers.of_layer(number, mask_of(core_attention))
         # The other stages of the backward tick are in its plan alone, whose layers all have one mask.
         bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
         assert bound is not None, "a planned microbatch is bound before the model sees it"
@@ -225,10 +232,10 @@ def attend(
     Query [T, 1, H, D], key [T, 1, G, D], value [T, 1, G, V]; returns [T, 1, H * V]. Rows lie as the
     plan laid them out, padding that no sequence owns last: its output is zero.
     """
-    scale, mask, sink = softmax_scale_of(core_attention), mask_of(core_attention), sink_of(core_attention)
+    scale, sink = scale_and_sink(core_attention)
     if params.alone:
-        return _attend_alone(query, key, value, params.alone, (scale, mask, sink))
-    bound = params.bound_now(held_number(core_attention), mask)
+        return _attend_alone(query, key, value, params.alone, (scale, mask_of(core_attention), sink))
+    bound = params.bound_now(core_attention)
     q, k, v = rows_of(query, key, value, bound)
     out = balanced_attention(q, k, v, bound, scale, params.backward, sink=sink)
     return padded(out, query.shape[0])
@@ -238,10 +245,10 @@ def _attend_latent(
     query: torch.Tensor, key: torch.Tensor, given: _Latent, params: BalancedSeqParams, core_attention: Any
 ) -> torch.Tensor:
     """`attend` over latents, query [T, (1,) H, D]; of the key only the rotary part counts."""
-    scale, mask = softmax_scale_of(core_attention), mask_of(core_attention)
+    scale, sink = scale_and_sink(core_attention)
     assert not params.alone, "latent_reasons refuses a self-check"
-    assert sink_of(core_attention) is None, "latent_reasons refuses sinks"
-    bound = params.bound_now(held_number(core_attention), mask)
+    assert sink is None, "latent_reasons refuses sinks"
+    bound = params.bound_now(core_attention)
     assert bound.shape.latent is not None, "the plan was bound for latents"
     rank, rope = bound.shape.latent
     # Latent and the rotary part of the key, which all heads share: [T, C + R].
@@ -300,35 +307,18 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - out_THD.shape[0]))
 
 
-def held_number(core_attention: Any) -> int:
-    """The number of a layer by what keeping costs: those up to `keeping` keep what they received
-    (`analysis.backward.held_layers`; set by `gpt.number_layers`). ConfigError: it has none.
+def scale_and_sink(core_attention: Any) -> tuple[float, torch.Tensor | None]:
+    """Of a core attention, ours or patched Transformer Engine's: the factor of scores, and the logit
+    [H] that each head has beside its keys, of this tensor-parallel rank; None: none.
     """
-    number = getattr(core_attention, "held_number", None)
-    if number is None:
-        raise ConfigError(
-            "a core attention ran that was not there at the first training step; build the model before `pretrain` "
-            "trains it"
-        )
-    return number
-
-
-def softmax_scale_of(core_attention: Any) -> float:
-    """The factor of scores in a core attention, ours or patched Transformer Engine's."""
-    if isinstance(core_attention, BalancedCoreAttention):
-        return core_attention.softmax_scale
-    return softmax_scale(core_attention.config)
+    ours, offset = isinstance(core_attention, BalancedCoreAttention), getattr(core_attention, "softmax_offset", None)
+    scale = core_attention.softmax_scale if ours else softmax_scale(core_attention.config)
+    return scale, None if offset is None else offset.view(-1)
 
 
 def softmax_scale(config: Any) -> float:
     """The factor of scores in Megatron's own attention modules, the same in all layers."""
     return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-
-
-def sink_of(core_attention: Any) -> torch.Tensor | None:
-    """The logit [H] that each head has beside its keys, of this tensor-parallel rank; None: none."""
-    offset = getattr(core_attention, "softmax_offset", None)
-    return None if offset is None else offset.view(-1)
 
 
 class _Latent(NamedTuple):

@@ -88,7 +88,10 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
                 return job.changes.run(planned, shared, mine, apart)
             if job.changes is not None:
                 job.changes.gather_weights(for_step=True)
-        own = _own_plans_of(planned, pool, num_microbatches)
+        own = planned.own_plans_of(pool.pipeline)
+        # Pipelines side by side have as many microbatches as each needs.
+        if planned.step.strategy is None:
+            check_number(len(own), num_microbatches)
         exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
         rows = exchange.to_ranks(mine, job.num_columns, tensor_parallel(), job_device())
 
@@ -106,21 +109,21 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         counts = mask_counts([rows[of[0]] for of in own], job.depths) if job.depths and pool.has_tokens else None
         microbatches = Microbatches(job, planned, local, own, counts, forward_only=forward_only)
-        # One iterator a model chunk, which all draw on the same microbatches.
-        of_chunks = [microbatches.of_chunk() for _ in chunks]
-        result = inner(
-            forward_step_func=forward_step,
-            data_iterator=of_chunks if len(of_chunks) > 1 else of_chunks[0],
-            model=model,
-            num_microbatches=len(own),
-            forward_only=forward_only,
-            **kwargs,
-        )
+        # All chunks' iterators draw on the same microbatches.
+        iterators = [microbatches.of_chunk() for _ in chunks]
+        given = {"model": model, "num_microbatches": len(own), "forward_only": forward_only}
+        result = _run(inner, iterators, **given, **kwargs)
         if not forward_only:
             microbatches.trained(shared)
         return mean_over_replicas(result) if forward_only else result
 
     return schedule
+
+
+def _run(inner: Callable[..., Any], iterators: list[Iterator[PlannedMicrobatch]], **given: Any) -> Any:
+    # One iterator a model chunk, as Megatron's schedules take them.
+    of_chunks = iterators if len(iterators) > 1 else iterators[0]
+    return inner(forward_step_func=forward_step, data_iterator=of_chunks, **given)
 
 
 def _planned_step(
@@ -154,40 +157,6 @@ def first_iterator(given: Any) -> Iterator[Any]:
     of chunks that neither embed nor compute the loss.
     """
     return next((each for each in (given if isinstance(given, list) else [given]) if each is not None), iter(()))
-
-
-def _check_self(
-    job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
-) -> None:
-    job.unchecked = False
-    chunks = model if isinstance(model, list) else [model]
-
-    def planned(iterator: Any, num_microbatches: int) -> Any:
-        return schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            forward_only=True,
-            **kwargs,
-        )
-
-    def alone(whole: Sequence[PlannedMicrobatch]) -> Any:
-        rows = [[each.tokens.shape[1]] for each in whole]
-        shapes = StageShapes.of_step(rows, job.row_multiple, get_model_config(chunks[0]))
-        transfers = _planned_transfers(job.pool, shapes, chunks, kwargs)
-        return _run_alone(inner, whole, model, kwargs | transfers)
-
-    check_self(job, planned, alone, chunks)
-
-
-def _own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
-    """By microbatch that this rank runs, its plans; ConfigError as `check_number`."""
-    own = planned.own_plans_of(pool.pipeline)
-    # Pipelines side by side have as many microbatches as each needs.
-    if planned.step.strategy is None:
-        check_number(len(own), num_microbatches)
-    return own
 
 
 def check_number(planned: int, num_microbatches: int) -> None:
@@ -268,9 +237,6 @@ def _count_flops(sequences: Sequence[Ints]) -> None:
         )
 
 
-Forward = Callable[[Any, int], list[dict[str, torch.Tensor]]]
-
-
 TOLERANCE = {torch.float32: 1e-5}
 
 
@@ -291,22 +257,29 @@ def _tiny_samples(num_replicas: int, batch: int, length: int, vocabulary: int) -
     return {"tokens": tokens, "labels": labels, "loss_mask": (~last).float(), "position_ids": positions}
 
 
-def check_self(
-    job: Any, planned: Forward, alone: Callable[[Sequence[PlannedMicrobatch]], Any], chunks: Sequence[Any]
+def _check_self(
+    job: session.Session, schedule: Callable[..., Any], inner: Callable[..., Any], model: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Compare the losses of a tiny batch: `planned` runs raw microbatches as a training step does,
-    `alone` those that every rank holds whole. Collective over the world. SelfCheckError: they
+    """Compare the losses of a tiny batch: raw microbatches by `schedule`, as in a training step, and
+    those that every rank holds whole by `inner`. Collective over the world. SelfCheckError: they
     differ by more than rounding.
     """
-    args, pool = job.args, job.pool
+    job.unchecked = False
+    args, pool, chunks = job.args, job.pool, model if isinstance(model, list) else [model]
     batch, number = args.micro_batch_size, pool.num_stages
     length = min(args.seq_length, args.max_position_embeddings)
     samples = _tiny_samples(pool.num_replicas, batch, length, args.padded_vocab_size or args.vocab_size or 2)
     own = {name: values[pool.replica * batch :][:batch] for name, values in samples.items()}
     with _nothing_counted(chunks):
-        with_plan = _loss(planned(iter([own] * number), number), summed=True)
+        given = {"model": model, "num_microbatches": number, "forward_only": True}
+        stored = schedule(forward_step_func=forward_step, data_iterator=iter([own] * number), **given, **kwargs)
+        with_plan = _loss(stored, summed=True)
         whole = [_whole(job, samples) for _ in range(number)]
-        without = _loss(alone(whole), summed=False)
+        rows = [[each.tokens.shape[1]] for each in whole]
+        shapes = StageShapes.of_step(rows, job.row_multiple, get_model_config(chunks[0]))
+        transfers = _planned_transfers(pool, shapes, chunks, kwargs)
+        stored = _run(inner, [iter(whole) for _ in chunks], **given, **(kwargs | transfers))
+        without = _loss(stored, summed=False)
     _compare_losses(with_plan, without, getattr(args, "curr_iteration", 0) + 1, job)
 
 
@@ -378,18 +351,3 @@ def _nothing_counted(chunks: Sequence[Any]) -> Iterator[None]:
         for chunk, was, kept in zip(chunks, training, timers, strict=True):
             chunk.train(was)
             get_model_config(chunk).timers = kept
-
-
-def _run_alone(
-    inner: Callable[..., Any], whole: Sequence[PlannedMicrobatch], model: Any, kwargs: dict[str, Any]
-) -> Any:
-    chunks = len(model) if isinstance(model, list) else 1
-    iterators = [iter(whole) for _ in range(chunks)]
-    return inner(
-        forward_step_func=forward_step,
-        data_iterator=iterators if chunks > 1 else iterators[0],
-        model=model,
-        num_microbatches=len(whole),
-        forward_only=True,
-        **kwargs,
-    )

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from megatron.core import mpu, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.config import ClusterChoice, parse_cluster
+from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.profiling import hardware
+from megatron_balance.strict_yaml import parse_yaml
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
 
@@ -119,7 +121,8 @@ def cluster_of(given: ClusterChoice | None, readings: Sequence[Reading]) -> Clus
         )
         return given
     machines = [
-        dict(parse_cluster(text, "machine.yaml").given) for text in dict.fromkeys(each.text for each in readings)
+        dict(load_cluster(parse_yaml(text, "machine.yaml"), Path("machine.yaml"), "").given)
+        for text in dict.fromkeys(each.text for each in readings)
     ]
     keys = machines[0]
     differ = sorted(key for key in keys if any(other.get(key) != keys[key] for other in machines))

@@ -31,15 +31,8 @@ from megatron_balance.analysis.backward import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import flags
-from megatron_balance.megatron.core_attention import (
-    BalancedSeqParams,
-    held_number,
-    padded,
-    rows_of,
-    sink_of,
-    softmax_scale_of,
-)
-from megatron_balance.megatron.planning import mask_of, recompute_of
+from megatron_balance.megatron.core_attention import BalancedSeqParams, padded, rows_of, scale_and_sink
+from megatron_balance.megatron.planning import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.choice import Run
 from megatron_balance.runtime.attention import AttentionCall
@@ -209,8 +202,8 @@ class _PingPongRun:
         assert self.qkv is not None
         params = self.nano_batch.params
         core = self.layers[layer].self_attention.core_attention
-        bound, scale = params.bound_now(held_number(core), mask_of(core)), softmax_scale_of(core)
-        self.call = AttentionCall(bound, scale, params.backward, sink_of(core))
+        bound, (scale, sink) = params.bound_now(core), scale_and_sink(core)
+        self.call = AttentionCall(bound, scale, params.backward, sink)
         self.call.start(*rows_of(*self.qkv, bound))
         self.qkv = None
 

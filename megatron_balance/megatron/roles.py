@@ -11,8 +11,9 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -55,16 +56,6 @@ NOTHING_HELD = RoleMemory({}, {}, {}, first=False)
 
 
 @dataclass(frozen=True, slots=True)
-class WeightMovement:
-    """The way in which weights and gradients move. `apart`: how the exchange of each strategy is
-    cut. `overlap`: beside compute, slot by slot.
-    """
-
-    apart: Mapping[Strategy, Apart] = field(default_factory=dict[Strategy, Apart])
-    overlap: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Role:
     """This rank in one strategy. A rank that is left over has an exchange alone. `attention`: the
     ranks that attend together.
@@ -100,14 +91,16 @@ class Roles:
         strategies: Sequence[Strategy],
         timeout: timedelta,
         attention: AttentionGroups | None = None,
-        moving: WeightMovement = WeightMovement(),
+        *,
+        apart: Mapping[Strategy, Apart] = MappingProxyType({}),
+        overlap: bool = False,
     ) -> None:
         """Make groups, models and exchanges of all strategies that the run may change to.
         Collective over the world, once. `model_config`: of the base model (`GPTModelConfig`).
-        `attention`: makes groups of planned attention; None: models attend by themselves.
+        `attention`: makes groups of planned attention; None: models attend by themselves. `apart`:
+        how the exchange of each strategy is cut. `overlap`: weights and gradients move beside
+        compute, slot by slot.
         """
-        for strategy in strategies:
-            check_strategy(strategy, layout, model_config.transformer)
         self.layout = layout
         self._model_config = model_config
         # Most that any strategy takes on this rank.
@@ -120,10 +113,10 @@ class Roles:
         world, ranks = make_group(range(dist.get_world_size())), tuple(range(dist.get_world_size()))
         assert world is not None
         self.everyone = Groups(dist.get_rank(), len(ranks), ranks, world)
-        self._moving = moving
+        self._apart, self._overlap = apart, overlap
         # A communicator of their own: they run beside all other calls.
         self._exchanges = cast("dist.ProcessGroup", dist.new_group(list(ranks), timeout=timeout))
-        self._lane, self.stopwatch = Lane(device, beside=moving.overlap), Stopwatch(device)
+        self._lane, self.stopwatch = Lane(device, beside=overlap), Stopwatch(device)
         self._moves: Moves | None = None
         self._roles = {strategy: self._made(strategy, make_group, attention) for strategy in dict.fromkeys(strategies)}
 
@@ -196,7 +189,7 @@ class Roles:
                 mine = groups
         attending = None if attention is None else attention.of(strategy)
         owners = layout.base, layout.owned, layout.parameters
-        apart = self._moving.apart.get(strategy, Apart(slots=self._moving.overlap))
+        apart = self._apart.get(strategy, Apart(slots=self._overlap))
         exchange = WeightExchange.of(owners, strategy, self._exchanges, self.weights.device, apart)
         if seat is None:
             return Role(strategy, seat, exchange)
@@ -226,11 +219,11 @@ class Roles:
             parameter.register_post_accumulate_grad_hook(functools.partial(self._add_to_main_grad, number))
         held_numbers = np.array(list(weights), dtype=np.int64)
         slots = np.zeros_like(held_numbers)
-        if self._moving.overlap:
+        if self._overlap:
             ranks = np.full_like(held_numbers, dist.get_rank())
             slots = slots_of(held_numbers, ranks, strategy, self.layout.parameters)
         by_number = dict(zip(weights, slots.tolist(), strict=True))
-        by_parameter = {id(each): number for number, each in _numbered(model, names)}
+        by_parameter = {id(each): names[name] for name, each in named_parameters(unwrap_model(model))}
         for module in model.modules():
             mine = [by_number[by_parameter[id(each)]] for each in module.parameters(recurse=False)]
             if mine:
@@ -253,7 +246,9 @@ class Roles:
     def _model(self, scheme: Scheme, groups: Any) -> Any:
         """This rank's part of the model under `scheme`, by Megatron's builder; not initialised."""
         config = copy.deepcopy(self._model_config)
-        config.vocab_size, config.should_pad_vocab = self._vocabulary(), False
+        parameters = self.layout.parameters
+        config.vocab_size = int(parameters.shape[parameters.names.index(EMBEDDING), 0])
+        config.should_pad_vocab = False
         transformer = config.transformer
         transformer.tensor_model_parallel_size = scheme.tensor
         transformer.pipeline_model_parallel_size = scheme.pipeline
@@ -268,41 +263,6 @@ class Roles:
         if transformer.bf16 or transformer.fp16:
             model = Float16Module(transformer, model)
         return model
-
-    def _vocabulary(self) -> int:
-        parameters = self.layout.parameters
-        return int(parameters.shape[parameters.names.index(EMBEDDING), 0])
-
-
-def check_strategy(strategy: Strategy, layout: _BaseLayout, transformer: Any) -> None:
-    """Refuse a strategy whose degrees do not cut the model (`transformer`: its config) evenly."""
-    parameters = layout.parameters
-    strategy.check(layout.base.num_ranks, layout.base.num_ranks)
-    counts = {"attention heads": transformer.num_attention_heads, "query groups": transformer.num_query_groups}
-    for scheme in dict.fromkeys(strategy.pipelines):
-        for what, count in counts.items():
-            if count % scheme.tensor:
-                raise ConfigError(
-                    f"strategy {strategy}: TP {scheme.tensor} does not divide the {count} {what}; use a TP that does"
-                )
-        cut = np.flatnonzero(parameters.cut >= 0)
-        sizes = parameters.shape[cut, parameters.cut[cut]] // parameters.blocks[cut]
-        wrong = np.flatnonzero(sizes % scheme.tensor)
-        if len(wrong):
-            name = parameters.names[cut[wrong[0]]]
-            advice = (
-                f"pad the vocabulary (--make-vocab-size-divisible-by, a multiple of {scheme.tensor})"
-                if name in (EMBEDDING, OUTPUT)
-                else "use a TP that does, such as one that divides the FFN's size"
-            )
-            raise ConfigError(
-                f"strategy {strategy}: TP {scheme.tensor} does not divide the {sizes[wrong[0]]} of {name}; {advice}"
-            )
-        if parameters.num_layers % scheme.pipeline:
-            raise ConfigError(
-                f"strategy {strategy}: PP {scheme.pipeline} does not divide the {parameters.num_layers} layers; use a "
-                "PP that does"
-            )
 
 
 class AttentionGroups:
@@ -385,11 +345,6 @@ def _room(layout: _BaseLayout, strategy: Strategy) -> Ints:
     sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
     # Each parameter begins at a multiple of ALIGNED elements.
     return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
-
-
-def _numbered(model: Any, names: Mapping[str, int]) -> Iterator[tuple[int, torch.nn.Parameter]]:
-    for name, parameter in named_parameters(unwrap_model(model)):
-        yield names[name], parameter
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

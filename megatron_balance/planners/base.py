@@ -1,6 +1,6 @@
 """The protocol every planner meets: `plan_step(lengths, context, carry) -> (StepPlan, carry)`.
 
-Most planners place one microbatch and `planning.place` lifts them to steps; others give
+Most planners place one microbatch and `planning.layers` lifts them to steps; others give
 `plan_step`. Whatever is particular to a planner is a field of its entry, never its name in another
 file.
 """
@@ -165,7 +165,7 @@ class Planner:
     plan_in: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
     """As `plan`, of a planner that also decides by the step's memory (`StepContext.memory`)."""
     plan_step: PlanStep | None = None
-    """Plan a whole step. None: its microbatches are placed one by one (`planning.place`)."""
+    """Plan a whole step. None: its microbatches are placed one by one (`planning.layers`)."""
     plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], StepPlan] | None = None
     """Make microbatches of the system's own from a batch that may be larger than the pool; None: as
     dealt."""
@@ -177,7 +177,7 @@ class Planner:
     the planner has; None there: the fewest that hold the longest sequence."""
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
-    carry without a state); planners of microbatches need not care (`planning.place`)."""
+    carry without a state); planners of microbatches need not care (`planning.layers`)."""
     tune: Callable[[Sequence[Lengths], StepContext, float, int], tuple[Trial, ...]] | None = None
     """Choose options from a sample of steps, and show what was weighed; a token may wait so many steps
     in the mean, and there are so many queues at most."""

@@ -6,18 +6,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import yaml
-from pydantic import InstanceOf
+from pydantic import BaseModel, Field, InstanceOf
 
 from megatron_balance.analysis.backward import Stage, state_bytes
 from megatron_balance.analysis.step_memory import most_tokens, stages_of
-from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice, RunConfig, read_config
+from megatron_balance.config import (
+    ClusterChoice,
+    CommunicationChoice,
+    DatasetConfig,
+    RemapChoice,
+    RoutingChoice,
+    load_cluster,
+    load_model,
+    section_file,
+)
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.measured import MeasuredCost
@@ -26,27 +35,30 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import kind_of
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import EMPTY, Carry, Layers, Lengths, StepPlan, When, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
 from megatron_balance.planning.layers import place_step
-from megatron_balance.strict_yaml import STRICT, checked, unknown_name
+from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 PingPong: TypeAlias = bool | Literal["auto"]
 Stages: TypeAlias = Literal["joint", "stages"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerChoice(PlannerSection):
+class PlannerChoice:
     """A planner by name, its options as its own dataclass, and the layers around it. `given`: the
     options that somebody set.
     """
 
-    options: Any = None
+    name: str
+    given: Mapping[str, Any]
+    options: Any
+    planner: Planner
     layers: Layers = NO_LAYERS
-    planner: Planner = field(kw_only=True)
 
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
@@ -163,8 +175,8 @@ def choose_planner(
     keys = checked(planner.options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
         raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
-    chosen = PlannerChoice(name, MappingProxyType(keys), options=planner.options(**keys), planner=planner)
-    return dataclasses.replace(chosen, layers=planner.layers if layers is None else layers)
+    given = MappingProxyType(keys)
+    return PlannerChoice(name, given, planner.options(**keys), planner, planner.layers if layers is None else layers)
 
 
 def choose_layers(
@@ -256,10 +268,99 @@ def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_m
     return tokens
 
 
-class Run(RunConfig):
+class Run(BaseModel):
+    """One run: what to plan for (`plan` and the laboratory) and how to train (the Megatron
+    adapter).
+    """
+
     model_config = STRICT
 
-    planner: InstanceOf[PlannerChoice] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  models are frozen
+    source: str
+    """The file this came from, or a word for where else."""
+    planner: InstanceOf[PlannerChoice] | None = None
+    """The planner and its options. Required in training."""
+    cluster: ClusterChoice | None = None
+    """The machine. In training the number of ranks is the job's, and `ranks_per_node` wins over
+    host names."""
+    model: Model | None = None
+    """The model. In training Megatron's own flags decide."""
+    lengths: list[int] | list[list[int]] | None = None
+    """Sequence lengths in tokens, of one batch or of several."""
+    lengths_file: Path | None = None
+    """JSON file of lengths, relative to this file."""
+    dataset: DatasetConfig | None = None
+    """Or lengths drawn from a distribution."""
+    routing: When | RoutingChoice | None = None
+    """When transfers between nodes go over all NICs of both: always, pays (where Eq. 1 says so),
+    never; or keys when, pieces (of a transfer on each NIC). Default: the planner's own."""
+    remap: bool | RemapChoice | None = None
+    """Whether to balance tokens outside attention: true, false, or keys when (always, pays),
+    solver. Default: the planner's own."""
+    once_per_node: bool | None = None
+    """Whether rows that several ranks of a node need cross its NICs once, where that pays: of
+    tasks that are dispatched, and of head exchanges. Default: the planner's own."""
+    plan_costs: Path | None = None
+    """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan
+    by. Default: data sheets."""
+    pipeline: Literal["joint", "stages"] | None = None
+    """With pipeline parallelism: `joint` plans the attention of all stages of a tick together,
+    `stages` that of each stage for itself, under Megatron's own schedules. Default: joint where the
+    planner can."""
+    ping_pong: bool | Literal["auto"] = "auto"
+    """Whether a microbatch runs as two nano-batches, each one's exchanges beside the other's
+    computation; `auto`: for planners that are made for it (`planners.base.Planner.ping_pong`)."""
+    communication: CommunicationChoice = CommunicationChoice()
+    """`safe`, or keys: safe (the order of transfers); inter_node_sms, intra_node_sms (how much of a
+    GPU they may take)."""
+    backward: Backward = "auto"
+    """`keep` holds received keys and values until the backward; `replay` communicates them again
+    and needs less memory; `auto` keeps in as many layers as fit a rank's memory by prediction."""
+    gradient_wire: GradientWire = "fp32"
+    """Type that gradients of queries, keys and values travel in between ranks: `fp32`, or `bf16` as
+    in Transformer Engine's ring, half the bytes and one rounding on every rank that adds its own."""
+    agreement_every: int = Field(default=100, ge=1)
+    """With `backward: auto` ranks agree on how far devices' memory passed its prediction in the third
+    step and then every so many. Plans are compared in every step."""
+    plan_ahead: bool = True
+    """Plan coming batches in a background process."""
+    prove_every: int = Field(default=100, ge=0)
+    """That process proves the plans of the first steps and then of every so many, while nobody waits
+    for it; 0: of none. The structure of every plan is checked in any case."""
+    data: Literal["documents", "script"] = "documents"
+    """`documents`: whole documents from --data-path, in place of the script's data set; `script`: the
+    script's own stays, with its blends and caches, and plans are made of what it delivers."""
+    documents: Literal["split", "truncate"] = "split"
+    """The rest of a document that is longer than the context becomes a document of its own, or is
+    dropped."""
+    sample_filling: Literal["next_fit", "best_fit"] = "best_fit"
+    """How documents fill samples: `best_fit` puts each into the fullest of a window that holds it, for
+    fewer empty tokens; `next_fit` opens the next one where a document does not fit. Another filling
+    is another stream of samples: no run resumes from one in the other."""
+    latent_kv: bool | Literal["pays"] = False
+    """With multi-latent attention the latent of keys and values travels in place of them, and ranks
+    make keys and values of what they receive: fewer bytes, more products. `pays`: where it can, and a
+    step of the job's first samples takes fewer predicted seconds so. Megatron only, with planners that
+    do not part heads."""
+    trace_steps: list[int] = []
+    """Steps of which every rank writes a trace into --balance-log DIR; `megatron-balance trace DIR`
+    joins them. Megatron only."""
+    self_check: bool = False
+    """Before the first training step, compare the loss of a tiny batch with a plan and without; end
+    where they differ by more than rounding. Megatron only."""
+    accept: list[str] = []
+    """Flags of Megatron, or fields of a model's config, that nobody here has looked at and that you
+    answer for: the message that refuses them lists them. Megatron only."""
+    accepted_data: str = ""
+    """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
+    on in others: the message that refuses to resume says it."""
+    accepted_sources: dict[str, str] = {}
+    """Digests of functions of Megatron that nobody here reviewed, by target, which you answer for:
+    the message that stops a run on another Megatron lists them."""
+    kernel: Literal[
+        "auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"
+    ] = "auto"
+    """Attention kernel; `auto` takes the fastest one that is installed and serves the GPU, dtype and
+    head dim; on CUDA never `plain`, the formula."""
 
 
 def load_config(path: str | Path, *, planner: str | None = None, cluster: str | None = None) -> Run:
@@ -269,20 +370,73 @@ def load_config(path: str | Path, *, planner: str | None = None, cluster: str | 
         ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or
             mistyped key.
     """
-    instead = {"planner": planner, "cluster": cluster}
-    config = read_config(path, tuple(PLANNERS), {key: name for key, name in instead.items() if name is not None})
-    section, chosen = config.planner, None
-    if section is not None:
-        where = f"{section.source}: {section.where or 'planner'}"
-        given = section.given
-        if section.name in PLANNERS:
-            given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
-        chosen = choose_planner(section.name, given, where)
-        layers = choose_layers(section.name, config.routing, config.remap, config.once_per_node)
-        chosen = dataclasses.replace(chosen, layers=layers)
-    keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
-    keys["planner"] = chosen
-    return Run(**keys)
+    path = Path(path)
+    raw = read_yaml(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys such as 'planner:', got {shown(raw)}")
+    keys: dict[str, Any] = dict(cast("dict[str, Any]", raw))
+    known = [name for name in Run.model_fields if name != "source"]
+    if "source" in keys:  # ours, not the user's
+        raise ConfigError(f"{path}: source: {unknown('source', known)}")
+    keys |= {key: name for key, name in (("planner", planner), ("cluster", cluster)) if name is not None}
+    section = None if keys.get("planner") is None else _planner_section(keys["planner"], path)
+    keys["planner"] = None
+    if keys.get("remap") is not None and not isinstance(keys["remap"], bool):
+        of_remap = f"true, false or keys such as {', '.join(RemapChoice.model_fields)}"
+        keys["remap"] = _of_keys(RemapChoice, keys["remap"], path, "remap", of_remap)
+    if isinstance(keys.get("routing"), dict):
+        keys["routing"] = _of_keys(RoutingChoice, keys["routing"], path, "routing", "")
+    if "communication" in keys:
+        given = {"safe": True} if keys["communication"] == "safe" else keys["communication"]
+        keys["communication"] = _of_keys(
+            CommunicationChoice, given, path, "communication", "safe or keys such as inter_node_sms"
+        )
+    if keys.get("cluster") is not None:
+        keys["cluster"] = load_cluster(keys["cluster"], path, "cluster")
+    if keys.get("model") is not None:
+        keys["model"] = load_model(keys["model"], (), path, "model")
+    for key in ("lengths_file", "plan_costs"):
+        if isinstance(keys.get(key), str):
+            keys[key] = path.parent / keys[key]
+    config = cast(Run, validated(Run, {**keys, "source": str(path)}, str(path), "", known))
+    if section is None:
+        return config
+    name, options, source, where = section
+    if name in PLANNERS:
+        options = checked(PLANNERS[name].options, options, source, where, ("name",))
+    layers = choose_layers(name, config.routing, config.remap, config.once_per_node)
+    chosen = choose_planner(name, options, f"{source}: {where or 'planner'}", layers)
+    return config.model_copy(update={"planner": chosen})
+
+
+def _planner_section(value: Any, file: Path) -> tuple[str, Mapping[str, Any], str, str]:
+    """A planner's name and options, unchecked; the file, and the path to the options inside of it."""
+    where = "planner"
+    if isinstance(value, str) and value not in PLANNERS:
+        file, where = section_file("planner", value, file, where), ""
+        value = read_yaml(file)
+    if isinstance(value, str):
+        return value, {}, str(file), "planner"
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {shown(value)}"
+        )
+    keys = dict(cast("dict[str, Any]", value))
+    name = keys.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{file}: {joined(where, 'name')}: missing; one of {', '.join(PLANNERS)}")
+    if name not in PLANNERS:
+        raise ConfigError(
+            f"{file}: {joined(where, 'name')}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: "
+            f"{', '.join(PLANNERS)}"
+        )
+    return name, keys, str(file), where
+
+
+def _of_keys(model: type[BaseModel], value: Any, file: Path, where: str, expected: str) -> BaseModel:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: {where}: expected {expected}, got {shown(value)}")
+    return validated(model, cast("dict[str, Any]", value), str(file), where, known=model.model_fields)
 
 
 def resolved(config: Run) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.megatron.roles import Roles, base_layout, check_shards, check_strategy
+from megatron_balance.megatron.roles import Roles, base_layout, check_shards
 from tests.support.megatron_run import Trainer
 from tests.support.role_runs import STRATEGIES, trained
 
@@ -44,28 +44,6 @@ def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
             assert step["predicted"] == pytest.approx(8 * step["whole"], rel=0.02)
             assert step["same_bits"], f"rank {rank} has other bits the second time under {step['strategy']}"
             assert step["same_at_once"], f"rank {rank} has other bits without overlap under {step['strategy']}"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("5*tp1-pp1-cp1", "takes 5 ranks, and there are 4"),
-        ("tp3-pp1-cp1", "TP 3 does not divide the 64 of embedding.word_embeddings.weight; pad the vocabulary"),
-        ("tp4-pp1-cp1", "TP 4 does not divide the 6 of decoder.layers.0.mlp.linear_fc1.weight; use a TP that does"),
-        ("2*tp2-pp1-cp1", "TP 2 does not divide the 9 query groups"),
-        ("tp1-pp2-cp1", "PP 2 does not divide the 3 layers"),
-    ],
-)
-def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, message: str) -> None:
-    listed = (
-        Parameter("embedding.word_embeddings.weight", 64, 4, "first", 0),
-        Parameter("decoder.layers.0.mlp.linear_fc1.weight", 12, 4, 0, 0, blocks=2),
-    )
-    layout = SimpleNamespace(base=Base(Scheme(), 4, ()), parameters=ParameterTable.of(listed, 3))
-    groups = 9 if strategy.startswith("2*") else 12
-    transformer = SimpleNamespace(num_attention_heads=36, num_query_groups=groups)
-    with pytest.raises(ConfigError, match=message):
-        check_strategy(Strategy.parse(strategy), cast("Any", layout), transformer)
 
 
 def test_a_strategy_without_a_role_is_refused() -> None:

@@ -77,7 +77,7 @@ class Checker:
 
         from megatron_balance.megatron import gpt
         from megatron_balance.megatron.flags import add_balance_arguments
-        from megatron_balance.megatron.roles import Roles, WeightMovement, base_layout, named_parameters
+        from megatron_balance.megatron.roles import Roles, base_layout, named_parameters
         from megatron_balance.training.weights import Apart
 
         args: Any = parse_and_validate_args(extra_args_provider=add_balance_arguments)
@@ -97,12 +97,11 @@ class Checker:
             self.layout,
             [alone, *strategies],
             timedelta(seconds=60),
-            moving=WeightMovement(apart, overlap=True),
+            apart=apart,
+            overlap=True,
         )
         apart = {each: Apart(ranks_per_node=2) for each in strategies[:2]}
-        self.at_once = Roles(
-            config.model, self.layout, list(apart), timedelta(seconds=60), moving=WeightMovement(apart)
-        )
+        self.at_once = Roles(config.model, self.layout, list(apart), timedelta(seconds=60), apart=apart)
         """The first two without overlap."""
         named = dict(named_parameters(unwrap_model(self.model[0])))
         (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])

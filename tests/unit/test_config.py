@@ -10,11 +10,11 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from megatron_balance.config import CONFIGS, RemapChoice, RunConfig, load_cluster, load_model, load_scheme_table, names
+from megatron_balance.config import CONFIGS, RemapChoice, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.cost.modules import num_parameters
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.planning.choice import capacity, choose_planner, load_config, resolved, to_yaml
+from megatron_balance.planning.choice import Run, capacity, choose_planner, load_config, resolved, to_yaml
 from megatron_balance.planning.layers import Layers
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
@@ -336,4 +336,4 @@ def test_kernels_that_the_configuration_allows_are_those_of_the_runtime():
     with pytest.raises(ConfigError) as error:
         choose_kernel("none", torch.device("cpu"), torch.float32, 64)
     known = str(error.value).partition("known: ")[2].split(", ")
-    assert known == list(get_args(RunConfig.model_fields["kernel"].annotation))
+    assert known == list(get_args(Run.model_fields["kernel"].annotation))

@@ -138,10 +138,10 @@ def test_the_configuration_knows_every_kernel():
     pytest.importorskip("torch")
     from typing import get_args
 
-    from megatron_balance.config import RunConfig
+    from megatron_balance.planning.choice import Run
     from megatron_balance.runtime.kernels import KERNELS
 
-    assert set(get_args(RunConfig.model_fields["kernel"].annotation)) == {"auto", *KERNELS}
+    assert set(get_args(Run.model_fields["kernel"].annotation)) == {"auto", *KERNELS}
 
 
 def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_path):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_balance.config import RunConfig
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.planning.choice import Run
 from megatron_balance.workloads.documents import (
     WINDOW,
     Blend,
@@ -76,7 +76,7 @@ def test_of_too_many_open_samples_the_fullest_is_closed() -> None:
 
 
 def test_best_fit_is_what_a_configuration_and_a_stream_have_by_default() -> None:
-    assert RunConfig.model_fields["sample_filling"].default == "best_fit"
+    assert Run.model_fields["sample_filling"].default == "best_fit"
     lengths = np.random.default_rng(4).integers(1, 6000, 200)
     best_fit = DocumentStream(lengths, 8192, 3, filling="best_fit")
     assert DocumentStream(lengths, 8192, 3).fingerprint() == best_fit.fingerprint()
