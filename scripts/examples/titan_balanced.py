@@ -86,7 +86,7 @@ def sizes(model: Any) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for layer in model.layers:
         fields = {each.name: getattr(layer.attention, each.name) for each in dataclasses.fields(layer.attention)}
-        said |= {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str))}
+        said |= {name: value for name, value in fields.items() if value and isinstance(value, (bool, int, float, str))}
     return {
         **said,
         "num_heads": attention.n_heads,
