@@ -132,8 +132,10 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     if found["num_heads"] < 1:
         raise ConfigError(f"{_title(config)}: num_heads must be at least 1, got {found['num_heads']}")
     found |= _latents(config, found["num_heads"])
-    if value(config, "multi_query") is True and not value(config, "new_decoder_architecture"):
+    if (shared := value(config, "multi_query")) is True and not value(config, "new_decoder_architecture"):
         found["num_kv_heads"] = 1  # Falcon, GPTBigCode
+    elif shared is False and value(config, "model_type") == "gpt_bigcode":
+        found["num_kv_heads"] = found["num_heads"]  # whatever else its configuration says
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
     found.setdefault("ffn_size", 4 * found["hidden_size"])

@@ -234,6 +234,8 @@ def test_windows_in_some_layers_are_counted(tmp_path: Path) -> None:
 def test_one_head_of_keys_is_falcons_multi_query(tmp_path: Path) -> None:
     falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
     assert load_model(written(tmp_path, {**falcon, "multi_query": True}), ["falcon"]).num_kv_heads == 1
+    bigcode = {"model_type": "gpt_bigcode", "n_head": 6, "n_embd": 96, "num_key_value_heads": 1, "multi_query": False}
+    assert load_model(written(tmp_path, bigcode)).num_kv_heads == 6
     newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
     assert load_model(written(tmp_path, newer), ["falcon"]).num_kv_heads == 6
 
