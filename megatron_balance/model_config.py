@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,8 +132,10 @@ def facts(config: object, accept: Collection[str] = ()) -> dict[str, Any]:
     if found["num_heads"] < 1:
         raise ConfigError(f"{_title(config)}: num_heads must be at least 1, got {found['num_heads']}")
     found |= _latents(config, found["num_heads"])
-    if value(config, "multi_query") is True and not value(config, "new_decoder_architecture"):
+    if (shared := value(config, "multi_query")) is True and not value(config, "new_decoder_architecture"):
         found["num_kv_heads"] = 1  # Falcon, GPTBigCode
+    elif shared is False and value(config, "model_type") == "gpt_bigcode":
+        found["num_kv_heads"] = found["num_heads"]  # whatever else its configuration says
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
     found.setdefault("ffn_size", 4 * found["hidden_size"])
@@ -313,18 +316,21 @@ def _unproved(keys: Mapping[str, Any]) -> dict[str, str]:
     for key, allowed in known["values"].items():
         # False says something: `is_causal: false` is another mask
         said = () if (one := keys.get(key)) is None or one == "" else _listed(one)
-        got = _ropes(keys) if key == "rope_type" else set(map(str, said))
+        got = set(map(str, said)) | (_ropes(keys) if key == "rope_type" else set())
         if unknown := sorted(got - set(allowed)):
             found[key] = f"{', '.join(unknown)}: known are {', '.join(allowed)}"
+    for key in chain.from_iterable(NAMES[fact] for fact in ("num_heads", "num_kv_heads", "head_dim")):
+        if (got := keys.get(key)) is not None and type(got) is not int:
+            found[key] = f"set to {str(got)[:60]}, where one whole number for all layers is read"
     if (like := _nearest(keys)) is NONE:
         named = ", ".join(sizes(keys))
         return found | {family: f"an unknown model type, whose sizes are named like no known one's ({named})"}
-    wrong = {key: why for key, why in like.get("wrong", {}).items() if keys.get(key) not in UNSET}
+    wrong = {key: why for key, why in like.get("wrong", {}).items() if _is_set(key, keys.get(key))}
     if family not in known["types"]:  # a fork may have the key of a type of other attention
         wrong |= {
             key: f"set to {str(got)[:60]}, which says who attends to whom, in a model type that is not known"
             for key, got in keys.items()
-            if _speaks(key) and got not in UNSET
+            if _speaks(key) and _is_set(key, got)
         }
     return wrong | _beyond(keys, like) | found
 
@@ -345,7 +351,7 @@ def _beyond(keys: Mapping[str, Any], of_type: Mapping[str, Any]) -> dict[str, st
         tried = of_type["keys"].get(key, ())
         if got is None or tried is None or is_neutral(key):
             continue
-        if any(one not in tried for one in _listed(got)) if tried else got not in UNSET:
+        if any(one not in tried for one in _listed(got)) if tried else _is_set(key, got):
             known = f"; known is {', '.join(map(str, tried))}" if tried else ", and no known model of this shape has it"
             found[key] = f"set to {str(got)[:60]}{known}"
     return found
@@ -372,6 +378,11 @@ def is_neutral(key: str) -> bool:
     return key in proved()["values"] or (not _speaks(key) and _neutral().fullmatch(key) is not None)
 
 
+def _is_set(key: str, got: object) -> bool:
+    # not causal is a mask, too
+    return got not in UNSET or (got in (False,) and "causal" in key)
+
+
 def _speaks(key: str) -> bool:
     return key not in proved()["values"] and re.fullmatch(proved()["speaks"], key) is not None
 
@@ -390,6 +401,8 @@ def _ropes(keys: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for name in ("rope_parameters", "rope_scaling"):
         given = keys.get(name)
+        if isinstance(given, str | list):
+            found.add(str(given))
         if isinstance(given, Mapping):
             every = [given, *(each for each in given.values() if isinstance(each, Mapping))]
             found |= {str(each.get("rope_type") or each.get("type") or "default") for each in every}

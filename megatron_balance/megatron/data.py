@@ -73,6 +73,11 @@ def column(depth: int, which: int) -> int:
     return which if depth == 0 else NUM_COLUMNS + (depth - 1) * PER_DEPTH + which
 
 
+ENDLESS = 2**40
+"""Samples of a validation set. Megatron asks for fewer than it reads with --start-eval-at-iter, and
+where a resume evaluates more often; its own data sets end later, with an epoch.
+"""
+
 DatasetTriple: TypeAlias = "tuple[Documents | None, Documents | None, Documents | None]"
 
 
@@ -281,20 +286,21 @@ def build_datasets(
     for source, wanted, split in zip(_sources(args), num_samples, (Split.train, Split.valid, Split.test), strict=True):
         parts: list[DocumentDataset] = []
         weights: list[float] = []
+        length = ENDLESS if wanted and split is Split.valid else wanted
         for at, prefix in enumerate(source.prefixes if wanted != 0 else ()):
             if prefix not in opened:
                 opened[prefix] = _open_corpus(prefix, args)
             index = opened[prefix].index
             documents = split_documents(index.num_documents, source.split)[source.part]
             if index.tokens_of(documents):
-                parts.append(DocumentDataset(opened[prefix], documents, wanted, options, split))
+                parts.append(DocumentDataset(opened[prefix], documents, length, options, split))
                 weights += [] if source.weights is None else [source.weights[at]]
         if wanted != 0 and not parts and split is not Split.test:
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
             raise ConfigError(_no_documents(source, split.name))
         alone = parts[0] if len(parts) == 1 else None
-        datasets.append(alone or (DocumentBlend(parts, weights or None, wanted) if parts else None))
+        datasets.append(alone or (DocumentBlend(parts, weights or None, length) if parts else None))
     train, valid, test = datasets
     return train, valid, test
 

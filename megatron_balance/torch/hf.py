@@ -88,10 +88,23 @@ def _check_tables(model: type) -> None:
                 )
 
 
-def _begin_forward(model: torch.nn.Module, _: object, given: dict[str, Any]) -> None:
-    if NAME in given and given.get("labels") is not None:
-        raise ConfigError(_OwnLoss.why)
+def _begin_forward(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    if NAME in given:
+        if given.get("labels") is not None:
+            raise ConfigError(_OwnLoss.why)
+        _check_positions(model, args, given)
     positions.begin_forward(model, given.get(NAME))
+
+
+@disable
+def _check_positions(model: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    takes = inspect.signature(type(model).forward)
+    if "position_ids" in takes.parameters and takes.bind(model, *args, **given).arguments.get("position_ids") is None:
+        raise ConfigError(
+            f"{type(model).__name__} was called with a batch and without position_ids, and would number the rows that "
+            "a rank holds, which are pieces of documents; call model(**hf.inputs(batch)), or give "
+            "position_ids=batch.position_ids[None]"
+        )
 
 
 class _ForwardInputs(dict[str, Any]):

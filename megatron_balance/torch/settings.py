@@ -119,8 +119,8 @@ class Settings:
         return self.cluster
 
 
-_checked: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""Configurations of layers that passed, by their `id`."""
+_checked: WeakValueDictionary[tuple[int, frozenset[str]], object] = WeakValueDictionary()
+"""Configurations of layers that passed, by their `id` and what was accepted."""
 
 
 def model_of(config: object, accept: Collection[str] = ()) -> Model:
@@ -152,6 +152,7 @@ def layers_of(config: object) -> int | None:
 def check_layer(layer: torch.nn.Module, accept: Collection[str]) -> None:
     """Refuse a layer that is not proved to attend as planned, of a configuration not seen before."""
     config = getattr(layer, "config", None)
-    if config is not None and _checked.get(id(config)) is not config:
+    key = (id(config), frozenset(accept))
+    if config is not None and _checked.get(key) is not config:
         check(config, accept)
-        _checked[id(config)] = config
+        _checked[key] = config

@@ -10,7 +10,7 @@ happens, unless others are left waiting in one of our calls (`RollCall.inside`).
 |---|---|---|
 | call/R | who looks for missing ranks, or has news | rank R's thread, once: it stays set |
 | answer/R | rank R's thread | who looks for missing ranks |
-| reason/R | rank R that fails, before its news | all |
+| reason/R | rank R that fails, before its news; nothing in it: R came to its end | all |
 | news | a rank that ends or left, the latest one | threads that watch |
 | heard | threads that have seen that a rank ends | that rank, before it ends |
 | rung | who calls all ranks, which the first few do | the same |
@@ -146,6 +146,8 @@ class RollCall:
             thread.join(PATIENCE_S)
 
     def _end(self) -> None:
+        if self._watches and self._left is None:
+            self._store.set(_key("reason", self._rank), "")
         self._store.set(_key("call", self._rank), "")
         if self._watches and self._rank == 0 and _news(self._store) is None:
             self._store.set(_NEWS, "0 over 0")  # who waits for the store would complain of its end
@@ -258,7 +260,7 @@ def missing(
 
 
 def _reasons(store: Any, size: int, ranks: Sequence[int] | None = None) -> dict[int, str]:
-    """By rank (of `ranks`; None: of all) that failed by itself, why."""
+    """By rank (of `ranks`; None: of all) that failed by itself, why; nothing: it came to its end."""
     try:
         told = [rank for rank in (range(size) if ranks is None else ranks) if store.check([_key("reason", rank)])]
         return {rank: store.get(_key("reason", rank)).decode() for rank in told}
@@ -270,7 +272,10 @@ def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> 
     """One sentence on what `missing` and `_reasons` found."""
     if silent is None:
         return "the process that holds the job's store has ended, or is frozen: rank 0, or the launcher"
-    told = [f"rank {rank} failed ({reason})" for rank, reason in list(failed.items())[:MOST_NAMED]]
+    told = [
+        f"rank {rank} failed ({reason})" if reason else f"rank {rank} came to its end before the others"
+        for rank, reason in list(failed.items())[:MOST_NAMED]
+    ]
     silent = [rank for rank in silent if rank not in failed]
     if silent:
         some = ", ".join(map(str, silent[:MOST_NAMED]))

@@ -83,12 +83,14 @@ def sizes(model: Any) -> dict[str, Any]:
     kinds = {type(getattr(layer, "attention", None)).__qualname__ for layer in model.layers}
     if kinds != {"GQAttention.Config"}:
         raise ValueError(f"expected layers with GQAttention alone, got {', '.join(sorted(kinds))}")
-    said: dict[str, Any] = {}
+    said: dict[str, list[Any]] = {}
     for layer in model.layers:
-        fields = {each.name: getattr(layer.attention, each.name) for each in dataclasses.fields(layer.attention)}
-        said |= {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str))}
+        for name in (each.name for each in dataclasses.fields(layer.attention)):
+            value, others = getattr(layer.attention, name), said.setdefault(name, [])
+            if isinstance(value, (bool, int, float, str)) and value not in others:
+                others.append(value)
     return {
-        **said,
+        **{name: each if len(each) > 1 else each[0] for name, each in said.items() if each},
         "num_heads": attention.n_heads,
         "num_kv_heads": attention.n_kv_heads or attention.n_heads,
         "head_dim": attention.head_dim or model.dim // attention.n_heads,

@@ -66,6 +66,7 @@ def seconds(said: str) -> float:
         ("leaves_the_balancer", "rank 1 failed (ValueError: boom)"),
         ("leaves_an_evaluation", "rank 1 failed (ValueError: boom)"),
         ("killed", "rank 1 of 3 does not answer: ended, or frozen"),
+        ("exits", "rank 1 came to its end before the others"),
     ],
 )
 def test_ranks_that_wait_for_one_that_failed_end_soon_and_name_it(
@@ -79,8 +80,10 @@ def test_ranks_that_wait_for_one_that_failed_end_soon_and_name_it(
         code, said = ranks[rank]
         assert code == 1, said
         assert reason in said
-        assert seconds(said) < 15
-    assert ranks[1][0] == {"leaves_the_balancer": 0, "leaves_an_evaluation": 0, "killed": 9}.get(job, 1), ranks[1]
+        # who exits lets go of the others with its process, which takes its time on a busy machine
+        assert seconds(said) < (60 if job == "exits" else 15)
+    codes = {"leaves_the_balancer": 0, "leaves_an_evaluation": 0, "killed": 9, "exits": 3}
+    assert ranks[1][0] == codes.get(job, 1), ranks[1]
 
 
 @pytest.mark.parametrize("job", ["caught", "caught_by_all", "ends_first"])

@@ -240,7 +240,7 @@ def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monke
     assert isinstance(test, data.DocumentDataset)
     assert [(part.split, len(part)) for part in (train, valid, test)] == [
         (Split.train, 100),
-        (Split.valid, 20),
+        (Split.valid, data.ENDLESS),
         (Split.test, 10),
     ]
     drawn = [
@@ -263,6 +263,16 @@ def test_every_rank_is_asked_for_data(prefix: str, monkeypatch: pytest.MonkeyPat
 def test_a_test_set_without_documents_is_left_out(prefix: str) -> None:
     sets = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, 4, 4), "split")
     assert [part is None for part in sets] == [False, False, True]
+
+
+def test_validation_does_not_end_where_megatron_asks_for_too_little(prefix: str) -> None:
+    args = arguments(prefix, split="50,50,0", eval_iters=1)
+    few, more = (data.build_datasets(args, (8, wanted, 0), "split")[1] for wanted in (2, 8))
+    assert few is not None
+    assert more is not None
+    assert few[7]["tokens"].equal(more[7]["tokens"])
+    assert len(few) == len(more) > 8
+    assert data.build_datasets(args, (8, 0, 0), "split")[1] is None
 
 
 def test_validation_is_the_same_however_training_went(prefix: str) -> None:

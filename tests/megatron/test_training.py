@@ -101,7 +101,8 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
 
 
 def test_evaluation_is_planned_and_a_step_is_traced(train: Train, tmp_path: Path) -> None:
-    flags = {"train-iters": 4, "split": "80,20,0", "eval-interval": 2, "eval-iters": 2}
+    # of the three evaluations Megatron asks two's samples with --start-eval-at-iter
+    flags = {"train-iters": 4, "split": "80,20,0", "eval-interval": 2, "eval-iters": 2, "start-eval-at-iter": 2}
     config = {**TWO_NODES, "trace_steps": [3]}
     one, four = (train(n, "zeppelin", {**flags, "context-parallel-size": min(n, 2)}, config=config) for n in (1, 4))
     losses = validation_losses(four.result.log(3))

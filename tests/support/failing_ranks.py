@@ -98,6 +98,10 @@ def killed(balancer: SequenceBalancer) -> None:
     step(balancer, lambda _: dist.get_rank() == FAILS and os._exit(9))
 
 
+def exits(balancer: SequenceBalancer) -> None:
+    step(balancer, lambda _: dist.get_rank() == FAILS and sys.exit(3))
+
+
 def in_knapformer(_balancer: SequenceBalancer) -> None:
     balancer = knapformer.GroupBalancer("g3n1", ranks_per_node=SIZE)
     balancer.plan_routing([9], 32)
@@ -152,7 +156,7 @@ def ends_first(balancer: SequenceBalancer) -> None:
 
 
 JOBS = (
-    *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, in_knapformer),
+    *(in_the_model, in_the_backward, refused, in_a_collective_of_the_user, killed, exits, in_knapformer),
     *(leaves_the_balancer, leaves_an_evaluation, caught, caught_by_all, ends_first),
     *((masked,) if find_spec("transformers") else ()),
 )

@@ -114,6 +114,18 @@ def test_a_window_in_all_layers_is_the_models_mask(tmp_path: Path) -> None:
         ({**LLAMA, "attn_layer_period": 8}, "attn_layer_period: layers without attention"),
         ({**LLAMA, "index_topk": 2048}, "index_topk: sparse attention"),
         ({**LLAMA, "is_causal": False}, "is_causal: False: known are True"),
+        ({**LLAMA, "causal_attention": False}, "causal_attention: set to False, and no known model"),
+        ({**LLAMA, "model_type": "mine", "use_causal_mask": 0}, "use_causal_mask: set to 0"),
+        ({**LLAMA, "adapter_cross_attention": True}, "adapter_cross_attention: set to True"),
+        ({**LLAMA, "image_attention_mode": "full"}, "image_attention_mode: set to full"),
+        (
+            {**LLAMA, "num_key_value_heads": [2, 2, 1]},
+            r"num_key_value_heads: set to \[2, 2, 1\], where one whole number",
+        ),
+        ({**LLAMA, "num_key_value_heads": 2.0}, "num_key_value_heads: set to 2.0, where one whole number"),
+        ({**LLAMA, "head_dim": [16, 16, 32]}, r"head_dim: set to \[16, 16, 32\], where one whole number"),
+        ({**LLAMA, "rope_type": "spiral"}, "rope_type: spiral: known are default"),
+        ({**LLAMA, "rope_scaling": "spiral"}, "rope_type: spiral: known are default"),
         ({**LLAMA, "model_type": "dia_encoder"}, "dia_encoder: a type of Transformers that was not compared"),
         ({**LLAMA, "attn_mask_type": "prefix"}, "attn_mask_type: prefix: known are block_causal, causal"),
         ({**LLAMA, "full_attn_mod": 2}, "full_attn_mod: set to 2"),
@@ -222,6 +234,8 @@ def test_windows_in_some_layers_are_counted(tmp_path: Path) -> None:
 def test_one_head_of_keys_is_falcons_multi_query(tmp_path: Path) -> None:
     falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 6}
     assert load_model(written(tmp_path, {**falcon, "multi_query": True}), ["falcon"]).num_kv_heads == 1
+    bigcode = {"model_type": "gpt_bigcode", "n_head": 6, "n_embd": 96, "num_key_value_heads": 1, "multi_query": False}
+    assert load_model(written(tmp_path, bigcode)).num_kv_heads == 6
     newer = {**falcon, "multi_query": True, "new_decoder_architecture": True}
     assert load_model(written(tmp_path, newer), ["falcon"]).num_kv_heads == 6
 

@@ -93,4 +93,6 @@ def test_layers_are_looked_at_where_the_balancer_saw_no_configuration() -> None:
     with pytest.raises(ConfigError, match="qwen3_next: has layers that mix tokens"):
         check_layer(layer, ())  # pyright: ignore[reportArgumentType]
     check_layer(layer, ["qwen3_next"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="qwen3_next: has layers that mix tokens"):
+        check_layer(layer, ())  # pyright: ignore[reportArgumentType]  another balancer, which did not accept it
     check_layer(SimpleNamespace(config=transformers.LlamaConfig()), ())  # pyright: ignore[reportArgumentType]

@@ -390,6 +390,19 @@ def test_labels_in_the_models_forward_are_refused(family: str, attention: str | 
     assert made(family, "eager")(input_ids=tokens, labels=tokens).loss > 0, "without a batch they are as ever"
 
 
+def test_a_batch_without_its_positions_is_refused() -> None:
+    """Its rows would be numbered: inputs of one's own making, or of a library's that drops some."""
+    for family in ("Llama", "Bert"):
+        model = made(family)
+        batch = dealt(model, mask="full" if family == "Bert" else None)
+        for left_out in ({"input_ids": batch.tokens[None]}, {"input_ids": batch.tokens[None], "position_ids": None}):
+            with pytest.raises(ConfigError, match=rf"{family}\w+ was called with a batch and without position_ids"):
+                model(**left_out, **{hf.NAME: batch})
+    model = made("Llama")
+    batch = dealt(model)
+    model(batch.tokens[None], position_ids=batch.position_ids[None], **{hf.NAME: batch})
+
+
 def test_the_division_of_accelerate_is_refused_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     class GradientState:
         """As Accelerate's: one state of all instances, empty before an Accelerator is made."""
