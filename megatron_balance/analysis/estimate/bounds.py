@@ -121,19 +121,26 @@ class Bounds:
         return max(self.even(), sum(self._pairs_s(pairs)) + self.linear_s)
 
     def pool_gather(self) -> float:
-        """Of plans in which all ranks gather all keys and values before they attend."""
-        machine = self.machine
-        cluster, row_bytes = machine.cluster, machine.row_bytes
-        tokens = sum(self.lengths) * (cluster.num_ranks - 1) / cluster.num_ranks
-        rate = machine.intra.bytes_per_s
-        rate = min(rate, machine.nics.per_node * machine.inter.bytes_per_s) if cluster.num_nodes > 1 else rate
-        moved = tokens * machine.model.num_kv_heads * (row_bytes[Kind.KV] + row_bytes[Kind.KV_GRAD])
-        shared = max(self.lengths, default=0) >= 2 * cluster.num_ranks  # shorter ones are on fewer ranks
-        return self.even() + (moved / rate if shared and not self._halos else 0.0)
+        """Of plans in which all ranks gather all keys and values that several ranks hold, before they
+        attend. Packed to one sequence, those of documents that lie in a chunk stay where they are, and
+        those in the middle two, which are one rank's.
+        """
+        chunk = sum(self.lengths) / (2 * self.machine.cluster.num_ranks) + 1
+        return self.even() if self._halos else self._gather(sum(n for n in self.lengths if n > chunk) - 2 * chunk)
 
     def pool_zigzag_gather(self) -> float:
         """As `pool_gather`, of plans that cut each sequence zigzag."""
-        return self._zigzag_halos() if self._halos else self.pool_gather()
+        num_ranks = self.machine.cluster.num_ranks
+        cut = sum(n for n in self.lengths if n >= 2 * num_ranks)  # shorter ones are on fewer ranks
+        return self._zigzag_halos() if self._halos else self._gather(cut)
+
+    def _gather(self, tokens: float) -> float:
+        machine = self.machine
+        cluster, row_bytes = machine.cluster, machine.row_bytes
+        rate = machine.intra.bytes_per_s
+        rate = min(rate, machine.nics.per_node * machine.inter.bytes_per_s) if cluster.num_nodes > 1 else rate
+        token_bytes = machine.model.num_kv_heads * (row_bytes[Kind.KV] + row_bytes[Kind.KV_GRAD])
+        return self.even() + max(0.0, tokens) * (1 - 1 / cluster.num_ranks) * token_bytes / rate
 
     def _zigzag_halos(self) -> float:
         """Under a window, of plans that cut each sequence zigzag over all ranks: before it attends, a

@@ -25,14 +25,16 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import ONCE_PER_NODE
 from megatron_balance.patterns.base import Context, HopByHop
 from megatron_balance.patterns.head_exchange import head_counts, head_slices
-from megatron_balance.patterns.head_ring import launches_by_kind, walks
+from megatron_balance.patterns.head_ring import launches_by_kind, ring_launches, walks
 from megatron_balance.patterns.waves import Need, Schedule, schedule
 from megatron_balance.patterns.zigzag import zigzag
 
 _ONCE = tuple(ONCE_PER_NODE[name] for name in ("head_exchange", "chunk_exchange"))
 _EXCHANGES = ("head_exchange", "chunk_exchange", *_ONCE)
 _EVEN = ("ring", "head_ring", *_EXCHANGES)
-"""Patterns of zones whose ranks are alike."""
+"""Patterns of zones whose ranks are alike, where each has as many heads and each node as many ranks
+of a group.
+"""
 
 _Amount: TypeAlias = Floats | float
 """Of one group that all are like, or of each."""
@@ -144,7 +146,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
         InvalidProgramError: an unknown comm pattern.
     """
     prices, context, runs = _LaunchPrices(), Context.of(plan), list(_together(plan.zones, machine))
-    tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0])])
+    tables = Tables(plan, machine, [at for at, own in runs if not _is_alike(own[0], machine)])
     by_index = {table.index: table for table in tables.zones}
     zones: list[ZoneTimes | ZoneTable] = []
     numbers: list[tuple[ZoneTimes, Ints]] = []
@@ -157,7 +159,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
         else:
             each = [each for each in own if isinstance(each, Zone)]
             made, which = (
-                _groups_apart(each, context.lengths, machine, prices)
+                _groups_apart(each, context, machine, prices)
                 if len(own) > 1
                 else _even_zone(index, each[0], context, machine, prices)
             )
@@ -172,9 +174,22 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> tuple[Tables, list[Zon
     return tables, zones
 
 
-def _is_alike(zone: AnyPlanZone) -> bool:
+def _is_alike(zone: AnyPlanZone, machine: Machine) -> bool:
     """Whether a zone has a closed form."""
-    return isinstance(zone, SharedZone) or (isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1))
+    if isinstance(zone, SharedZone):
+        return machine.model.num_heads % zone.group_size == 0
+    if not isinstance(zone, Zone) or zone.pattern not in _EVEN:
+        return False
+    size = _group_size(zone)
+    if size == 1 or machine.model.num_heads % size:
+        return size == 1
+    on_nodes = np.bincount(machine.nics.node(np.array(zone.ranks[:size])))
+    return len(set(on_nodes[on_nodes > 0].tolist())) == 1
+
+
+def _group_size(zone: Zone) -> int:
+    """Ranks that exchange heads."""
+    return len(zone.ranks) if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
 
 
 def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[int, list[AnyPlanZone]]]:
@@ -198,37 +213,48 @@ def _together(zones: Sequence[AnyPlanZone], machine: Machine) -> Iterator[tuple[
         yield first, run
 
 
-def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool] | None:
-    """Size, place in the node, collective or not, and once per node or not, of a zone of one group: in
-    these, zones that lie alike are equal; None: not one group, or not ranks in a row.
+def _kind(zone: AnyPlanZone, machine: Machine) -> tuple[int, int, bool, bool, bool] | None:
+    """Size, place in the node, collective or not, once per node or not, and zigzag or not, of a zone
+    of one group: in these, zones that lie alike are equal; None: not one group, not ranks in a row, or
+    ranks not alike.
     """
-    if not isinstance(zone, Zone):
+    if not isinstance(zone, Zone) or not _is_alike(zone, machine):
         return None
     ranks, size = zone.ranks, len(zone.ranks)
-    alone = size == 1 or zone.pattern in _EXCHANGES or (zone.pattern == "head_ring" and zone.group_size == size)
-    if not alone or ranks[-1] - ranks[0] != size - 1:
+    if _group_size(zone) != size or ranks[-1] - ranks[0] != size - 1:
         return None
     cluster = machine.cluster
     inside = ranks[0] // cluster.node_size == ranks[-1] // cluster.node_size
     place = 0 if inside else ranks[0] % cluster.node_size
     together = inside and is_collective(ranks, cluster.num_ranks, cluster.node_size)
-    return size, place, together, zone.pattern in _ONCE
+    return size, place, together, zone.pattern in _ONCE, zone.pattern not in _EXCHANGES
+
+
+def _whole(zone: Zone, seqs: Ints, context: Context, heads: tuple[int, int]) -> Ints:
+    """Pairs of sequences whole on a rank, in the chunks that the zone's pattern makes of them."""
+    if zone.pattern not in _EXCHANGES:
+        return ring_launches(zigzag(context.lengths, seqs, 1, context.mask), heads).pairs
+    zero, stop = np.zeros_like(seqs), context.lengths[seqs]
+    rows = pairs_of((zero, stop), (zero, stop), heads)
+    rows[:, Pair.SEQ] = seqs
+    return rows
 
 
 def _groups_apart(
-    zones: Sequence[Zone], lengths: Ints, machine: Machine, prices: _LaunchPrices
+    zones: Sequence[Zone], context: Context, machine: Machine, prices: _LaunchPrices
 ) -> tuple[ZoneTimes, Ints]:
     """Zones of one group each that lie alike as one zone of several; each rank's launch."""
     zones = sorted(zones, key=lambda zone: zone.ranks[0])
     size, count = len(zones[0].ranks), len(zones)
     ranks = np.array([zone.ranks for zone in zones]).ravel()
-    of_group = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
-    own = lengths[[seq for zone in zones for seq in zone.seqs]]
-    num_tokens = by_rank(of_group, own, count)
+    seqs = np.array([seq for zone in zones for seq in zone.seqs], dtype=np.int64)
+    of_group = np.zeros(len(context.lengths), dtype=np.int64)
+    of_group[seqs] = np.repeat(np.arange(count), [len(zone.seqs) for zone in zones])
+    num_tokens = by_rank(of_group[seqs], context.lengths[seqs], count)
     made = ZoneTimes(ranks, np.repeat(num_tokens / size, size), _index_of(ranks.tolist()), num_groups=count)
     heads = most_heads(machine.model, size)
-    zero = np.zeros_like(own)
-    first = prices.add(pairs_of((zero, own), (zero, own), heads), of_group, np.zeros(count))
+    pairs = _whole(zones[0], seqs, context, heads)
+    first = prices.add(pairs, of_group[pairs[:, Pair.SEQ]], np.zeros(count))
     if size > 1:
         exchange_heads(made, zones[0].ranks, num_tokens, heads, machine, once=zones[0].pattern in _ONCE)
         made.query_heads, made.kv_heads, made.largest, made.sent = (
@@ -244,15 +270,15 @@ def _even_zone(
     and the number of each rank's launch, by round in a ring.
     """
     own, num_ranks = context.lengths[list(zone.seqs)], len(zone.ranks)
-    size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
+    size = _group_size(zone)
     groups, ranks, model = num_ranks // size, np.array(zone.ranks), machine.model
     made = ZoneTimes(ranks, float(own.sum()) / num_ranks, _index_of(zone.ranks), num_groups=groups)
     num_tokens, heads = float(own.sum()) / groups, most_heads(model, size)
     if size > 1:
         exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine, once=zone.pattern in _ONCE)
     if groups == 1:
-        zero = np.zeros_like(own)
-        number = prices.add(pairs_of((zero, own), (zero, own), heads), zero, np.zeros(1))
+        pairs = _whole(zone, np.array(zone.seqs, dtype=np.int64), context, heads)
+        number = prices.add(pairs, np.zeros_like(pairs[:, Pair.SEQ]), np.zeros(1))
         return made, np.full(num_ranks, number)
     made.kv_heads += (groups - 1) * num_tokens * heads[1]
     made.largest = max(made.largest, num_tokens * heads[1])

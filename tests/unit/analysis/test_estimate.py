@@ -68,6 +68,7 @@ LATENTS = replace(
 BATCHES = {
     16: [LENGTHS, drawn(0, 65536, 7.8, 1.3), drawn(1, 65536, 6.5, 1.6)],
     32: [drawn(2, 131072, 8.8, 1.0), drawn(3, 131072, 7.8, 1.3)],
+    10: [[12001, *drawn(4, 24000, 5.5, 0.3)]],
 }
 """By number of ranks."""
 CASES = [
@@ -77,8 +78,12 @@ CASES = [
     (LATENTS, "h200", 16, 0),
     (MODEL, "h100", 32, 0),
     (load_model("llama-7b"), "a800", 32, 1),
+    # Heads and nodes that groups of ranks do not divide; sequences of less than a tile.
+    (load_model("llama-550m"), "a800", 10, 0),
 ]
 """Model, cluster, ranks, number of the batch."""
+NODES = {10: 5}
+"""Ranks of a node, by ranks, where not 8."""
 MASKS = {"causal": ("causal",), "full": ("full",), "window": ("window_1024", "window_4096")}
 
 
@@ -112,7 +117,9 @@ def test_an_estimate_is_near_what_the_simulator_says(
     for number, (causal, on, num_ranks, batch) in enumerate(CASES):
         if causal.latent_travels and PLANNERS[name].parts(options):
             continue
-        cluster = load_cluster(on).build(num_ranks=num_ranks, ranks_per_node=8)
+        cluster = load_cluster(on).build(num_ranks=num_ranks, ranks_per_node=NODES.get(num_ranks, 8))
+        if options.get("group_size", 1) not in (1, cluster.node_size) and num_ranks in NODES:
+            continue  # of ranks that do not tile these nodes
         lengths, masks = BATCHES[num_ranks][batch], MASKS[mask]
         model = replace(causal, attention=masks[number % len(masks)])
         plan = make_planner(name, cluster, model, **options)(lengths)
