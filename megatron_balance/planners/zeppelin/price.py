@@ -72,6 +72,9 @@ class GroupCosts:
     trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
     """Of a group's all-to-alls, inside a node and between: fixed seconds; a token's before
     attention, and behind."""
+    known: dict[int, float] = field(init=False, default_factory=dict[int, float])
+    """Seconds of whole sequences with all heads on one rank, by length; groups of other sizes share
+    it."""
 
     def __post_init__(self) -> None:
         # Two launches: a whole typical sequence, and one tile of queries of one head over all keys.
@@ -122,12 +125,11 @@ class GroupCosts:
         linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
         return work / self.num_groups * (1 + self.backward) + 3 * linear_s
 
-    def work_s(self, length: int) -> float:
-        return self.cost.attention_s(self.model.mask.num_pairs(length), length) / self.heads
-
     def works_s(self, lengths: Sequence[int]) -> list[float]:
-        known = {length: self.work_s(length) for length in set(lengths)}
-        return [known[length] for length in lengths]
+        mask = self.model.mask
+        for length in set(lengths) - self.known.keys():
+            self.known[length] = self.cost.attention_s(mask.num_pairs(length), length)
+        return [self.known[length] / self.heads for length in lengths]
 
     def layers_s(self, lengths: Sequence[int]) -> list[float]:
         """Seconds of a group for each whole sequence, both passes, linear modules included."""

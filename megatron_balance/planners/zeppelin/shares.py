@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
@@ -243,10 +244,13 @@ def aligned(
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
-        best = range(num_groups)
-        for each in ([range(heap[0][1], heap[0][1] + 1)], *runs):
+        least_s, idlest = heap[0]
+        alone = least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity
+        best = range(idlest, idlest + 1) if alone else range(num_groups)
+        for each in () if alone else runs:
             part_s, part = seconds[seq] / len(each[0]), lengths[seq] / len(each[0])
-            if part_s > target_s:
+            # No run has less to do than its idlest group.
+            if least_s + part_s > target_s:
                 continue
             run = min(each, key=lambda run: max(load[run.start : run.stop]))
             if (
@@ -263,6 +267,7 @@ def aligned(
     return placement
 
 
+@cache
 def _runs(num_groups: int) -> list[list[range]]:
     """Groups in a row, by how many; aligned to the largest power of two that divides their number."""
     widths = {*range(2, 9), *(times << power for power in range(3, num_groups.bit_length()) for times in (1, 3))}
