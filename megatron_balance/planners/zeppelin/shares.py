@@ -71,12 +71,14 @@ class Shares:
     ) -> Shares:
         """Begin with what `of` says of the first sequences; the others have no group yet."""
         load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
-        means = sum(work) / num_groups, sum(lengths) / num_groups
-        placed = cls(work, lengths, [{}] * len(work), load, held, on, set(), *means)
         for seq, own in enumerate(of):
             for group, share in own.items():
-                placed.give(seq, group, share)
-        return placed
+                load[group] += share * work[seq]
+                held[group] += share * lengths[seq]
+                on[group].add(seq)
+        cut = {seq for seq, own in enumerate(of) if len(own) > 1}
+        begun = [*map(dict, of), *([{}] * (len(work) - len(of)))]
+        return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
     def num_groups(self) -> int:
@@ -424,18 +426,20 @@ def _best_trade(
         mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
         there = nlargest(_TRADED, there, key=lambda each: ((mean_here - each[0]) * each[2], -each[1]))
         here = nlargest(_TRADED, here, key=lambda seq: ((density[seq] - mean_there) * of[seq][most] * work[seq], -seq))
+    there.sort()
     best, chosen = 0.0, (0, 0, 0.0)
     for sparse in here:
         own, part = density[sparse], of[sparse][most] * work[sparse]
         base = mean if least in of[sparse] else mean + lengths[sparse]
         for other, dense, all_of_it, also_cut in there:
-            # By a second of work; none if both are the same sequence.
+            # By a second of work; none if both are the same sequence. Later ones gain less.
             gained = own - other
-            if gained > 0:
-                amount = min(need / gained, part, all_of_it)
-                score = amount * gained / (base + also_cut)
-                if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
-                    best, chosen = score, (sparse, dense, amount)
+            if gained <= 0 or min(need, part * gained) < best * base:
+                break
+            amount = min(need / gained, part, all_of_it)
+            score = amount * gained / (base + also_cut)
+            if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
+                best, chosen = score, (sparse, dense, amount)
     return chosen if best > 0 else None
 
 
