@@ -146,13 +146,13 @@ class RingClock:
     def _relay(self, turn: _Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
         """The ranks of both nodes pass on what is routed, and are kept busy by it too."""
         dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
-        for row in range(len(dispatch)):
-            inside, between = np.zeros((2, self.machine.nics.num_nodes))
-            for node, near in ((node_out, dispatch[row]), (node_in, combine[row])):
-                np.maximum.at(inside, node, near)
-                np.maximum.at(between, node, across[row])
-            turn.inside[row] = np.maximum(turn.inside[row], inside[node_out])
-            turn.between[row] = np.maximum(turn.between[row], between[node_out])
+        # Of each round and node: the longest leg of a rank of it.
+        inside, between = np.zeros((2, len(dispatch), self.machine.nics.num_nodes))
+        for node, near in ((node_out, dispatch), (node_in, combine)):
+            np.maximum.at(inside, (slice(None), node), near)
+            np.maximum.at(between, (slice(None), node), across)
+        turn.inside = np.maximum(turn.inside, inside[:, node_out])
+        turn.between = np.maximum(turn.between, between[:, node_out])
 
     def _count(self, num_bytes: Floats, routed: Bools, uses: Ints, nodes: tuple[Ints, Ints], step: int) -> None:
         clocks, machine = self.clocks, self.machine

@@ -248,10 +248,16 @@ class Search:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
         costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
-        plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
-        if not (plans := [*filter(self._fits, plans)]):
-            plans = [self._rings([tuple(range(costs.num_groups))] * len(self.lengths), costs.size)]
-        return _best_of(plans, self.machine)
+        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
+        best = self._best_of([self._rings(placement, costs.size) for placement in self._aligned(costs)])
+        return best or self._rings(everywhere, costs.size)
+
+    def _best_of(self, plans: Sequence[MicrobatchPlan]) -> MicrobatchPlan | None:
+        """The first, in order of their estimates, that keeps to the capacity."""
+        order = [0]
+        if len(plans) > 1:
+            order = best_first([plan_estimate(each, self.machine) for each in plans])
+        return next((plans[at] for at in order if self._fits(plans[at])), None)
 
     def _ring_size(self) -> int:
         cluster, heads = self.context.cluster, self.context.model.num_heads
@@ -294,8 +300,7 @@ class Search:
         best = self._aligned(costs)
         if _SURELY * found.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        rings = filter(self._fits, (self._rings(placement, costs.size) for placement in best))
-        return _best_of([plan, *rings], self.machine)
+        return self._best_of([plan, *(self._rings(placement, costs.size) for placement in best)]) or plan
 
     # Waves
 
@@ -412,12 +417,6 @@ class Search:
         if other is not None:
             known.append((other, plan_estimate(other.plan, self.machine)))
         return known[best_first([priced for _, priced in known])[0]][0]
-
-
-def _best_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> MicrobatchPlan:
-    if len(plans) == 1:
-        return plans[0]
-    return plans[best_first([plan_estimate(each, machine) for each in plans])[0]]
 
 
 def _direction(price: PlacementPrice) -> int:
