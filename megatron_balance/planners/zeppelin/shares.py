@@ -432,9 +432,10 @@ def _best_trade(
         own, part = density[sparse], of[sparse][most] * work[sparse]
         base = mean if least in of[sparse] else mean + lengths[sparse]
         for other, dense, all_of_it, also_cut in there:
-            # By a second of work; none if both are the same sequence. Later ones gain less.
+            # By a second of work; none if both are the same sequence. Later ones gain less; the bound
+            # leaves rounding aside, so that ties are still told by number.
             gained = own - other
-            if gained <= 0 or min(need, part * gained) < best * base:
+            if gained <= 0 or min(need, part * gained) < best * base * (1 - 1e-12):
                 break
             amount = min(need / gained, part, all_of_it)
             score = amount * gained / (base + also_cut)
