@@ -94,8 +94,8 @@ class Bounds:
         return max(self.even(), float(np.min(seconds)) + self.linear_s)
 
     def pool_ring(self) -> float:
-        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches, merges
-        and adds up gradients of half the queries or more.
+        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches,
+        merges and adds up gradients of half the queries or more.
         """
         machine, num_ranks = self.machine, self.machine.cluster.num_ranks
         cost, rounds = machine.cost, num_ranks - 1

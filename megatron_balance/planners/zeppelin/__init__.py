@@ -78,7 +78,7 @@ from megatron_balance.solvers.groups import (
 )
 from megatron_balance.solvers.packing import longest_first
 
-# Targets of rings of groups that are tried beside rings over all groups, over the mean seconds of a group.
+# Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
 _TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
 
 # Price over the cheapest up to which the next rings are estimated, too; of more than `_MANY`
