@@ -140,17 +140,19 @@ class _FilledGroups:
         heaps: list[list[int]] = [[] for _ in self.kinds]
         for key in sorted(heap):
             heaps[kind_of[key & number]].append(key)
-        since = len(taken)
+        since, least = len(taken), [each[0] for each in heaps]
         for seq in range(len(taken), len(added[0])):
-            least = [each[0] for each in heaps]
             key = min(least)
             if key + added[key & number][seq] > limit:
                 since = seq
-                key = min((each for each in least if each + added[each & number][seq] <= limit), default=key)
+                key = min([each for each in least if each + added[each & number][seq] <= limit], default=key)
             elif seq - since > len(heap):
                 break
             taken.append(key)
-            heapreplace(heaps[kind_of[key & number]], key + added[key & number][seq])
+            group = key & number
+            kind = kind_of[group]
+            heapreplace(heaps[kind], key + added[group][seq])
+            least[kind] = heaps[kind][0]
         heap[:] = sorted(chain.from_iterable(heaps))
 
 
