@@ -28,6 +28,10 @@ INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
 """Streams of a traffic class; the last one is that of collectives."""
 
 
+# By kind: whether what arrives is unpacked, and whether it is added to what is held.
+_STORED, _ADDED = (np.isin(np.arange(len(Kind)), kinds) for kinds in (STORED, ADDED))
+
+
 class Clocks:
     """The clocks of all ranks. All arrays are [num_ranks] unless said.
 
@@ -86,10 +90,11 @@ class Clocks:
 
     def pack_s(self, num_bytes: Floats) -> Floats:
         """Seconds of packing, elementwise; nothing takes none."""
-        sizes, place = np.unique(num_bytes, return_inverse=True)  # few sizes, a call for each
-        return np.array([self.cost.pack_s(size) if size else 0.0 for size in sizes.tolist()])[
-            place.reshape(num_bytes.shape)
-        ]
+        packed, there = np.zeros(num_bytes.shape), num_bytes > 0
+        if there.any():
+            sizes, place = np.unique(num_bytes[there], return_inverse=True)  # few sizes, a call for each
+            packed[there] = np.array([self.cost.pack_s(size) for size in sizes.tolist()])[place]
+        return packed
 
     def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams
@@ -159,16 +164,10 @@ class Clocks:
         # Results are sent when they are there; who sends none, and who sends inputs, began before.
         posted = np.where(out > 0, self.done, self.entered) if traffic_class == MOVED else self.ready + packed
         arrived = self.carry(sent, posted, traffic_class)
-        values, more = self.machine.payload.tensors(messages)
+        num_bytes, kinds = np.add(*self.machine.payload.tensors(messages)), messages[:, Message.KIND]
         stored, added = (
-            self.pack_s(
-                np.bincount(
-                    messages[:, Message.DST],
-                    weights=(values + more) * np.isin(messages[:, Message.KIND], kinds),
-                    minlength=len(ranks),
-                )
-            )
-            for kinds in (STORED, ADDED)
+            self.pack_s(np.bincount(messages[:, Message.DST], weights=num_bytes * those[kinds], minlength=len(ranks)))
+            for those in (_STORED, _ADDED)
         )
         placed = (stored + ADD * added) * self.slow
         self.issue(ranks, 0, placed > 0)
@@ -244,16 +243,17 @@ class Transfers:
         across, nic_s = nics.node(src) != nics.node(dst), share * inter.bytes_per_s
         ready = begin_s[direct] + np.where(across, inter.alpha_s, intra.alpha_s)
         # A link has an even number, a NIC an odd one: they are never one resource.
-        each = [
-            fair_ends(
-                np.where(across, 2 * nics.nic(end) + 1, 2 * end),
-                num_bytes,
-                ready,
-                np.where(across, rate[nics.nic(end)], intra.bytes_per_s),
-            )
-            for end, rate in zip((src, dst), nic_s, strict=True)
-        ]
-        stop[direct] = np.maximum(*each)
+        if len(src):
+            each = [
+                fair_ends(
+                    np.where(across, 2 * nics.nic(end) + 1, 2 * end),
+                    num_bytes,
+                    ready,
+                    np.where(across, rate[nics.nic(end)], intra.bytes_per_s),
+                )
+                for end, rate in zip((src, dst), nic_s, strict=True)
+            ]
+            stop[direct] = np.maximum(*each)
         if self.routed.any():
             stop[self.routed] = self._by_proxies(begin_s[self.routed], machine, nic_s)
         return stop
@@ -279,7 +279,8 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats)
     they began plus what they have to move.
     """
     order = np.lexsort((begin_s, resource))
-    bounds = np.flatnonzero(np.diff(resource[order], prepend=-1, append=-1)).tolist()
+    ordered = resource[order]
+    bounds = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
     begin, size, rate = (each[order].tolist() for each in (begin_s, num_bytes, rates))
     found: list[float] = []
     for first, last in pairwise(bounds):

@@ -118,24 +118,21 @@ class RingClock:
         uses = self.machine.resources(self.ranks, target)
         rates = clocks.capacity.copy()
         rates[2 * self.machine.num_ranks :] *= clocks.share.ravel()
-        routed = (
-            np.array([clocks.routed(self.table.index, row) & cross for row in tokens])
-            if tokens.size
-            else np.zeros(tokens.shape, dtype=bool)
-        )
+        routed = np.zeros(tokens.shape, dtype=bool)
+        if clocks.is_routed(self.table):
+            routed |= cross & np.reshape([clocks.routed(self.table.index, row) for row in tokens], tokens.shape)
         moving = num_bytes > 0
         # Edges of one ring that share a NIC have it in turn or together: on average each its part.
         together = np.bincount(uses.ravel(), minlength=len(rates))[uses]
         direct = alpha + num_bytes * (together / rates[uses]).max(axis=1)
-        per_node = self.machine.nics.per_node
-        first = 2 * self.machine.num_ranks
-        node_out, node_in = (self.machine.nics.node(end) for end in (self.ranks, target))
-        edges_out = np.bincount(node_out[cross], minlength=self.machine.nics.num_nodes)[node_out]
-        edges_in = np.bincount(node_in[cross], minlength=self.machine.nics.num_nodes)[node_in]
-        nic = rates[first:].reshape(2, -1, per_node).min(axis=2)
         seconds[moving] = direct[moving]
         legs = None
+        node_out, node_in = (self.machine.nics.node(end) for end in (self.ranks, target))
         if routed.any():
+            per_node = self.machine.nics.per_node
+            edges_out = np.bincount(node_out[cross], minlength=self.machine.nics.num_nodes)[node_out]
+            edges_in = np.bincount(node_in[cross], minlength=self.machine.nics.num_nodes)[node_in]
+            nic = rates[2 * self.machine.num_ranks :].reshape(2, -1, per_node).min(axis=2)
             passed_on = np.where(routed, num_bytes, np.nan) * (per_node - 1) / per_node / self.machine.intra.bytes_per_s
             between = num_bytes * np.maximum(edges_out / nic[0, node_out], edges_in / nic[1, node_in]) / per_node
             inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
@@ -149,13 +146,13 @@ class RingClock:
     def _relay(self, turn: _Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
         """The ranks of both nodes pass on what is routed, and are kept busy by it too."""
         dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
-        for row in range(len(dispatch)):
-            inside, between = np.zeros((2, self.machine.nics.num_nodes))
-            for node, near in ((node_out, dispatch[row]), (node_in, combine[row])):
-                np.maximum.at(inside, node, near)
-                np.maximum.at(between, node, across[row])
-            turn.inside[row] = np.maximum(turn.inside[row], inside[node_out])
-            turn.between[row] = np.maximum(turn.between[row], between[node_out])
+        # Of each round and node: the longest leg of a rank of it.
+        inside, between = np.zeros((2, len(dispatch), self.machine.nics.num_nodes))
+        for node, near in ((node_out, dispatch), (node_in, combine)):
+            np.maximum.at(inside, (slice(None), node), near)
+            np.maximum.at(between, (slice(None), node), across)
+        turn.inside = np.maximum(turn.inside, inside[:, node_out])
+        turn.between = np.maximum(turn.between, between[:, node_out])
 
     def _count(self, num_bytes: Floats, routed: Bools, uses: Ints, nodes: tuple[Ints, Ints], step: int) -> None:
         clocks, machine = self.clocks, self.machine

@@ -415,8 +415,8 @@ def coupled(plan: MicrobatchPlan) -> Ints:
         return rank
 
     def join(a: int, b: int) -> None:
-        low, high = sorted((find(a), find(b)))
-        first[high] = low
+        a, b = find(a), find(b)
+        first[max(a, b)] = min(a, b)
 
     context = Context.of(plan)
     for zone in plan.zones:

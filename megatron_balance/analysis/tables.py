@@ -92,19 +92,22 @@ class Tables:
         self.merging: list[Floats] = []
         self.walked: list[Bools] = []
         self.num_launches = 0
-        context, remote = Context.of(plan), remap.remote_in(plan)
         self.zones: list[ZoneTable] = []
-        for index in range(len(plan.zones)) if chosen is None else chosen:
+        self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
+        """Messages that the remap's first exchange carries beside those of the moves: first hops
+        that owners make.
+        """
+        chosen = range(len(plan.zones)) if chosen is None else chosen
+        if not chosen:
+            return
+        context, remote = Context.of(plan), remap.remote_in(plan)
+        for index in chosen:
             zone = plan.zones[index]
             rounds = pattern_of(zone).rounds(zone, context)
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
             launch = rounds.launches.of_round + self._add(rounds.launches, walks=_walks(rounds.traffic))
             self.zones.append(ZoneTable(index, rounds.ranks, launch, rounds.traffic, waits, waits.copy()))
-        self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
-        """Messages that the remap's first exchange carries beside those of the moves: first hops
-        that owners make.
-        """
         for pattern, zones in by_pattern(plan.zones) if len(remote) and len(self.zones) == len(plan.zones) else ():
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
         self._price()

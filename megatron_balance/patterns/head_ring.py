@@ -438,7 +438,7 @@ def _launches(shape: _Shape) -> Launches:
     of_round: list[Ints] = []
     first = 0
     for heads in alike.tolist():
-        own = _ring_launches(shape.placed, (heads[0], heads[1]))
+        own = ring_launches(shape.placed, (heads[0], heads[1]))
         pairs.append(own.pairs if heads[0] else own.pairs[:0])
         launch.append((own.launch if heads[0] else own.launch[:0]) + first)
         merging.append(own.merging * (heads[0] > 0))
@@ -620,7 +620,7 @@ def _walked(tokens: Ints, reach: Ints) -> Ints:
 # All ranks at once: launches
 
 
-def _ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     """The launches of every (group index, round); `heads`: of queries and of keys."""
     exact = placed.size**2 * max(1, len(placed.seqs)) <= _EXACT
     return _each_launch(placed, heads) if exact else launches_by_kind(placed, heads)
@@ -659,7 +659,7 @@ _LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunk
 
 
 def launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
-    """As `_ring_launches`, one launch of each kind: by whose keys come first, and how many short
+    """As `ring_launches`, one launch of each kind: by whose keys come first, and how many short
     sequences both ranks hold.
     """
     # A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank

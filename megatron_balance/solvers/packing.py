@@ -17,7 +17,7 @@ from megatron_balance.solvers import milp
 
 def longest_first(sizes: Sequence[float]) -> list[int]:
     """The order of items by size, the largest first; of equal ones the lower."""
-    return sorted(range(len(sizes)), key=lambda item: -sizes[item])  # stable
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # stable, reversed too
 
 
 def join_late(

@@ -94,7 +94,9 @@ class Bounds:
         return max(self.even(), float(np.min(seconds)) + self.linear_s)
 
     def pool_ring(self) -> float:
-        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches."""
+        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches,
+        merges and adds up gradients of half the queries or more.
+        """
         machine, num_ranks = self.machine, self.machine.cluster.num_ranks
         cost, rounds = machine.cost, num_ranks - 1
         shared = max(self.lengths, default=0) >= 2 * num_ranks  # shorter ones are on fewer ranks
@@ -102,12 +104,14 @@ class Bounds:
             return self._zigzag_halos()
         if not shared or not rounds:
             return self.even()
-        block = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks * machine.model.num_kv_heads
+        tokens = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks
+        block, queries = tokens * machine.model.num_kv_heads, tokens / 2 * machine.model.num_heads
+        around = cost.merge_s(tokens / 2), ADD * cost.pack_s(queries * machine.row_bytes[Kind.Q_GRAD])
         link, spread = (machine.inter, machine.nics.per_node) if machine.cluster.num_nodes > 1 else (machine.intra, 1)
         seconds = self.linear_s
-        for attention_s, kind in zip(self.attention_s, (Kind.KV, Kind.KV_GRAD), strict=True):
+        for attention_s, each_s, kind in zip(self.attention_s, around, (Kind.KV, Kind.KV_GRAD), strict=True):
             moved_s = rounds * (link.alpha_s + block * machine.row_bytes[kind] / (spread * link.bytes_per_s))
-            seconds += max(attention_s / num_ranks + cost.launch_s(rounds), moved_s)
+            seconds += max(attention_s / num_ranks + cost.launch_s(rounds) + rounds * each_s, moved_s)
         return max(self.even(), seconds)
 
     def even_tokens(self) -> float:

@@ -60,35 +60,41 @@ class EstimatedPhase(RoundsPhase):
         self._bulk(zone, zone.input_grads if backward else zone.outputs, MOVED)
 
     def _bulk(self, zone: ZoneTimes, bulk: Bulk | None, traffic_class: int) -> None:
-        """The collective of every group at once, [groups, ranks of a group]; it begins when the last
-        rank of the group has posted it.
+        """The collective of every group at once; it begins when the last rank of the group has posted
+        it.
         """
         if bulk is None:
             return
-        clocks, ranks, shape = self.clocks, zone.at, (zone.num_groups, -1)
-        packed, placed = (self._packs_s(each)[:, None] for each in (bulk.packed_bytes, bulk.placed_bytes))
-        done = posted = clocks.done[ranks].reshape(shape) + packed
+        clocks, ranks = self.clocks, zone.at
+        # Of all ranks, or of each.
+        packed, placed = (
+            zone.by_rank(each) if isinstance(each, np.ndarray) else each
+            for each in (self._packs_s(bulk.packed_bytes), self._packs_s(bulk.placed_bytes))
+        )
+        done = posted = clocks.done[ranks] + packed
         # What is copied is waited for before a launch, and posted when the start before it was reached
         # (`ready`). What is moved leaves when its launch is done, and nobody waits for it until the
         # end of the phase (`late`, `late_s`).
         if traffic_class == COPIED:
-            opened = clocks.opened[ranks].reshape(shape)
-            done = np.maximum(done, opened)
-            posted = np.maximum(clocks.ready[ranks].reshape(shape) + packed, opened)
-            clocks.ready[ranks] = posted.ravel()
-        begin = np.maximum(posted, clocks.free[traffic_class, TOGETHER, ranks].reshape(shape)).max(axis=1)
-        arrived = np.broadcast_to((begin + clocks.call_s + bulk.seconds)[:, None], done.shape)
-        clocks.free[traffic_class, TOGETHER, ranks] = arrived.ravel()
-        placed = np.broadcast_to(placed * (ADD if bulk.adds else 1.0), done.shape)
+            done = np.maximum(done, clocks.opened[ranks])
+            clocks.ready[ranks] = posted = np.maximum(clocks.ready[ranks] + packed, clocks.opened[ranks])
+        begin = zone.by_group(np.maximum(posted, clocks.free[traffic_class, TOGETHER, ranks]))
+        arrived = zone.by_rank(begin + clocks.call_s + bulk.seconds)
+        clocks.free[traffic_class, TOGETHER, ranks] = arrived
+        placed = placed * (ADD if bulk.adds else 1.0)
         if traffic_class == COPIED:
-            clocks.done[ranks] = (np.maximum(done, arrived) + placed).ravel()
+            clocks.done[ranks] = np.maximum(done, arrived) + placed
         else:
-            clocks.done[ranks] = done.ravel()
-            clocks.late[ranks] = np.maximum(clocks.late[ranks], arrived.ravel())
-            clocks.late_s[ranks] += placed.ravel()
+            clocks.done[ranks] = done
+            clocks.late[ranks] = np.maximum(clocks.late[ranks], arrived)
+            clocks.late_s[ranks] += placed
 
-    def _packs_s(self, num_bytes: Floats | float) -> Floats:
-        return self.clocks.pack_s(np.atleast_1d(np.asarray(num_bytes, dtype=np.float64)))
+    def _packs_s(self, num_bytes: Floats | float) -> Floats | float:
+        """Seconds of packing, of all groups or of each [groups]."""
+        pack_s = self.clocks.machine.pack_s
+        if isinstance(num_bytes, np.ndarray):
+            return np.array([pack_s(each) for each in num_bytes.tolist()])
+        return pack_s(num_bytes)
 
     def _waves_forward(self, zone: ZoneTimes, waves: WaveTimes) -> None:
         """Own work and waves of other groups' keys, forward."""

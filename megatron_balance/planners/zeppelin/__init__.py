@@ -78,8 +78,8 @@ from megatron_balance.solvers.groups import (
 )
 from megatron_balance.solvers.packing import longest_first
 
-# Targets of rings of groups that are tried, over the mean seconds of a group.
-_TARGETS = (0.0, 1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
+# Targets of rings of groups, over the mean seconds of a group; rings over all groups are tried, too.
+_TARGETS = (1.02, 1.06, 1.1, 1.15, 1.2, 1.3, 1.6)
 
 # Price over the cheapest up to which the next rings are estimated, too; of more than `_MANY`
 # groups none.
@@ -101,7 +101,9 @@ _LEAST_OF_FEW = 0.1
 
 
 class _Starts(NamedTuple):
-    """Ways to begin: always tried, and where waiting for keys is `showing` of a layer."""
+    """Ways to begin: always tried, and, after rings, where more than `showing` of a layer is over what
+    is even and hidden.
+    """
 
     always: tuple[float | None, ...]
     fewer_cuts: tuple[float, ...]
@@ -109,16 +111,13 @@ class _Starts(NamedTuple):
 
 
 _STARTS = _Starts((0.0, None), (0.15, 0.3, 0.5, 0.8), 0.03)
-_OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.12)
+_OF_MANY = _Starts((0.0,), (0.3, 0.8), 0.09)
 
 # Share of a layer's seconds up to which that is not so; then narrower groups may pay.
 _HIDDEN = 0.03
 
 # Narrower groups are tried where one of them holds this much of the longest sequence.
 _FITTING = 0.5
-
-# A layer over even computation up to which a placement whose keys do not show is good enough.
-_ENOUGH = 1.1
 
 # Share from which on wider groups may.
 _EXPOSED = 0.1
@@ -249,10 +248,16 @@ class Search:
         """The best plan of rings of groups: of the cheapest ones by estimate."""
         wanted = self.context.options.group_size
         costs = self._costs(wanted if wanted in _ring_sizes(self.context.cluster) else self._ring_size())
-        plans = [self._rings(placement, costs.size) for placement in self._aligned(costs)]
-        if not (plans := [*filter(self._fits, plans)]):
-            plans = [self._rings([tuple(range(costs.num_groups))] * len(self.lengths), costs.size)]
-        return _best_of(plans, self.machine)
+        everywhere = [tuple(range(costs.num_groups))] * len(self.lengths)
+        best = self._best_of([self._rings(placement, costs.size) for placement in self._aligned(costs)])
+        return best or self._rings(everywhere, costs.size)
+
+    def _best_of(self, plans: Sequence[MicrobatchPlan]) -> MicrobatchPlan | None:
+        """The first, in order of their estimates, that keeps to the capacity."""
+        order = [0]
+        if len(plans) > 1:
+            order = best_first([plan_estimate(each, self.machine) for each in plans])
+        return next((plans[at] for at in order if self._fits(plans[at])), None)
 
     def _ring_size(self) -> int:
         cluster, heads = self.context.cluster, self.context.model.num_heads
@@ -265,8 +270,9 @@ class Search:
             return self.known[key]
         seconds = costs.layers_s(self.lengths)
         mean_s, capacity = sum(seconds) / costs.num_groups, self.capacity * costs.size
-        targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[::2], 1.0)
-        found = [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
+        targets, close = (_TARGETS, _CLOSE) if costs.num_groups <= _MANY else (_TARGETS[1::2], 1.0)
+        found: list[Placement] = [[tuple(range(costs.num_groups))] * len(seconds)]
+        found += [aligned(seconds, self.lengths, costs.num_groups, part * mean_s, capacity) for part in targets]
         found = [placement for at, placement in enumerate(found) if placement not in found[:at]]
         priced = sorted((rings_s(placement, self.lengths, costs), at) for at, placement in enumerate(found))
         self.known[key] = found = [found[at] for s, at in priced[:2] if s <= close * priced[0][0]]
@@ -294,8 +300,7 @@ class Search:
         best = self._aligned(costs)
         if _SURELY * found.price.seconds <= rings_s(best[0], lengths, costs):
             return plan
-        rings = filter(self._fits, (self._rings(placement, costs.size) for placement in best))
-        return _best_of([plan, *rings], self.machine)
+        return self._best_of([plan, *(self._rings(placement, costs.size) for placement in best)]) or plan
 
     # Waves
 
@@ -358,25 +363,25 @@ class Search:
             if best is not None:
                 at, price = best
                 found = _Chosen(placed.of(at), price, costs)
-            if costs.num_groups == 1 or (found and self._is_good(found.price, work, costs, starts)):
+            if costs.num_groups == 1 or (found and found.price.exposed_s < starts.showing * found.price.seconds):
                 break
         return found
 
-    def _is_good(self, price: PlacementPrice, work: Sequence[float], costs: GroupCosts, starts: _Starts) -> bool:
-        hidden = price.exposed_s < starts.showing * price.seconds
-        return hidden and price.seconds <= _ENOUGH * costs.bound_s(sum(self.lengths), sum(work))
-
     def _tried(self, work: Sequence[float], costs: GroupCosts, starts: _Starts) -> Iterator[Trimmed]:
-        """Placements: always tried, of fewer cuts, from rings."""
+        """Placements: always tried, from rings, of fewer cuts."""
         lengths, num_groups = self.lengths, costs.num_groups
-        for every, least in ((starts.always, _LEAST_SHARE), (starts.fewer_cuts, _LEAST_OF_FEW)):
+
+        def begun(every: Sequence[float | None], least: float) -> Trimmed:
             ways = _distinct(every, work, num_groups) if num_groups > 1 else every[:1]
             of_each = (placements(work, lengths, num_groups, above) for above in ways)
-            yield Trimmed.without(list(chain.from_iterable(of_each)), least)
+            return Trimmed.without(list(chain.from_iterable(of_each)), least)
+
+        yield begun(starts.always, _LEAST_SHARE)
         if num_groups <= _MANY and not costs.replays:
             rings = [dict.fromkeys(groups, 1 / len(groups)) for groups in self._aligned(costs)[0]]
             placed = Shares.begin(work, lengths, num_groups, rings)
             yield Trimmed.without([placed.copy(kept=True), *more_even(placed)], _LEAST_OF_FEW)
+        yield begun(starts.fewer_cuts, _LEAST_OF_FEW)
 
     # Memory of the step. The search is told before there is a placement whether layers replay, since
     # the cheapest number of waves depends on it. Fewer waves bring more at once, so a placement may
@@ -412,12 +417,6 @@ class Search:
         if other is not None:
             known.append((other, plan_estimate(other.plan, self.machine)))
         return known[best_first([priced for _, priced in known])[0]][0]
-
-
-def _best_of(plans: Sequence[MicrobatchPlan], machine: Machine) -> MicrobatchPlan:
-    if len(plans) == 1:
-        return plans[0]
-    return plans[best_first([plan_estimate(each, machine) for each in plans])[0]]
 
 
 def _direction(price: PlacementPrice) -> int:

@@ -72,6 +72,9 @@ class GroupCosts:
     trades: tuple[tuple[float, float], tuple[float, float], tuple[float, float]] = field(init=False)
     """Of a group's all-to-alls, inside a node and between: fixed seconds; a token's before
     attention, and behind."""
+    known: dict[int, float] = field(init=False, default_factory=dict[int, float])
+    """Seconds of whole sequences with all heads on one rank, by length; groups of other sizes share
+    it."""
 
     def __post_init__(self) -> None:
         # Two launches: a whole typical sequence, and one tile of queries of one head over all keys.
@@ -122,12 +125,11 @@ class GroupCosts:
         linear_s = num_tokens / self.cluster.num_ranks * self.linear_s
         return work / self.num_groups * (1 + self.backward) + 3 * linear_s
 
-    def work_s(self, length: int) -> float:
-        return self.cost.attention_s(self.model.mask.num_pairs(length), length) / self.heads
-
     def works_s(self, lengths: Sequence[int]) -> list[float]:
-        known = {length: self.work_s(length) for length in set(lengths)}
-        return [known[length] for length in lengths]
+        mask = self.model.mask
+        for length in set(lengths) - self.known.keys():
+            self.known[length] = self.cost.attention_s(mask.num_pairs(length), length)
+        return [self.known[length] / self.heads for length in lengths]
 
     def layers_s(self, lengths: Sequence[int]) -> list[float]:
         """Seconds of a group for each whole sequence, both passes, linear modules included."""
@@ -195,18 +197,22 @@ def rings_s(placement: Placement, lengths: Sequence[int], costs: GroupCosts) -> 
         ring[0] += work / len(groups)
         ring[1] += length / len(groups)
     seconds, held = np.zeros((2, costs.num_groups))
+    launch_s = costs.cost.launch_s(1)
     for groups, (work, tokens) in rings.items():
-        own, rounds = slice(groups[0], groups[-1] + 1), len(groups) - 1
-        across = groups[0] * costs.size // costs.cluster.node_size != groups[-1] * costs.size // costs.cluster.node_size
+        first, last, rounds = groups[0], groups[-1], len(groups) - 1
+        held[first : last + 1] += tokens
+        if not rounds:
+            seconds[first] += work * (1 + costs.backward) + 2 * launch_s
+            continue
+        across = first * costs.size // costs.cluster.node_size != last * costs.size // costs.cluster.node_size
         keys_s = costs.keys_s(rounds * tokens, rounds, across=across)
-        each_s = costs.cost.launch_s(1) + (costs.merge_s(tokens) if rounds else 0.0)
+        each_s = launch_s + costs.merge_s(tokens)
         # Keys of a round travel while those of the one before are attended, but for the last round.
         for round_s, link_s in (
             (work / len(groups) + each_s, keys_s),
             (work * costs.backward / len(groups) + each_s, (_GRADIENT + costs.replays) * keys_s),
         ):
-            seconds[own] += max(len(groups) * round_s, link_s + round_s)
-        held[own] += tokens
+            seconds[first : last + 1] += max(len(groups) * round_s, link_s + round_s)
     trades = _Trades.of(held, costs, None)
     exchange_s = (1 + costs.replays) * trades.into_s + trades.home_s + trades.grads_s + trades.first_grads_s
     return float((seconds + held * (3 * costs.linear_s / costs.size) + exchange_s).max())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush, heapreplace, nlargest
 from itertools import chain
 from math import ceil
@@ -69,12 +70,14 @@ class Shares:
     ) -> Shares:
         """Begin with what `of` says of the first sequences; the others have no group yet."""
         load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
-        means = sum(work) / num_groups, sum(lengths) / num_groups
-        placed = cls(work, lengths, [{}] * len(work), load, held, on, set(), *means)
         for seq, own in enumerate(of):
             for group, share in own.items():
-                placed.give(seq, group, share)
-        return placed
+                load[group] += share * work[seq]
+                held[group] += share * lengths[seq]
+                on[group].add(seq)
+        cut = {seq for seq, own in enumerate(of) if len(own) > 1}
+        begun = [*map(dict, of), *([{}] * (len(work) - len(of)))]
+        return cls(work, lengths, begun, load, held, on, cut, sum(work) / num_groups, sum(lengths) / num_groups)
 
     @property
     def num_groups(self) -> int:
@@ -242,10 +245,13 @@ def aligned(
         # Put there before the group was given more.
         while heap[0][0] != load[heap[0][1]]:
             heappop(heap)
-        best = range(num_groups)
-        for each in ([range(heap[0][1], heap[0][1] + 1)], *runs):
+        least_s, idlest = heap[0]
+        alone = least_s + seconds[seq] <= target_s and held[idlest] + lengths[seq] <= capacity
+        best = range(idlest, idlest + 1) if alone else range(num_groups)
+        for each in () if alone else runs:
             part_s, part = seconds[seq] / len(each[0]), lengths[seq] / len(each[0])
-            if part_s > target_s:
+            # No run has less to do than its idlest group.
+            if least_s + part_s > target_s:
                 continue
             run = min(each, key=lambda run: max(load[run.start : run.stop]))
             if (
@@ -262,6 +268,7 @@ def aligned(
     return placement
 
 
+@cache
 def _runs(num_groups: int) -> list[list[range]]:
     """Groups in a row, by how many; aligned to the largest power of two that divides their number."""
     widths = {*range(2, 9), *(times << power for power in range(3, num_groups.bit_length()) for times in (1, 3))}
@@ -418,18 +425,21 @@ def _best_trade(
         mean_there, mean_here = (placed.held[group] / placed.load[group] for group in (least, most))
         there = nlargest(_TRADED, there, key=lambda each: ((mean_here - each[0]) * each[2], -each[1]))
         here = nlargest(_TRADED, here, key=lambda seq: ((density[seq] - mean_there) * of[seq][most] * work[seq], -seq))
+    there.sort()
     best, chosen = 0.0, (0, 0, 0.0)
     for sparse in here:
         own, part = density[sparse], of[sparse][most] * work[sparse]
         base = mean if least in of[sparse] else mean + lengths[sparse]
         for other, dense, all_of_it, also_cut in there:
-            # By a second of work; none if both are the same sequence.
+            # By a second of work; none if both are the same sequence. Later ones gain less; the bound
+            # leaves rounding aside, so that ties are still told by number.
             gained = own - other
-            if gained > 0:
-                amount = min(need / gained, part, all_of_it)
-                score = amount * gained / (base + also_cut)
-                if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
-                    best, chosen = score, (sparse, dense, amount)
+            if gained <= 0 or min(need, part * gained) < best * base * (1 - 1e-12):
+                break
+            amount = min(need / gained, part, all_of_it)
+            score = amount * gained / (base + also_cut)
+            if score > best or (score == best and (-sparse, -dense) > (-chosen[0], -chosen[1])):
+                best, chosen = score, (sparse, dense, amount)
     return chosen if best > 0 else None
 
 

@@ -153,7 +153,7 @@ def test_no_rank_holds_more_than_the_capacity(room: float) -> None:
 
 def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
     costs = GroupCosts(AnalyticCost(cluster(), MODEL), cluster(), MODEL, 8)
-    work = [costs.work_s(length) for length in MIXED]
+    work = costs.works_s(MIXED)
     placed: Shares | None = None
     for placed in placements(work, MIXED, 8):
         assert all(sum(groups.values()) == pytest.approx(1.0, abs=1e-2) for groups in placed.of)
@@ -175,7 +175,7 @@ def test_the_estimate_is_near_the_simulator() -> None:
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     assert chosen.price.seconds == pytest.approx(layer_s, rel=0.02)
     costs = GroupCosts(AnalyticCost(own, MODEL), own, MODEL, 8)
-    work = [costs.work_s(length) for length in MIXED]
+    work = costs.works_s(MIXED)
     best = cheapest(Trimmed.without([Shares.begin(work, MIXED, costs.num_groups, chosen.of)]), costs)
     assert best is not None
     again = with_lead(best[1], MIXED, chosen.of, costs, WAVES)
