@@ -60,6 +60,24 @@ class PlannerChoice:
     planner: Planner
     layers: Layers = NO_LAYERS
 
+    def idle(self, cluster: Cluster, num_microbatches: int) -> str | None:
+        """Why the planner has nothing to do in steps of one pool of ranks, for the log."""
+        name, planner, options = self.name, self.planner, self.options
+        runs = f"a step runs as {getattr(options, 'within', 'te_ring')} places it"
+        if planner.pipelines and not planner.replicas:
+            return f"planner {name} deals sequences to pipelines, and ranks that share their documents are none: {runs}"
+        if planner.plan_step is not None and num_microbatches == 1 and not getattr(options, "thresholds", True):
+            return (
+                f"planner {name} moves sequences between the microbatches of a step, and this one has one: {runs}; "
+                "give it more, or set thresholds, which delay long sequences"
+            )
+        if cluster.num_ranks == 1:
+            return (
+                f"planner {name} places sequences on the ranks that attend together, and there is one: all planners "
+                "make the same plan"
+            )
+        return None if planner.idle is None else planner.idle(options, cluster)
+
     def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included; raises as `plan_step`."""
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)

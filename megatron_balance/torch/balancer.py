@@ -134,6 +134,8 @@ class SequenceBalancer:
         choice.num_holders(cluster)  # options that cannot be are told before a model is built
         costs = None if settings.plan_costs is None else str(settings.plan_costs)
         self._spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)
+        self._idle = partial(choice.idle, cluster)
+        self._said_idle = False
         # `_at`: the first microbatch of the step at hand, `_read`: the first that was not read,
         # `_known`: the lengths of those between; `_num_documents`: that this rank gave; `_pending`:
         # the step that was read ahead.
@@ -408,6 +410,9 @@ class SequenceBalancer:
     def _run(self, dealing: _Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
         """Plan a training step, and deal its tokens."""
         self._at, self._num_microbatches = dealing.first, len(dealing.mine)
+        if not self._said_idle and (idle := self._idle(self._num_microbatches)) and self.pool.rank == 0:
+            log.warning("%s", idle)
+        self._said_idle = True
         self._tracer.begin_next()
         self.planned = planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
         self._tracer.planned(self._spec.name)

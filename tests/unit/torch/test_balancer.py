@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import megatron_balance
 from megatron_balance import Cluster, Model
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
 MODEL = Model(4, 2, 8)
@@ -248,6 +250,20 @@ def test_attention_without_a_batch_is_refused() -> None:
 def test_mistakes_are_told(make: Any, error: type[BalanceError], complaint: str) -> None:
     with pytest.raises(error, match=complaint):
         make()
+
+
+@pytest.mark.parametrize("planner", [*PLANNERS])
+def test_a_planner_without_anything_to_do_says_so_once(planner: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = balancer(planner)
+    for _ in range(2):
+        made(DOCUMENTS)
+    assert caplog.text.count(f"planner {planner} ") == 1
+    eight = Cluster(8, 8)
+    idle = {name: choose_planner(name, {}).idle(eight, 1) for name in PLANNERS}
+    assert {name for name, said in idle.items() if said} == {"hydraulis", "wlb_llm"}
+    assert choose_planner("wlb_llm", {}).idle(eight, 2) is None
+    assert choose_planner("wlb_llm", {"thresholds": [9]}).idle(eight, 1) is None
+    assert "as ulysses places it" in str(choose_planner("knapformer", {"topology": "node"}).idle(eight, 1))
 
 
 def test_a_loader_that_fails_is_told() -> None:
