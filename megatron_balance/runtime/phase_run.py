@@ -56,8 +56,7 @@ from megatron_balance.runtime.lower.steps import (
 )
 from megatron_balance.runtime.movers.base import RowMove, buffer_rows, heads_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
-from megatron_balance.runtime.transport.comm import Gloo, Parcel
-from megatron_balance.runtime.transport.streams import Streamed
+from megatron_balance.runtime.transport import Gloo, Parcel, Streamed
 
 log = logging.getLogger(__name__)
 

@@ -183,7 +183,7 @@ _MASK = (1 << _BITS) - 1
 
 
 # A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
-# collective. `runtime.transport.streams` issues these, in this order.
+# collective. `runtime.transport` issues these, in this order.
 class GroupCall(NamedTuple):
     """Identity of a group call, the same on all of its ranks.
 

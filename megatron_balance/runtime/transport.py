@@ -1,4 +1,5 @@
-"""Communication calls of exchanges: tagged sends and receives on gloo, and collectives.
+"""Communication calls of exchanges: tagged sends and receives on gloo, batches on streams of CUDA, and
+collectives.
 
 A collective carries bytes: messages of several kinds and types to one peer are packed one after the
 other, each aligned, so that queries and keys of different head counts, or outputs and their fp32
@@ -9,21 +10,36 @@ where they arrive (`is_block`): nothing is copied for the call.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.analysis.wire import padded, piece_bounds
-from megatron_balance.runtime.groups import SEVERAL, Groups, HostTimes, ThreadCall
+from megatron_balance.compile.order import LEGS, Leg
+from megatron_balance.ir.program import MOVED
+from megatron_balance.runtime.cuda import StreamMessage, Streams
+from megatron_balance.runtime.groups import SEVERAL, Behind, Groups, HostTimes, StreamPair, ThreadCall
 from megatron_balance.runtime.lower.memory import Block, CallForm, as_bytes, is_collective, pack, piece_bytes
-from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, Piece, RelayTask
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    GradLaunch,
+    Hop,
+    IssueStep,
+    Launch,
+    Phase,
+    Piece,
+    RelayTask,
+)
+from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
 
 Parcel = tuple[int, Tensor]
@@ -34,7 +50,7 @@ _POISON_TAG = 2**31 - 1
 
 
 @dataclass(slots=True)
-class CollectiveCall:
+class _CollectiveCall:
     """A collective call, packed and not yet issued.
 
     `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there,
@@ -86,7 +102,7 @@ def break_off(group: dist.ProcessGroup | None) -> bool:
     return backends == {"gloo"}
 
 
-def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
+def _direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
     """Parcels that go directly; and by peer, the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
@@ -98,7 +114,7 @@ def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[
     return direct, {peer: pack(tensors) for peer, tensors in routed.items()}
 
 
-def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
+def _pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
     """The pieces of a parcel that are not empty, with their hop and bytes."""
     bounds = piece_bounds(raw.numel(), routed[0].count)
     for piece in routed:
@@ -107,9 +123,9 @@ def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, T
             yield piece, piece.hop, raw[begin:end]
 
 
-def pack_collective(
+def _pack_collective(
     sends: Sequence[Parcel] | Block, receives: Sequence[Parcel] | Block, exchange: ExchangeStep, groups: Groups
-) -> CollectiveCall:
+) -> _CollectiveCall:
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
     if isinstance(sends, Block) and isinstance(receives, Block):
@@ -121,7 +137,7 @@ def pack_collective(
     return _reduce_scatter(sends, receives, exchange.group, groups)
 
 
-def far_bytes(parcels: Sequence[Parcel] | Block, far: frozenset[int], routed: Collection[int] = ()) -> int:
+def _far_bytes(parcels: Sequence[Parcel] | Block, far: frozenset[int], routed: Collection[int] = ()) -> int:
     """Bytes to or from peers on other nodes that are not `routed`."""
     own = parcels.arranged.peers if isinstance(parcels, Block) else ((peer, x.nbytes) for peer, x in parcels)
     return sum(num_bytes for peer, num_bytes in own if peer in far and peer not in routed)
@@ -149,16 +165,16 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
     return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
 
 
-def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup) -> CollectiveCall:
+def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup) -> _CollectiveCall:
     packed, raw = sends.memory, receives.memory
     sizes = list(receives.arranged.sizes), list(sends.arranged.sizes)
     call = partial(dist.all_to_all_single, raw, packed, *sizes, group=process_group, async_op=True)
-    return CollectiveCall(call, [packed, raw], [])
+    return _CollectiveCall(call, [packed, raw], [])
 
 
 def _all_gather(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
-) -> CollectiveCall:
+) -> _CollectiveCall:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
     mine = [p for p in sends if p[0] == others[0]]
@@ -171,12 +187,12 @@ def _all_gather(
         if peer != groups.rank:
             received += _slots([p for p in receives if p[0] == peer], raw, index * width)
     call = partial(dist.all_gather_into_tensor, raw, packed, group=groups.of(group), async_op=True)
-    return CollectiveCall(call, [packed, raw], received)
+    return _CollectiveCall(call, [packed, raw], received)
 
 
 def _reduce_scatter(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
-) -> CollectiveCall:
+) -> _CollectiveCall:
     """A block for each rank, all as wide as the widest; this rank's own gradients stay here.
     `receives`: from one peer.
     """
@@ -190,7 +206,7 @@ def _reduce_scatter(
     call = partial(
         dist.reduce_scatter_tensor, raw.view(dtype), packed.view(dtype), group=groups.of(group), async_op=True
     )
-    return CollectiveCall(call, [packed, raw], _slots(receives, raw, 0))
+    return _CollectiveCall(call, [packed, raw], _slots(receives, raw, 0))
 
 
 # Exchanges on gloo: asynchronous sends and receives, and threads that relay for others beside a
@@ -216,7 +232,7 @@ class _GlooCalls:
     receiving: list[tuple[int, dist.Work]]
     sending: list[dist.Work] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
-    packed: CollectiveCall | None = None
+    packed: _CollectiveCall | None = None
 
     def arrived(self, timeout: timedelta, times: HostTimes) -> None:
         """Block the thread until everything is here, and unpacked; no longer than `timeout` for each.
@@ -268,32 +284,32 @@ class Gloo:
         is not in `receives`.
         """
         if exchange.far:
-            self.traffic.inter_node_bytes_received += far_bytes(receives, exchange.far)
+            self.traffic.inter_node_bytes_received += _far_bytes(receives, exchange.far)
         if isinstance(receives, Block) or is_collective(exchange, self.groups):
             self.expected[exchange.id] = receives
             return
         receiving = [(peer, receive(x, peer, exchange.tag, self.groups)) for peer, x in receives if x.numel()]
         for peer, raw in arriving.items():
-            for _, hop, x in pieces(raw, exchange.routed_receives[peer]):
+            for _, hop, x in _pieces(raw, exchange.routed_receives[peer]):
                 receiving.append((hop.peer, receive(x, hop.peer, exchange.tag + hop.tag, self.groups)))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
         self.under_way[exchange.id] = _GlooCalls(receiving)
 
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += far_bytes(sends, exchange.far, exchange.routed_sends)
+            self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
         if exchange.id in self.expected:
-            packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
+            packed = _pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
             receiving = [(SEVERAL, work) for work in packed.issue()]
             self.under_way[exchange.id] = _GlooCalls(receiving, keep=packed.memory, packed=packed)
             return
         assert not isinstance(sends, Block), "a block without a collective"
         under_way = self.leaving[exchange.id] = self.under_way[exchange.id]
         under_way.keep = [x for _, x in sends]
-        direct, routed = direct_and_routed(sends, exchange)
+        direct, routed = _direct_and_routed(sends, exchange)
         under_way.sending = [send(x, peer, exchange.tag, self.groups) for peer, x in direct]
         for peer, raw in routed.items():
-            for _, hop, x in pieces(raw, exchange.routed_sends[peer]):
+            for _, hop, x in _pieces(raw, exchange.routed_sends[peer]):
                 under_way.sending.append(send(x, hop.peer, exchange.tag + hop.tag, self.groups))
                 under_way.keep.append(x)
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
@@ -425,3 +441,293 @@ def _described(relay_task: RelayTask, rank: int) -> str:
     path = f"rank {route.arrives.peer} -> rank {rank} -> rank {route.leaves.peer}"
     piece = f"piece {route.index} of {route.count} from rank {route.src} to rank {route.dst}"
     return f"exchange {relay_task.exchange}, {piece}, as {route.role.replace('_', ' ')}, {path}"
+
+
+# Exchanges on CUDA: communication streams beside the compute stream, joined by events.
+#
+# The host waits for nothing: what ranks must connect they connect when they bind a plan (`connect`).
+# Each stream of `compile.order.stream_name` has a communicator of its own
+# (`runtime.groups.stream_groups`), so that what it carries is only in order with itself. NCCL matches
+# messages by their order between two ranks; ranks issue exchanges in one order (`compile.order`),
+# their legs and streams as `compile.proof.runs` has them, and messages within a batch by source,
+# target and piece. Collectives have streams too, but go by the communicators of their ranks.
+
+_LATER_LEGS: tuple[Leg, ...] = ("across", "combine")
+"""Legs that wait for an earlier one, here or on another rank."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """An exchange that was started."""
+
+    # By stream, that behind which all that comes to this rank is there.
+    fences: dict[str, Fence] = field(default_factory=dict)
+    # Streams that have waited for what the compute stream did before it.
+    joined: set[str] = field(default_factory=set)
+    # It is in a collective's own order.
+    packed: _CollectiveCall | None = None
+
+
+_Place = tuple[Leg, str]
+"""(leg, stream) of a batch."""
+
+
+class _Batches:
+    """The batches of one exchange."""
+
+    def __init__(self, op: int) -> None:
+        self.op = op
+        self.transfers: dict[_Place, list[StreamMessage]] = {}
+        self.after: dict[_Place, set[_Place]] = {}
+        self.ended: dict[_Place, Fence] = {}
+
+    def add(self, place: _Place, transfer: StreamMessage) -> None:
+        self.transfers.setdefault(place, []).append(transfer)
+
+    def places(self) -> list[_Place]:
+        """In the order in which every rank issues them."""
+        return sorted(self.transfers, key=lambda place: (("direct", *LEGS).index(place[0]), place[1]))
+
+
+class Streamed:
+    """One run of a phase on NCCL; calls as `Gloo` has them. Relayed pieces are issued with the
+    exchange, in the batches of its legs.
+    """
+
+    ahead = 0
+
+    def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None, *, timed: bool) -> None:
+        assert groups.streams is not None, "no streams were made for this pool"
+        self.groups, self.form, self.trace, self.timed = groups, form, trace, timed
+        self.streams: Streams = groups.streams
+        self.traffic = PhaseTraffic()
+        launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
+        # Later legs come behind the launch that they travel beside. A backward launch is three
+        # kernels, each of which waits at the head of a single hardware queue for the one before, so a
+        # leg behind it reaches the device when the main kernel has ended: early enough for the next
+        # round of a ring, late for what other ranks need for their first launch. So legs of exchanges
+        # before this rank's first backward launch come at once.
+        self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
+        self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
+        self.under_way: dict[int, _UnderWay] = {}
+        self.relay_tasks: dict[int, list[RelayTask]] = {}
+        for relay_task in chain.from_iterable(phase.relay_tasks):
+            self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
+
+    def expect(
+        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
+    ) -> None:
+        self.expected[exchange.id] = receives, arriving
+
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
+        receives, arriving = self.expected.pop(exchange.id)
+        if exchange.far:
+            self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
+            self.traffic.inter_node_bytes_received += _far_bytes(receives, exchange.far)
+        if isinstance(sends, Block) or isinstance(receives, Block) or is_collective(exchange, self.groups):
+            self.start_collective(exchange, _pack_collective(sends, receives, exchange, self.groups))
+            return
+        batches = _Batches(exchange.op)
+        self.add_own(exchange, sends, receives, arriving, batches)
+        relay_tasks = self.relay_tasks.get(exchange.op, ())
+        self.add_relay_tasks(relay_tasks, batches)
+        brings_back = all(m.kind in MOVED for m in exchange.receives)
+        # Values that only come back to this rank are received behind the last launch.
+        late = not sends and not relay_tasks and brings_back
+        under_way = self.under_way[exchange.id] = _UnderWay()
+        ready = None if late else self.streams.now()
+        for place in batches.places():
+            transfers = sorted(batches.transfers[place], key=lambda t: t[:3])
+            before = self.groups.buffers.fences([t.tensor for t in transfers if not t.sends])
+            issue = partial(self.issue, batches, place, transfers, (under_way, ready, before))
+            behind = Behind.LAUNCHES if late else self.later_legs if place[0] in _LATER_LEGS else Behind.NOTHING
+            if self.groups.safe:
+                behind = Behind.NOTHING
+            self.groups.issues.put(under_way, issue, behind)
+
+    def issue(
+        self,
+        batches: _Batches,
+        place: _Place,
+        transfers: Sequence[StreamMessage],
+        started: tuple[_UnderWay, Any, Sequence[Fence]],
+    ) -> None:
+        """Issue one batch.
+
+        `started`: its exchange; the event behind which the compute stream has written what it sends,
+        and let go of the memory that it fills (None: that is now); and other streams' uses of that
+        memory.
+        """
+        under_way, ready, before = started
+        name, own = place[1], any(self.groups.rank in (t.src, t.dst) for t in transfers)
+        stream = self.streams.of(name)
+        if own and name not in under_way.joined:  # what is only relayed does not wait for this rank's own work
+            stream.wait(self.streams.now() if ready is None else ready)
+            under_way.joined.add(name)
+        for fence in (*before, *(batches.ended[bringing] for bringing in sorted(batches.after.get(place, ())))):
+            if fence.stream != name:
+                stream.wait(fence.event)
+        for transfer in transfers:
+            stream.uses(transfer.tensor)
+        begun = stream.record() if self.timed else None
+        stream.batch(transfers)
+        fence = batches.ended[place] = self.fence(name)
+        self.note(name, batches.op, place[0], begun, fence)
+        self.groups.buffers.used([t.tensor for t in transfers], fence)
+        if any(not t.sends and t.dst == self.groups.rank for t in transfers):
+            under_way.fences[name] = fence
+
+    def fence(self, name: str) -> Fence:
+        return self.groups.buffers.fence(name, self.streams.of(name).record(), self.streams.wait)
+
+    def start_collective(self, exchange: ExchangeStep, packed: _CollectiveCall) -> None:
+        """Put one call on the communicator of its ranks: the compute stream has packed the bytes
+        and will unpack them.
+        """
+        under_way = self.under_way[exchange.id] = _UnderWay(packed=packed)
+        ready, before = self.streams.now(), self.groups.buffers.fences(packed.memory)
+
+        def issue() -> None:
+            stream = self.streams.of(exchange.stream)
+            stream.wait(ready)
+            for fence in before:
+                if fence.stream != exchange.stream:
+                    stream.wait(fence.event)
+            for x in packed.memory:
+                stream.uses(x)
+            begun = stream.record() if self.timed else None
+            stream.call(packed.issue)
+            fence = under_way.fences[exchange.stream] = self.fence(exchange.stream)
+            self.note(exchange.stream, exchange.op, "direct", begun, fence)
+            self.groups.buffers.used(packed.memory, fence)
+
+        self.groups.issues.put(under_way, issue)
+
+    def add_own(
+        self,
+        exchange: ExchangeStep,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        arriving: Mapping[int, Tensor],
+        batches: _Batches,
+    ) -> None:
+        rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
+        direct, routed = _direct_and_routed(sends, exchange)
+        for index, (peer, x) in enumerate(direct):
+            batches.add(("direct", streams[peer]), StreamMessage(rank, peer, index, True, peer, x))
+        for index, (peer, x) in enumerate((p, x) for p, x in receives if x.numel()):
+            batches.add(("direct", streams[peer]), StreamMessage(peer, rank, index, False, peer, x))
+        for peer, raw in routed.items():
+            for piece, hop, x in _pieces(raw, exchange.routed_sends[peer]):
+                batches.add((hop.leg, hop.stream), StreamMessage(rank, peer, piece.index, True, hop.peer, x))
+                self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
+        for peer, raw in arriving.items():
+            for piece, hop, x in _pieces(raw, exchange.routed_receives[peer]):
+                batches.add((hop.leg, hop.stream), StreamMessage(peer, rank, piece.index, False, hop.peer, x))
+                self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
+
+    def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: _Batches) -> None:
+        """Add relayed pieces: received in one leg, sent in a later one."""
+        for relay_task in relay_tasks:
+            route = relay_task.route
+            num_bytes = piece_bytes(relay_task.carried, self.form, route.index, route.count)
+            if not num_bytes:
+                continue
+            x = self.streams.of(route.arrives.stream).empty(num_bytes)
+            for hop, sends in ((route.arrives, False), (route.leaves, True)):
+                batches.add((hop.leg, hop.stream), StreamMessage(route.src, route.dst, route.index, sends, hop.peer, x))
+                self.record(relay_task, hop)
+            leaving = (route.leaves.leg, route.leaves.stream)
+            batches.after.setdefault(leaving, set()).add((route.arrives.leg, route.arrives.stream))
+            self.traffic.relayed_bytes += x.nbytes
+            self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses
+            self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
+
+    def note(self, stream: str, op: int, leg: Leg, begun: Any, fence: Fence) -> None:
+        if begun is not None and self.trace is not None:
+            self.trace.append(Traced(stream, op, leg, "own", begun, fence.event))
+
+    def record(self, relay_task: RelayTask, hop: Hop) -> None:
+        if self.trace is not None and not self.timed:
+            now = time.perf_counter()
+            self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
+
+    def launched(self) -> None:
+        self.later_legs = Behind.LAUNCH
+        self.groups.issues.launched()
+
+    def attended(self) -> None:
+        self.groups.issues.attended()
+
+    def arrived(self, exchange: ExchangeStep) -> None:
+        under_way = self.under_way.pop(exchange.id)
+        self.groups.issues.through(under_way)
+        for fence in under_way.fences.values():
+            self.groups.buffers.passed.wait(fence)
+        if under_way.packed is not None:
+            under_way.packed.unpack()
+
+    def end(self) -> None:
+        """Do nothing: what was sent is kept by the streams until they have read it."""
+
+    def fail(self) -> None:
+        """Issue nothing more and abort: peers that wait for this rank end with an error, and this
+        process can end.
+        """
+        self.groups.issues.forget()
+        self.groups.abort()
+
+
+def connect(phases: Iterable[Phase], groups: Groups) -> int:
+    """Connect ranks that the phases need and no earlier call connected; the number of new links
+    (NCCL).
+
+    NCCL connects two ranks of a communicator at their first send or receive, each direction for
+    itself, and the host stands in the group call until the other end is in its own (NCCL 2.29.7,
+    `ncclTransportP2pSetup`; NVIDIA/nccl#783). A warm-up all-reduce connects rings, not pairs. So
+    each new pair is connected when a plan is bound, by one byte: one group call for each
+    communicator, in one order on all ranks, before anything of the step is issued. All ranks of the
+    pool bind the same plans, for the same phases, in one order, from the thread that issues their
+    steps.
+    """
+    if groups.streams is None:
+        return 0
+    new = {link for phase in phases for link in _links(phase, groups)} - groups.connected
+    by_stream: defaultdict[str, list[StreamPair]] = defaultdict(list)
+    for link in sorted(new):
+        by_stream[link.stream].append(link)
+    for name, together in by_stream.items():  # sorted, so in one order everywhere
+        stream = groups.streams.of(name)
+        stream.batch(
+            [
+                StreamMessage(src, dst, 0, src == groups.rank, dst if src == groups.rank else src, stream.empty(1))
+                for _, src, dst in together
+            ]
+        )
+    groups.connected.update(new)
+    return len(new)
+
+
+def _links(phase: Phase, groups: Groups) -> Iterator[StreamPair]:
+    """Links of this rank point to point in a phase, with repeats."""
+    rank = groups.rank
+    for step in phase.steps:
+        if isinstance(step, IssueStep) and not is_collective(step.exchange, groups):
+            yield from _own(step.exchange, rank)
+    for relay_task in chain.from_iterable(phase.relay_tasks):
+        arrives, leaves = relay_task.route.arrives, relay_task.route.leaves
+        yield StreamPair(arrives.stream, arrives.peer, rank)
+        yield StreamPair(leaves.stream, rank, leaves.peer)
+
+
+def _own(exchange: ExchangeStep, rank: int) -> Iterator[StreamPair]:
+    for message in exchange.sends:
+        if message.peer not in exchange.routed_sends:
+            yield StreamPair(message.stream, rank, message.peer)
+    for message in exchange.receives:
+        if message.peer not in exchange.routed_receives:
+            yield StreamPair(message.stream, message.peer, rank)
+    for piece in chain.from_iterable(exchange.routed_sends.values()):
+        yield StreamPair(piece.hop.stream, rank, piece.hop.peer)
+    for piece in chain.from_iterable(exchange.routed_receives.values()):
+        yield StreamPair(piece.hop.stream, piece.hop.peer, rank)
