@@ -306,33 +306,20 @@ class State:
         kinds = rows[:, Transfer.KIND]
         arrivals: list[tuple[Kind, Ints, Ints]] = []
         for kind in kinds_in(kinds):
-            chosen = rows[kinds == kind]
-            row, there = self.index(chosen[:, Transfer.SRC], kind, chosen[:, Transfer.REGION])
-            src_offset, dst_offset = (
-                self.places.offset(chosen[:, side], chosen[:, Transfer.SEQ]) for side in (Transfer.SRC, Transfer.DST)
-            )
-            here = there + (dst_offset - src_offset)[row]
+            sent, there, brought, here = self.ends(kind, rows[kinds == kind])
             if kind in self.held:
-                self.require(self.held[kind][there], chosen[row], "the source does not hold it")
+                self.require(self.held[kind][there], sent, "the source does not hold it")
                 self.mark_used(kind, there)
-                self.require(~self.held[kind][here], chosen[row], "the target holds it already")
+                self.require(~self.held[kind][here], brought, "the target holds it already")
                 if not self.distinct(here):
                     raise self.error(0, "a rank receives the same value twice")
             else:
-                self.require(
-                    self.parts[kind][there] <= 1,
-                    chosen[row],
-                    "the source holds several partials of it that are not merged",
-                )
-                if kind == Kind.OUT:
-                    self.require(self.parts[kind][there] == 1, chosen[row], "the source holds no partial output of it")
+                several = "holds several partials of it that are not merged"
+                self.require(self.parts[kind][there] <= 1, sent, f"the source {several}")
+                self.check_given(kind, there, sent)
                 if not self.distinct(there):
                     raise self.error(0, "a partial is given away twice")
-                self.require(
-                    self.parts[kind][here] <= 1,
-                    chosen[row],
-                    "the target holds several partials of it that are not merged",
-                )
+                self.require(self.parts[kind][here] <= 1, brought, f"the target {several}")
             arrivals.append((kind, there, here))
         moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
         for kind, there, here in arrivals:
@@ -342,11 +329,29 @@ class State:
                 self.held[kind][here] = True
                 self.brought[kind][here] = op_index
             else:
-                count = self.count[kind][there].copy()
+                count = self.arriving(kind, there, here)
                 self.parts[kind][there] = 0
                 self.count[kind][there] = 0
                 np.add.at(self.parts[kind], here, 1)
                 np.add.at(self.count[kind], here, count)
+
+    def ends(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        # `Transfer` rows of one kind, atom by atom, and the places at the source; so for the target.
+        row, there = self.index(rows[:, Transfer.SRC], kind, rows[:, Transfer.REGION])
+        src_offset, dst_offset = (
+            self.places.offset(rows[:, side], rows[:, Transfer.SEQ]) for side in (Transfer.SRC, Transfer.DST)
+        )
+        each = rows[row]
+        return each, there, each, there + (dst_offset - src_offset)[row]
+
+    def check_given(self, kind: Kind, there: Ints, rows: Ints) -> None:
+        # Check partials that a rank gives away, beside that it holds no two of one region.
+        if kind == Kind.OUT:
+            self.require(self.parts[kind][there] == 1, rows, "the source holds no partial output of it")
+
+    def arriving(self, kind: Kind, there: Ints, here: Ints) -> Ints:  # noqa: ARG002  one rank's state looks
+        # Contributions to what is moved.
+        return self.count[kind][there].copy()
 
     def check_collective(self, op: Exchange, rows: Ints) -> None:
         if op.collective == "p2p":

@@ -10,16 +10,16 @@ import numpy as np
 
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
-from megatron_balance.compile.proof.meaning import ProgramTables, State, kinds_in
+from megatron_balance.compile.proof.meaning import ProgramTables, State
 from megatron_balance.compile.proof.runs import check_same, verify_routes
 from megatron_balance.compile.proof.steps import verify_steps
-from megatron_balance.compile.proof.structure import verify_plan
+from megatron_balance.compile.proof.structure import misplaced, verify_plan
 from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, numbered, ranges, trim_pairs
 from megatron_balance.ir.columns import Fragment, Pair, Placed, Route, Rows, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram, is_remap_move
+from megatron_balance.ir.program import Exchange, Kind, Op, Policy, Program, RankProgram
 
 # In which no partial output travels.
 PATTERNS = frozenset({"ring", "waves"})
@@ -81,15 +81,9 @@ def verify_owned(plan: MicrobatchPlan, program: RankProgram) -> None:
         InvalidProgramError: it does not, or some token has none or several.
     """
     table = layouts(plan)
-    placed = table[np.lexsort((table[:, Placed.START], table[:, Placed.SEQ]))]
-    seq, start, stop = (placed[:, column] for column in (Placed.SEQ, Placed.START, Placed.STOP))
-    first = np.append(True, seq[1:] != seq[:-1])
-    last = np.append(first[1:], True)
-    whole = (start == np.where(first, 0, np.append(0, stop[:-1]))) & (start < stop)
-    whole &= ~last | (stop == np.array(plan.lengths, dtype=np.int64)[seq])
-    if not whole.all() or int(first.sum()) != len(plan.lengths):
+    if len(misplaced(table, plan.lengths)) or len(np.unique(table[:, Placed.SEQ])) != len(plan.lengths):
         raise InvalidProgramError("layout: each token has exactly one owner, and some have none, or several")
-    own = table[table[:, Placed.RANK] == program.rank][:, [Placed.SEQ, Placed.START, Placed.STOP]]
+    own = table[table[:, Placed.RANK] == program.rank][:, Placed.FRAGMENT]
     if own.tolist() != as_array(program.owned).tolist():
         raise InvalidProgramError(f"rank {program.rank} owns other tokens than in the layout of all ranks")
 
@@ -156,55 +150,28 @@ class _OwnState(State):
             if not isinstance(op, Exchange) and op.rank != self.rank:
                 raise self.error(which, f"it is an op of rank {op.rank} in the program of rank {self.rank}")
 
-    def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
+    def check_rows(self, phase: str, op: Exchange) -> Ints:
         if op.collective not in ("p2p", "all_to_all"):
             raise NotAloneError(f"{op.collective} in exchange {op.id} is proved of all its ranks at once, not of one")
-        rows = self.check_rows(phase, op)
-        moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
-        arrivals: list[tuple[Kind, Ints, Ints]] = []
-        for kind in kinds_in(rows[:, Transfer.KIND]):
-            of_kind = rows[rows[:, Transfer.KIND] == kind]
-            sent, brought = (of_kind[of_kind[:, side] == self.rank] for side in (Transfer.SRC, Transfer.DST))
-            there, here = self._give(kind, sent), self._index(kind, brought)[1]
-            if kind in self.held:
-                self.require(~self.held[kind][here], brought[self._index(kind, brought)[0]], "it is held already")
-                if not self.distinct(here):
-                    raise self.error(0, "a rank receives the same value twice")
-                if moves:
-                    self.held[kind][there] = False
-            elif (self.parts[kind][here] > 1).any():
-                raise self.error(0, f"rank {self.rank} holds several partials of {kind.name} that are not merged")
-            arrivals.append((kind, there, here))
-        for kind, there, here in arrivals:
-            if kind in self.held:
-                self.held[kind][here] = True
-                self.brought[kind][here] = op_index
-                continue
-            self.parts[kind][there] = 0
-            self.count[kind][there] = 0
-            np.add.at(self.parts[kind], here, 1)
-            if kind != Kind.KV_GRAD:
-                np.add.at(self.count[kind], here, self._whole(here))
+        return super().check_rows(phase, op)
 
-    def _index(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints]:
-        # (row, place) of every atom of `Transfer` rows that this rank sends or is brought.
-        return self.index(np.full(len(rows), self.rank), kind, rows[:, Transfer.REGION])
+    def ends(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        # As in `State`: what this rank sends, and what it is brought.
+        sent, brought = (rows[rows[:, side] == self.rank] for side in (Transfer.SRC, Transfer.DST))
+        (row, there), (other, here) = (
+            self.index(np.full(len(own), self.rank), kind, own[:, Transfer.REGION]) for own in (sent, brought)
+        )
+        return sent[row], there, brought[other], here
 
-    def _give(self, kind: Kind, sent: Ints) -> Ints:
-        row, there = self._index(kind, sent)
-        if kind in self.held:
-            self.require(self.held[kind][there], sent[row], "the source does not hold it")
-            self.mark_used(kind, there)
-            return there
-        if kind == Kind.KV_GRAD:
-            several = "the source holds several partials of it that are not merged"
-            self.require(self.parts[kind][there] <= 1, sent[row], several)
-        else:
+    def check_given(self, kind: Kind, there: Ints, rows: Ints) -> None:
+        if kind != Kind.KV_GRAD:
             whole = (self.parts[kind][there] == 1) & (self.count[kind][there] == self._whole(there))
-            self.require(whole, sent[row], "it is sent before it is complete, so that no rank can be proved alone")
-        if not self.distinct(there):
-            raise self.error(0, "a partial is given away twice")
-        return there
+            self.require(whole, rows, "it is sent before it is complete, so that no rank can be proved alone")
+
+    def arriving(self, kind: Kind, there: Ints, here: Ints) -> Ints:
+        # What comes is complete, but for gradients of keys, whose contributions are not counted.
+        del there
+        return np.zeros(len(here), dtype=np.int64) if kind == Kind.KV_GRAD else self._whole(here)
 
     def _whole(self, places: Ints) -> Ints:
         cell = np.searchsorted(self.places.base, places, side="right") - 1
