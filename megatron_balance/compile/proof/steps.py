@@ -1,24 +1,18 @@
-"""Check the lowered steps of all ranks: each op once, nothing read before it is there, no wait in a
-circle.
-"""
+"""Check the lowered steps of a rank: each op once, nothing read before it is there."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.compile.order import Finish, RunLaunches, Start, Step, hops
+from megatron_balance.compile.order import Finish, RunLaunches, Start, Step
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, numbered, overlaps, trim_pairs
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
-
-# Ops of one phase of a rank, and the order of its steps.
-_Lowered: TypeAlias = tuple[Sequence[Op], Sequence[Step]]
 
 
 # `compile.order` moves starts of exchanges to the front and their ends to the back. These checks
@@ -98,64 +92,6 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
                 f"rank {rank}: op {int(reader[at])} takes {kind.name} {word} "
                 f"what op {int(source[at])} leaves; its step is {'before' if not early[at] else 'behind'} that one's"
             )
-
-
-def verify_meeting(ranks: Sequence[_Lowered]) -> None:
-    """Let all ranks take their steps, each end of an exchange when those that it receives from have
-    started theirs: none may wait for ever.
-
-    Raises:
-        InvalidProgramError: names ranks that do, and for what.
-    """
-    started: set[tuple[int, int]] = set()
-    sleeping: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    at = [0] * len(ranks)
-    ready = list(range(len(ranks)))
-    waits: dict[int, tuple[int, int]] = {}
-    senders = [_senders(ops, rank) for rank, (ops, _) in enumerate(ranks)]
-    while ready:
-        rank = ready.pop()
-        ops, steps = ranks[rank]
-        waits.pop(rank, None)
-        while at[rank] < len(steps):
-            step = steps[at[rank]]
-            op = ops[step.op]
-            if isinstance(op, Exchange):
-                if isinstance(step, Start):
-                    started.add((rank, op.id))
-                    ready += sleeping.pop((rank, op.id), [])
-                elif missing := [m for m in senders[rank][step.op] if (m, op.id) not in started][:1]:
-                    waits[rank] = (missing[0], op.id)
-                    sleeping[waits[rank]].append(rank)
-                    break
-            at[rank] += 1
-    if waits:
-        told = "; ".join(f"rank {rank} for exchange {at} of rank {of}" for rank, (of, at) in sorted(waits.items())[:4])
-        raise InvalidProgramError(f"{len(waits)} ranks wait for ever: {told}")
-
-
-def _senders(ops: Sequence[Op], rank: int) -> dict[int, list[int]]:
-    # By op, the ranks that must start an exchange before `rank` has all of it.
-    exchanges = [(at, op) for at, op in enumerate(ops) if isinstance(op, Exchange)]
-    tables = [(at, op.transfers) for at, op in exchanges if op.collective == "p2p"]
-    rows, op_of = numbered(tables, Transfer.WIDTH)
-    at_rank = rows[:, Transfer.DST] == rank
-    direct: defaultdict[int, list[int]] = defaultdict(list)
-    both = np.column_stack([op_of, rows[:, Transfer.SRC]])[at_rank].tolist()
-    for at, src in sorted({(at, src) for at, src in both}):
-        direct[at].append(src)
-    found: dict[int, list[int]] = {}
-    for at, op in exchanges:
-        if op.collective != "p2p":
-            found[at] = [other for other in op.group if other != rank]
-            continue
-        found[at] = direct[at]
-        if op.routes:
-            routed = {row[:2] for row in op.routes}
-            found[at] = [src for src in direct[at] if (src, rank) not in routed]
-            for src, dst, _, *proxies in op.routes:
-                found[at] += [a for _, a, b in hops((src, *proxies, dst)) if b == rank]
-    return found
 
 
 def _times(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> tuple[Ints, Ints]:
