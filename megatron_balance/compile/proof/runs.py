@@ -14,10 +14,10 @@ import numpy as np
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import (
     LEGS,
+    TRAFFIC_CLASSES,
     Leg,
     Start,
     Step,
-    TrafficClass,
     collective_stream,
     is_moved,
     stream_name,
@@ -174,9 +174,6 @@ def _ways(plan: MicrobatchPlan, src: int, dst: int) -> list[tuple[int, int]]:
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
 
 
-_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
-
-
 _BITS = 20  # more than a rank takes
 
 
@@ -268,7 +265,7 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
         carries: list[bool] = np.isin(pair[own], moved).tolist()
         hops = {*zip(begin[own].tolist(), end[own].tolist(), carries, strict=True)}
         for a, b, of in hops:
-            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
+            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, TRAFFIC_CLASSES[of])
             found[leg, stream].add((a, b))
     return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
 
@@ -282,7 +279,7 @@ def _direct(rows: Ints, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     for code, of in moves.items():
         a, b = code >> _BITS, code & _MASK
-        stream = stream_name("direct", a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
+        stream = stream_name("direct", a // ranks_per_node != b // ranks_per_node, TRAFFIC_CLASSES[of])
         found[stream].add((a, b))
     return tuple(("direct", stream, frozenset(found[stream])) for stream in sorted(found))
 
