@@ -5,7 +5,7 @@
 | structure: does it name what is there, and each query with its keys once | `structure` | every plan |
 | meaning: does its program compute attention, and the gradient, exactly once | `meaning` | on demand |
 | what ranks run: is it that program, on the ways that the plan says | `runs` | on demand |
-| order: does each step find what it needs | `steps` | on demand |
+| order: does each step find what it needs | `runs` | on demand |
 | issue order: one of all ranks' group calls, so that none waits for ever | `runs` | on demand |
 
 On demand: `verify` and `plan --verify`; in training the first steps and then one of every

@@ -11,8 +11,7 @@ import numpy as np
 from megatron_balance.compile.order import Start, is_moved
 from megatron_balance.compile.pipeline import CompiledRank, compile_ranks
 from megatron_balance.compile.proof.meaning import ProgramTables, State
-from megatron_balance.compile.proof.runs import check_same, verify_routes
-from megatron_balance.compile.proof.steps import verify_steps
+from megatron_balance.compile.proof.runs import check_same, verify_routes, verify_steps
 from megatron_balance.compile.proof.structure import misplaced, verify_plan
 from megatron_balance.compile.remap import layouts
 from megatron_balance.errors import InvalidProgramError

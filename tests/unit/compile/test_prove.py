@@ -10,7 +10,7 @@ from megatron_balance.compile.order import Finish
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof import runs
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.steps import verify_steps
+from megatron_balance.compile.proof.runs import verify_steps
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
