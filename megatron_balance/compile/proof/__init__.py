@@ -10,5 +10,6 @@
 
 On demand: `verify` and `plan --verify`; in training the first steps and then one of every
 `prove_every`, beside planning (`planning.proofs`). Of rings and waves of 64 ranks and more each
-rank of a job proves its own part instead (`one_rank`): all of te_ring on 256 ranks takes 6.8 GB.
+rank of a job proves its own part instead (`runs.prove_rank`): all of te_ring on 256 ranks takes 6.8
+GB.
 """
