@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from megatron_balance.runtime.recorder import PhaseTraffic, Trace, Traced
 
 Parcel = tuple[int, Tensor]
 """(pool rank of the peer, contiguous tensor)."""
+_Parcels: TypeAlias = Sequence[Parcel]
+_Goods: TypeAlias = _Parcels | Block
+"""All of an exchange that goes out, or comes: by message, or as one block."""
 
 
 _POISON_TAG = 2**31 - 1
@@ -102,7 +105,7 @@ def break_off(group: dist.ProcessGroup | None) -> bool:
     return backends == {"gloo"}
 
 
-def _direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
+def _direct_and_routed(sends: _Parcels, exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
     """Parcels that go directly; and by peer, the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
@@ -123,9 +126,7 @@ def _pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, 
             yield piece, piece.hop, raw[begin:end]
 
 
-def _pack_collective(
-    sends: Sequence[Parcel] | Block, receives: Sequence[Parcel] | Block, exchange: ExchangeStep, groups: Groups
-) -> _CollectiveCall:
+def _pack_collective(sends: _Goods, receives: _Goods, exchange: ExchangeStep, groups: Groups) -> _CollectiveCall:
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
     if isinstance(sends, Block) and isinstance(receives, Block):
@@ -137,17 +138,17 @@ def _pack_collective(
     return _reduce_scatter(sends, receives, exchange.group, groups)
 
 
-def _far_bytes(parcels: Sequence[Parcel] | Block, far: frozenset[int], routed: Collection[int] = ()) -> int:
+def _far_bytes(parcels: _Goods, far: frozenset[int], routed: Collection[int] = ()) -> int:
     """Bytes to or from peers on other nodes that are not `routed`."""
     own = parcels.arranged.peers if isinstance(parcels, Block) else ((peer, x.nbytes) for peer, x in parcels)
     return sum(num_bytes for peer, num_bytes in own if peer in far and peer not in routed)
 
 
-def _size(parcels: Sequence[Parcel], peer: int) -> int:
+def _size(parcels: _Parcels, peer: int) -> int:
     return sum(padded(x.nbytes) for p, x in parcels if p == peer)
 
 
-def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
+def _slots(parcels: _Parcels, raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
     """Tensors and the bytes of `raw` that belong to each, one after the other."""
     slots: list[tuple[Tensor, Tensor]] = []
     for _, x in parcels:
@@ -156,12 +157,12 @@ def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Ten
     return slots
 
 
-def _pack_into(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
+def _pack_into(parcels: _Parcels, raw: Tensor, begin: int) -> None:
     for x, place in _slots(parcels, raw, begin):
         place.copy_(as_bytes(x))
 
 
-def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.device:
+def _device(parcels: _Parcels, fallback: _Parcels) -> torch.device:
     return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
 
 
@@ -172,9 +173,7 @@ def _all_to_all(sends: Block, receives: Block, process_group: dist.ProcessGroup)
     return _CollectiveCall(call, [packed, raw], [])
 
 
-def _all_gather(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
-) -> _CollectiveCall:
+def _all_gather(sends: _Parcels, receives: _Parcels, group: tuple[int, ...], groups: Groups) -> _CollectiveCall:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
     mine = [p for p in sends if p[0] == others[0]]
@@ -190,9 +189,7 @@ def _all_gather(
     return _CollectiveCall(call, [packed, raw], received)
 
 
-def _reduce_scatter(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups
-) -> _CollectiveCall:
+def _reduce_scatter(sends: _Parcels, receives: _Parcels, group: tuple[int, ...], groups: Groups) -> _CollectiveCall:
     """A block for each rank, all as wide as the widest; this rank's own gradients stay here.
     `receives`: from one peer.
     """
@@ -270,15 +267,13 @@ class Gloo:
     def __init__(self, phase: Phase, form: CallForm, groups: Groups, trace: Trace | None) -> None:
         self.groups = groups
         self.traffic = PhaseTraffic()
-        self.expected: dict[int, Sequence[Parcel] | Block] = {}  # receives of collectives not yet issued
+        self.expected: dict[int, _Goods] = {}  # receives of collectives not yet issued
         self.under_way: dict[int, _GlooCalls] = {}
         self.leaving: dict[int, _GlooCalls] = {}  # exchanges whose sends may still be under way
         self.relays = [_Relay(relay_tasks, form, groups, trace) for relay_tasks in phase.relay_tasks]
         self.relaying: list[ThreadCall] = groups.workers.run([relay.pass_on for relay in self.relays])
 
-    def expect(
-        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
-    ) -> None:
+    def expect(self, exchange: ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
         """Say where the tensors of an exchange that begins later go: a block, if that is one on both
         sides. `arriving`: the memory for all that comes from a peer whose messages are routed, which
         is not in `receives`.
@@ -295,7 +290,7 @@ class Gloo:
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
         self.under_way[exchange.id] = _GlooCalls(receiving)
 
-    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
+    def start(self, exchange: ExchangeStep, sends: _Goods) -> None:
         if exchange.far:
             self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
         if exchange.id in self.expected:
@@ -508,18 +503,16 @@ class Streamed:
         # round of a ring, late for what other ranks need for their first launch. So legs of exchanges
         # before this rank's first backward launch come at once.
         self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
-        self.expected: dict[int, tuple[Sequence[Parcel] | Block, Mapping[int, Tensor]]] = {}
+        self.expected: dict[int, tuple[_Goods, Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
         self.relay_tasks: dict[int, list[RelayTask]] = {}
         for relay_task in chain.from_iterable(phase.relay_tasks):
             self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
-    def expect(
-        self, exchange: ExchangeStep, receives: Sequence[Parcel] | Block, arriving: Mapping[int, Tensor]
-    ) -> None:
+    def expect(self, exchange: ExchangeStep, receives: _Goods, arriving: Mapping[int, Tensor]) -> None:
         self.expected[exchange.id] = receives, arriving
 
-    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel] | Block) -> None:
+    def start(self, exchange: ExchangeStep, sends: _Goods) -> None:
         receives, arriving = self.expected.pop(exchange.id)
         if exchange.far:
             self.traffic.inter_node_bytes_sent += _far_bytes(sends, exchange.far, exchange.routed_sends)
@@ -606,8 +599,8 @@ class Streamed:
     def add_own(
         self,
         exchange: ExchangeStep,
-        sends: Sequence[Parcel],
-        receives: Sequence[Parcel],
+        sends: _Parcels,
+        receives: _Parcels,
         arriving: Mapping[int, Tensor],
         batches: _Batches,
     ) -> None:
