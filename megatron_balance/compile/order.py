@@ -105,6 +105,7 @@ def _startable(plan: MicrobatchPlan, policy: Policy) -> tuple[Iterable[int], Ite
 _MOVED = np.array([kind in MOVED for kind in Kind])
 
 TrafficClass: TypeAlias = Literal["copied", "moved"]
+TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 Leg: TypeAlias = Literal["direct", "dispatch", "across", "combine"]
 # The hops of a routed piece, in order.
 LEGS: tuple[Leg, Leg, Leg] = ("dispatch", "across", "combine")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby, islice, product
 
 from megatron_balance.errors import ConfigError
 
@@ -82,14 +82,7 @@ class Strategy:
 
     def seat(self, rank: int) -> Seat | None:
         """The place of `rank`, in Megatron's order tp-cp-pp inside its pipeline; None: left over."""
-        first = 0
-        for pipeline, scheme in enumerate(self.pipelines):
-            if first <= rank < first + scheme.num_ranks:
-                outer, tensor = divmod(rank - first, scheme.tensor)
-                stage, context = divmod(outer, scheme.context)
-                return Seat(pipeline, first, scheme, tensor, context, stage)
-            first += scheme.num_ranks
-        return None
+        return next(islice(self.seats(), rank, None), None)
 
     def seats(self) -> Iterator[Seat]:
         """The places of all ranks in their order; those left over have none."""

@@ -67,9 +67,8 @@ def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadS
 
 def head_counts(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
     """Numbers of query and of key-value heads that each rank attends: int64 [ranks] each."""
-    queries = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
-    keys = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
-    return np.array(queries, dtype=np.int64), np.array(keys, dtype=np.int64)
+    shares = HeadShares.of(slices)
+    return shares.query_stop - shares.query_start, shares.kv_stop - shares.kv_start
 
 
 def run_of(rows: Ints, size: int, index: int) -> Ints:
@@ -99,7 +98,10 @@ class HeadShares(NamedTuple):
 
     @classmethod
     def of(cls, slices: Sequence[Sequence[HeadSlice]]) -> HeadShares:
-        bounds = [(*query_heads(own), *kv_heads_of(own)) if own else (0,) * 4 for own in slices]
+        bounds = [
+            (own[0].head_start, own[-1].head_stop, own[0].kv_start, own[-1].kv_stop) if own else (0,) * 4
+            for own in slices
+        ]
         return cls(*np.array(bounds, dtype=np.int64).reshape(-1, 4).T)
 
     @property
@@ -340,16 +342,6 @@ def shared_by_heads(pairs: Ints, slices: Sequence[Sequence[HeadSlice]], context:
 def _slices_of(zone: Zone, context: Context) -> list[list[HeadSlice]]:
     """The slices of the heads that each rank of a zone attends."""
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
-
-
-def query_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
-    """Query heads [start, stop) of a rank's slices, of which there is one or more."""
-    return slices[0].head_start, slices[-1].head_stop
-
-
-def kv_heads_of(slices: Sequence[HeadSlice]) -> tuple[int, int]:
-    """Key-value heads [start, stop) of a rank's slices, of which there is one or more."""
-    return slices[0].kv_start, slices[-1].kv_stop
 
 
 def _run_bounds(zone: Zone, lengths: Ints) -> Ints:

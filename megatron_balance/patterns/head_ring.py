@@ -44,7 +44,6 @@ from megatron_balance.patterns.head_exchange import (
     Trade,
     head_counts,
     head_slices,
-    kv_heads_of,
     receive_trade,
     run_of,
     runs_of,
@@ -116,16 +115,18 @@ class _Shape:
         sends = np.arange(size) if place is None else np.array([place[0], place[0] - step])
         hop = np.arange(1, size)[::step]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
+        heads = HeadShares.of(self.slices)
         for index in range(self.size) if place is None else (place[1],):
-            own, group = self.slices[index], sends
+            group = sends
             src, dst = ranks[group % size, index], ranks[(group + step) % size, index]
             if among is not None:
                 crosses = among(src, dst)
                 src, dst, group = src[crosses], dst[crosses], group[crosses]
-            if own:
+            if heads.attends[index]:
                 number = self.trades + (hop if step == 1 else size - hop) - 1
+                kv_heads = heads.kv_start[index], heads.kv_stop[index]
                 block = self.num_runs + (group - step * (hop[:, None] - 1)) % size
-                tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads_of(own), block, hop[:, None]))
+                tables.append(table_of(number[:, None], src, dst, Kind.KV, *kv_heads, block, hop[:, None]))
         return np.concatenate(tables)
 
     @property

@@ -33,8 +33,6 @@ from megatron_balance.patterns.head_exchange import (
     Trade,
     head_counts,
     head_slices,
-    kv_heads_of,
-    query_heads,
     receive_trade,
     shared_by_heads,
     traded,
@@ -378,12 +376,13 @@ class WavesPattern(ListedPattern[SharedZone]):
             own = (needs[:, [Need.FROM, Need.TO]] == place[0]).any(axis=1)
             block, needs = block[own], needs[own]
         tables = [np.empty((0, Send.WIDTH), dtype=np.int64)]
-        for at, own in enumerate(slices):
-            if own and (place is None or place[1] == at):
+        heads = HeadShares.of(slices)
+        for at in np.flatnonzero(heads.attends).tolist():
+            if place is None or place[1] == at:
                 first = np.array(made.groups, dtype=np.int64) * made.size + at
                 ends = first[needs[:, Need.FROM]], first[needs[:, Need.TO]]
                 number = made.trades + needs[:, Need.WAVE]
-                tables.append(table_of(number, *ends, Kind.KV, *kv_heads_of(own), block, 0))
+                tables.append(table_of(number, *ends, Kind.KV, heads.kv_start[at], heads.kv_stop[at], block, 0))
         return np.concatenate(tables)
 
     def work(self, zone: SharedZone, context: Context, rank: int) -> Iterable[ZoneWork]:
@@ -403,7 +402,7 @@ class WavesPattern(ListedPattern[SharedZone]):
             queries = np.unique(tasks[:, :3], axis=0)
             values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
             values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
-            values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
+            values[:, Value.HEAD_START], values[:, Value.HEAD_STOP] = own[0].head_start, own[-1].head_stop
             yield ZoneWork(made.trades + wave + 1, pairs, as_rows(values))
 
     # Plan statistics and traffic between nodes

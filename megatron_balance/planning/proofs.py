@@ -2,7 +2,7 @@
 
 The planning process forks a child of least priority for one step at a time; nobody waits for it.
 Ranks have equal plans, so rank 0 proves them. But the proof of a ring grows with the square of its
-ranks: where a plan has many, each rank proves its own part (`compile.proof.one_rank`).
+ranks: where a plan has many, each rank proves its own part (`compile.proof.runs`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_balance.compile.halo import under
-from megatron_balance.compile.proof.one_rank import NotAloneError, provable, prove_rank
-from megatron_balance.compile.proof.runs import prove
+from megatron_balance.compile.proof.meaning import NotAloneError
+from megatron_balance.compile.proof.runs import provable, prove, prove_rank
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan

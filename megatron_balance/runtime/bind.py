@@ -36,7 +36,7 @@ from megatron_balance.runtime.lower.steps import FinishStep, GradLaunch, IssueSt
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.recorder import Counters, Recorder, Trace
-from megatron_balance.runtime.transport.streams import connect
+from megatron_balance.runtime.transport import connect
 
 __all__ = ["AttentionShape", "BindOptions", "Bound", "Counters", "Prepared", "bind", "prepare"]
 

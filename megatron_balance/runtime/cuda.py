@@ -1,6 +1,6 @@
 """CUDA streams as exchanges need them, behind two protocols that a CPU can stand in for. A stream's
 calls wait in the stream, never in the host; which waits for which is decided in
-`runtime.transport.streams`.
+`runtime.transport`.
 """
 
 from __future__ import annotations

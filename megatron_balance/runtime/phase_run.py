@@ -36,7 +36,6 @@ from megatron_balance.runtime.lower.memory import (
     CallForm,
     ExchangeForm,
     Later,
-    Sources,
     Views,
     layout,
     made,
@@ -51,13 +50,13 @@ from megatron_balance.runtime.lower.steps import (
     Operand,
     Packed,
     PeerMessage,
+    RowRun,
     Step,
     describe,
 )
 from megatron_balance.runtime.movers.base import RowMove, buffer_rows, heads_view
 from megatron_balance.runtime.recorder import Mark, Trace, Traced
-from megatron_balance.runtime.transport.comm import Gloo, Parcel
-from megatron_balance.runtime.transport.streams import Streamed
+from megatron_balance.runtime.transport import Gloo, Parcel, Streamed
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +80,21 @@ is adopted (`lower.memory.PhaseMemory`)."""
 
 def _half(pair: Tensor | Later, which: int) -> Tensor:
     return made(pair)[which]
+
+
+class _Sources(Sequence[Tensor]):
+    """The buffers of packed rows, each made when it is asked for. `of`: a buffer's tensor."""
+
+    __slots__ = ("_of", "_runs")
+
+    def __init__(self, runs: Sequence[RowRun], of: Callable[[int], Tensor]) -> None:
+        self._runs, self._of = runs, of
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, at: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._of(self._runs[at].buffer)
 
 
 class PhaseRun:
@@ -226,7 +240,7 @@ class PhaseRun:
             self.filling = []
 
     def write(self, packed: Packed, of: BufferOf, into: Tensor | Later) -> None:
-        self.filling.append(RowMove(packed, Sources(packed.runs, of), into))
+        self.filling.append(RowMove(packed, _Sources(packed.runs, of), into))
 
     def open_operands(self) -> None:
         room = self.memory.operands.get(self.at)

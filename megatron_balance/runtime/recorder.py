@@ -7,9 +7,9 @@ times are read when the step is over, so that nothing waits.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_balance.analysis.trace_format import ATTENTION, COMPUTE, LINEAR, PACK, PLACE, WAIT, TrackSpan
@@ -62,12 +62,8 @@ _Key = tuple[int, str, str]
 """(op, leg, stream)."""
 
 
-@dataclass(slots=True)
-class _LegBytes:
-    """Bytes of one leg of an exchange on a stream, by pool rank at the other end."""
-
-    sent: dict[int, int] = field(default_factory=dict[int, int])
-    received: dict[int, int] = field(default_factory=dict[int, int])
+_LegBytes = tuple[Counter[int], Counter[int]]
+"""Received and sent by one leg of an exchange on a stream, by pool rank at the other end."""
 
 
 @dataclass(slots=True)
@@ -190,8 +186,8 @@ def _of_call(phase: Phase, trace: Trace, form: CallForm, common: TrackSpan, *, o
         _widen(legs, leg, leg.stop_s)
     moved = _moved(list(exchanges.values()), tasks, form)
     for (op, leg, stream), (start, stop) in legs.items():
-        found = moved[op, leg, stream]
-        yield _Marked(replace(of(op, stream, leg), sent=found.sent, received=found.received), start, stop)
+        received, sent = ({peer: n for peer, n in way.items() if n} for way in moved[op, leg, stream])
+        yield _Marked(replace(of(op, stream, leg), sent=sent, received=received), start, stop)
 
 
 _COMPUTED = {"run": ATTENTION, "finish": WAIT, "pack": PACK}
@@ -213,7 +209,7 @@ def _moved(
     exchanges: Sequence[ExchangeStep], tasks: Sequence[RelayTask], form: CallForm
 ) -> defaultdict[_Key, _LegBytes]:
     """The bytes of every leg of this rank's exchanges, and of what it relays."""
-    moved: defaultdict[_Key, _LegBytes] = defaultdict(_LegBytes)
+    moved: defaultdict[_Key, _LegBytes] = defaultdict(lambda: (Counter(), Counter()))
     for exchange in exchanges:
         for sends in (True, False):
             messages = exchange.sends if sends else exchange.receives
@@ -221,25 +217,18 @@ def _moved(
             for message in messages:
                 if message.peer not in routed:
                     key = (exchange.op, "direct", exchange.stream or message.stream)
-                    _add(moved[key], message.peer, _bytes(message, form, aligned=bool(exchange.stream)), sends=sends)
+                    moved[key][sends][message.peer] += _bytes(message, form, aligned=bool(exchange.stream))
             for peer, pieces in routed.items():
                 carried = tuple([m.carried for m in messages if m.peer == peer])
                 for piece in pieces:
                     key = (exchange.op, piece.hop.leg, piece.hop.stream)
-                    num_bytes = piece_bytes(carried, form, piece.index, piece.count)
-                    _add(moved[key], piece.hop.peer, num_bytes, sends=sends)
+                    moved[key][sends][piece.hop.peer] += piece_bytes(carried, form, piece.index, piece.count)
     for task in tasks:
         route = task.route
         num_bytes = piece_bytes(task.carried, form, route.index, route.count)
         for hop, sends in ((route.arrives, False), (route.leaves, True)):
-            _add(moved[task.op, hop.leg, hop.stream], hop.peer, num_bytes, sends=sends)
+            moved[task.op, hop.leg, hop.stream][sends][hop.peer] += num_bytes
     return moved
-
-
-def _add(moved: _LegBytes, peer: int, num_bytes: int, *, sends: bool) -> None:
-    if num_bytes:
-        of = moved.sent if sends else moved.received
-        of[peer] = of.get(peer, 0) + num_bytes
 
 
 def _bytes(message: PeerMessage, form: CallForm, *, aligned: bool) -> int:

@@ -241,7 +241,7 @@ class Events:
             self.started(rank, exchange)
 
 
-# Exchanges on CUDA streams, as `runtime.transport.streams` issues them.
+# Exchanges on CUDA streams, as `runtime.transport` issues them.
 #
 # Each leg of an exchange is one call on its stream: it begins when the stream's call before has
 # ended, when the compute stream has come to its start (unless the rank only passes it on), and,

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from megatron_balance.errors import RankFailedError
-from megatron_balance.runtime.transport.comm import break_off
+from megatron_balance.runtime.transport import break_off
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.groups import SEVERAL, Groups
-from megatron_balance.runtime.transport.comm import receive, send
+from megatron_balance.runtime.transport import receive, send
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """The hosts of all ranks as threads of this process, on the real transport of CUDA
-(`runtime.transport.streams`): streams that carry nothing, group calls that hold a host until its
+(`runtime.transport`): streams that carry nothing, group calls that hold a host until its
 peers have come (`tests.support.rendezvous`).
 
 Nothing arrives, so the values are void. What hangs is seen at once: when every thread that has not
@@ -23,11 +23,11 @@ from megatron_balance.analysis.wire import is_collective
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime import bind as binding
+from megatron_balance.runtime import transport
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.transport import comm
 from tests.support.rendezvous import GroupCall, Meeting
 from tests.support.silent import ShapeKernel, SilentStream, SilentStreams
 
@@ -121,7 +121,7 @@ def _collectives_meet():
     stand_in = SimpleNamespace(
         all_to_all_single=enter, all_gather_into_tensor=enter, reduce_scatter_tensor=enter, Work=dist.Work
     )
-    with patch.object(comm, "dist", stand_in), patch.object(Groups, "abort"):  # there is nothing to abort
+    with patch.object(transport, "dist", stand_in), patch.object(Groups, "abort"):  # there is nothing to abort
         yield
 
 

@@ -17,7 +17,7 @@ PLACES = {
     "tokens": "megatron_balance.training.tokens:TokenExchange.to_ranks",
     "bind": "megatron_balance.training.binding:Binder.bind",
     "forward": "megatron_balance.runtime.executor:ForwardRun.launch",
-    "relay": "megatron_balance.runtime.transport.comm:_Thread.post",
+    "relay": "megatron_balance.runtime.transport:_Relay.post",
     "backward": "megatron_balance.runtime.executor:BackwardRun.launch",
     "attention": "megatron_balance.megatron.core_attention:balanced_attention",
     "log": "megatron_balance.training.log:StepLog.finish",

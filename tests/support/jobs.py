@@ -25,7 +25,7 @@ from megatron_balance.runtime.attention import AttentionCall, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.pool import ALIGN, BufferPool
-from megatron_balance.runtime.transport.comm import Gloo
+from megatron_balance.runtime.transport import Gloo
 from megatron_balance.training.plans import check_agreement
 from tests.support import dense
 from tests.support.pool import World

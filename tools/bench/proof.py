@@ -18,8 +18,7 @@ from typing import Any
 
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.one_rank import prove_rank
-from megatron_balance.compile.proof.runs import verify_runs
+from megatron_balance.compile.proof.runs import prove_rank, verify_runs
 from megatron_balance.compile.proof.structure import verify_plan
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

@@ -11,9 +11,8 @@ from typing import Any
 from megatron_balance import reference
 from megatron_balance.compile.join import join, split
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.one_rank import peers_of, provable, verify_peers, verify_rank
-from megatron_balance.compile.proof.runs import verify_runs
+from megatron_balance.compile.proof.meaning import verify, verify_rank
+from megatron_balance.compile.proof.runs import peers_of, provable, verify_peers, verify_runs
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

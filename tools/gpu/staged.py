@@ -3,7 +3,7 @@
 So several ranks can share one GPU, which NCCL refuses.
 
 Everything but the wire is the product's: the same streams, priorities, events and order of calls as
-with NCCL (`runtime.cuda`, `runtime.transport.streams`). Each stream has a thread, since a call of
+with NCCL (`runtime.cuda`, `runtime.transport`). Each stream has a thread, since a call of
 gloo blocks where a call of NCCL is only issued. Messages match by their order alone, as NCCL's do.
 """
 

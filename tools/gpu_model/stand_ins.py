@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.runtime import bind as binding
+from megatron_balance.runtime import transport
 from megatron_balance.runtime.cuda import StreamMessage
 from megatron_balance.runtime.kernels import CuSeqlens, Grads, VarlenKernel
 from megatron_balance.runtime.movers.triton import mover as triton_mover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
 from megatron_balance.runtime.movers.triton.mover import UNIT
 from megatron_balance.runtime.pool import SLAB
-from megatron_balance.runtime.transport import comm
 from tools.gpu_model.trace import COMPUTE, Extent, Kind, Trace
 
 _NOTHING = frozenset(("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::detach"))
@@ -342,7 +342,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         for name in ("copy_rows", "add_rows", "merge_rows"):
             stack.enter_context(mock.patch.object(triton_mover, name, TritonLaunch(name, recorder)))
         stack.enter_context(mock.patch.object(binding, "kernel_of_widths", return_value=kernel))
-        stack.enter_context(mock.patch.object(comm, "dist", Nccl(recorder)))
+        stack.enter_context(mock.patch.object(transport, "dist", Nccl(recorder)))
         stack.enter_context(Operators(recorder))
         try:
             yield

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Atoms, Bools, Ints, as_array, concat, numbered, ranges, sees, trim_pairs
-from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
+from megatron_balance.ir.columns import Fragment, Pair, Region, Rows, Transfer, Value
 from megatron_balance.ir.program import (
     KEY_SIDE,
     MOVED,
@@ -25,6 +25,7 @@ from megatron_balance.ir.program import (
     Merge,
     Op,
     Program,
+    RankProgram,
     is_remap_move,
 )
 from megatron_balance.ir.text import op_lines
@@ -39,7 +40,7 @@ def verify(program: Program) -> None:
     Raises InvalidProgramError: naming the op, its text and what is wrong.
     """
     _check_shape(program)
-    State(program).prove()
+    _State(program).prove()
 
 
 def _check_shape(program: Program) -> None:
@@ -71,7 +72,7 @@ def _check_shape(program: Program) -> None:
 # see, and likewise for the gradients. Every op is needed: an exchange that brings nothing new or
 # nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
 # that verifies makes one that does not.
-class State:
+class _State:
     """The values that every rank holds, while ops run one after the other.
 
     Arrays are flat over `_Places`; heads are counted in query heads.
@@ -81,7 +82,7 @@ class State:
         self.program = program
         self.ratio = program.num_heads // program.num_kv_heads
         self.lengths = np.array(program.lengths, dtype=np.int64)
-        tables = ProgramTables.of(program)
+        tables = _ProgramTables.of(program)
         self.atoms = self._cut(program, tables)
         self.num_heads = self.atoms.num_head_atoms
         every = np.arange(len(self.lengths))
@@ -130,11 +131,11 @@ class State:
         last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
         return first, last
 
-    def computed(self, tables: ProgramTables) -> Bools:  # noqa: ARG002  one rank's state looks
+    def computed(self, tables: _ProgramTables) -> Bools:  # noqa: ARG002  one rank's state looks
         # Whether launches that are looked at attend for each query atom, [num_token_atoms].
         return np.ones(self.atoms.num_token_atoms, dtype=bool)
 
-    def _cut(self, program: Program, tables: ProgramTables) -> Atoms:
+    def _cut(self, program: Program, tables: _ProgramTables) -> Atoms:
         # Atoms of all regions of the program; regions that the mask trims are cut there, too.
         seqs, starts, stops, heads = (
             [np.arange(len(self.lengths))],
@@ -305,34 +306,21 @@ class State:
         rows = self.check_rows(phase, op)
         kinds = rows[:, Transfer.KIND]
         arrivals: list[tuple[Kind, Ints, Ints]] = []
-        for kind in kinds_in(kinds):
-            chosen = rows[kinds == kind]
-            row, there = self.index(chosen[:, Transfer.SRC], kind, chosen[:, Transfer.REGION])
-            src_offset, dst_offset = (
-                self.places.offset(chosen[:, side], chosen[:, Transfer.SEQ]) for side in (Transfer.SRC, Transfer.DST)
-            )
-            here = there + (dst_offset - src_offset)[row]
+        for kind in _kinds_in(kinds):
+            sent, there, brought, here = self.ends(kind, rows[kinds == kind])
             if kind in self.held:
-                self.require(self.held[kind][there], chosen[row], "the source does not hold it")
+                self.require(self.held[kind][there], sent, "the source does not hold it")
                 self.mark_used(kind, there)
-                self.require(~self.held[kind][here], chosen[row], "the target holds it already")
+                self.require(~self.held[kind][here], brought, "the target holds it already")
                 if not self.distinct(here):
                     raise self.error(0, "a rank receives the same value twice")
             else:
-                self.require(
-                    self.parts[kind][there] <= 1,
-                    chosen[row],
-                    "the source holds several partials of it that are not merged",
-                )
-                if kind == Kind.OUT:
-                    self.require(self.parts[kind][there] == 1, chosen[row], "the source holds no partial output of it")
+                several = "holds several partials of it that are not merged"
+                self.require(self.parts[kind][there] <= 1, sent, f"the source {several}")
+                self.check_given(kind, there, sent)
                 if not self.distinct(there):
                     raise self.error(0, "a partial is given away twice")
-                self.require(
-                    self.parts[kind][here] <= 1,
-                    chosen[row],
-                    "the target holds several partials of it that are not merged",
-                )
+                self.require(self.parts[kind][here] <= 1, brought, f"the target {several}")
             arrivals.append((kind, there, here))
         moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
         for kind, there, here in arrivals:
@@ -342,11 +330,29 @@ class State:
                 self.held[kind][here] = True
                 self.brought[kind][here] = op_index
             else:
-                count = self.count[kind][there].copy()
+                count = self.arriving(kind, there, here)
                 self.parts[kind][there] = 0
                 self.count[kind][there] = 0
                 np.add.at(self.parts[kind], here, 1)
                 np.add.at(self.count[kind], here, count)
+
+    def ends(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        # `Transfer` rows of one kind, atom by atom, and the places at the source; so for the target.
+        row, there = self.index(rows[:, Transfer.SRC], kind, rows[:, Transfer.REGION])
+        src_offset, dst_offset = (
+            self.places.offset(rows[:, side], rows[:, Transfer.SEQ]) for side in (Transfer.SRC, Transfer.DST)
+        )
+        each = rows[row]
+        return each, there, each, there + (dst_offset - src_offset)[row]
+
+    def check_given(self, kind: Kind, there: Ints, rows: Ints) -> None:
+        # Check partials that a rank gives away, beside that it holds no two of one region.
+        if kind == Kind.OUT:
+            self.require(self.parts[kind][there] == 1, rows, "the source holds no partial output of it")
+
+    def arriving(self, kind: Kind, there: Ints, here: Ints) -> Ints:  # noqa: ARG002  one rank's state looks
+        # Contributions to what is moved.
+        return self.count[kind][there].copy()
 
     def check_collective(self, op: Exchange, rows: Ints) -> None:
         if op.collective == "p2p":
@@ -471,9 +477,9 @@ class State:
         values, ranks = numbered([(op.rank, op.values) for op in ops], Value.WIDTH)
         kinds = values[:, Value.KIND]
         if not np.isin(kinds, MOVED).all():
-            names = ", ".join(kind.name for kind in kinds_in(kinds) if kind not in MOVED)
+            names = ", ".join(kind.name for kind in _kinds_in(kinds) if kind not in MOVED)
             raise self.error(0, f"merges {names or 'an unknown kind'}, which has no partials")
-        for kind in kinds_in(kinds):
+        for kind in _kinds_in(kinds):
             chosen = kinds == kind
             row, flat = self.index(ranks[chosen], kind, values[chosen, Value.REGION])
             self.require(self.parts[kind][flat] >= 2, values[chosen][row], "there are not two partials to merge")
@@ -553,7 +559,7 @@ class State:
         return InvalidProgramError(f"{phase} op {indices[which]}: {complaint}\n{shown}")
 
 
-def kinds_in(column: Ints) -> list[Kind]:
+def _kinds_in(column: Ints) -> list[Kind]:
     """The kinds that occur in a column of kinds."""
     return [kind for kind in Kind if (column == kind).any()]
 
@@ -584,7 +590,7 @@ def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:
         start = stop
 
 
-class ProgramTables(NamedTuple):
+class _ProgramTables(NamedTuple):
     """All rows of a program below one another, and the ranks of those that do not name theirs.
 
     `owned` with `owners`; `moved`: `Transfer` rows; `merged`: `Value` rows, with `merging`; `pairs`
@@ -600,7 +606,7 @@ class ProgramTables(NamedTuple):
     attending: Ints
 
     @classmethod
-    def of(cls, program: Program) -> ProgramTables:
+    def of(cls, program: Program) -> _ProgramTables:
         ops = (*program.forward, *program.backward)
         merges = [op for op in ops if isinstance(op, Merge)]
         # A backward launch has the very table of its forward launch; looking at it once will do.
@@ -630,7 +636,7 @@ class _Places:
     first: Ints
 
     @classmethod
-    def of(cls, tables: ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> _Places:
+    def of(cls, tables: _ProgramTables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> _Places:
         # `first`, `last` [S]: token atoms of each sequence; ranks that are not there are left out.
         met = [np.empty((0, 2), dtype=np.int64)]
         met += [tables.moved[:, [Transfer.SEQ, side]] for side in (Transfer.SRC, Transfer.DST)]
@@ -654,3 +660,99 @@ class _Places:
         cell = int(np.searchsorted(self.base, place, side="right")) - 1
         seq, rank = divmod(int(self.cells[cell]), self.num_ranks)
         return rank, place - int(self.base[cell] - self.first[seq])
+
+
+class NotAloneError(InvalidProgramError):
+    """A rank whose part may hold, but cannot be proved without all the others."""
+
+
+def verify_rank(
+    program: RankProgram, shape: tuple[tuple[int, ...], int, int], num_ranks: int, policy: str | None
+) -> None:
+    """Prove the ops of one rank, with what the others bring taken as promised.
+
+    `shape`: lengths of the sequences, query heads, key-value heads.
+
+    Raises:
+        InvalidProgramError: names the op, its text and what is wrong.
+    """
+    lengths, num_heads, num_kv_heads = shape
+    nothing = Rows(Fragment.WIDTH)
+    owned = tuple(program.owned if rank == program.rank else nothing for rank in range(num_ranks))
+    alone = Program(
+        lengths,
+        num_heads,
+        num_kv_heads,
+        owned,
+        program.forward,
+        program.backward,
+        policy,
+        program.remap_in,
+        program.mask,
+    )
+    _OwnState(alone, program.rank).prove()
+
+
+class _OwnState(_State):
+    """The values that one rank holds, while its ops run one after the other."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank = rank
+        super().__init__(program)
+
+    def computed(self, tables: _ProgramTables) -> Bools:
+        # As in `_State`: the query atoms that this rank attends for.
+        marks = np.zeros(self.atoms.num_token_atoms, dtype=bool)
+        queries = trim_pairs(tables.pairs, self.program.mask)[:, Pair.Q_SPAN]
+        _, atom = ranges(*self.atoms.tokens(tables.pairs[:, Pair.SEQ], *queries.T))
+        marks[atom] = True
+        return marks
+
+    def check_owners(self) -> None:
+        # `verify_owned` has looked at what all ranks own.
+        pass
+
+    def brings_copies(self, rows: Ints) -> bool:
+        # As in `_State`, to this rank.
+        return super().brings_copies(rows[rows[:, Transfer.DST] == self.rank])
+
+    def incomplete(self, kind: Kind, want: Ints) -> Bools:
+        if kind == Kind.KV_GRAD:
+            return self.parts[kind][self.owned_index] != 1
+        return super().incomplete(kind, want)
+
+    def check_ops(self, ops: Sequence[Op]) -> None:
+        # As in `_State`, and that they are this rank's.
+        super().check_ops(ops)
+        for which, op in enumerate(ops):
+            if not isinstance(op, Exchange) and op.rank != self.rank:
+                raise self.error(which, f"it is an op of rank {op.rank} in the program of rank {self.rank}")
+
+    def check_rows(self, phase: str, op: Exchange) -> Ints:
+        if op.collective not in ("p2p", "all_to_all"):
+            raise NotAloneError(f"{op.collective} in exchange {op.id} is proved of all its ranks at once, not of one")
+        return super().check_rows(phase, op)
+
+    def ends(self, kind: Kind, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        # As in `_State`: what this rank sends, and what it is brought.
+        sent, brought = (rows[rows[:, side] == self.rank] for side in (Transfer.SRC, Transfer.DST))
+        (row, there), (other, here) = (
+            self.index(np.full(len(own), self.rank), kind, own[:, Transfer.REGION]) for own in (sent, brought)
+        )
+        return sent[row], there, brought[other], here
+
+    def check_given(self, kind: Kind, there: Ints, rows: Ints) -> None:
+        if kind != Kind.KV_GRAD:
+            whole = (self.parts[kind][there] == 1) & (self.count[kind][there] == self._whole(there))
+            self.require(whole, rows, "it is sent before it is complete, so that no rank can be proved alone")
+
+    def arriving(self, kind: Kind, there: Ints, here: Ints) -> Ints:
+        # What comes is complete, but for gradients of keys, whose contributions are not counted.
+        del there
+        return np.zeros(len(here), dtype=np.int64) if kind == Kind.KV_GRAD else self._whole(here)
+
+    def _whole(self, places: Ints) -> Ints:
+        cell = np.searchsorted(self.places.base, places, side="right") - 1
+        seq = self.places.cells[cell] // self.places.num_ranks
+        atom = (places - self.places.base[cell] + self.places.first[seq]) // self.num_heads
+        return (self.key_last - self.key_first)[atom]

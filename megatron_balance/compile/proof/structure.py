@@ -95,19 +95,23 @@ def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan
     if holders.min() < 0 or holders.max() >= plan.num_ranks:
         yield f"{place}: a fragment on a rank that is not there"
         return
-    lengths = np.array(plan.lengths)
-    by_place = fragments[np.lexsort((fragments[:, Placed.START], fragments[:, Placed.SEQ]))]
-    seqs, starts, stops = (by_place[:, column] for column in (Placed.SEQ, Placed.START, Placed.STOP))
-    first = np.append(True, seqs[1:] != seqs[:-1])
-    last = np.append(first[1:], True)
-    begins = np.where(first, 0, np.append(0, stops[:-1]))
-    bad = (starts >= stops) | (starts != begins) | (last & (stops != lengths[seqs]))
-    if bad.any():
-        seq, start, stop = (int(each[bad][0]) for each in (seqs, starts, stops))
+    wrong = misplaced(fragments, plan.lengths)
+    if len(wrong):
+        _, seq, start, stop = wrong[0].tolist()
         yield f"{place}: tokens [{start}:{stop}) of sequence {seq} overlap, are empty, or leave some out"
         return
     if isinstance(zone, TaskTable):
         yield from _of_tasks(as_array(zone.tasks), zone.seqs, place, plan)
+
+
+def misplaced(placed: Ints, lengths: Sequence[int]) -> Ints:
+    """`Placed` rows that overlap, are empty, or leave out tokens of the sequences that they are of."""
+    by_place = placed[np.lexsort((placed[:, Placed.START], placed[:, Placed.SEQ]))]
+    seqs, starts, stops = (by_place[:, column] for column in (Placed.SEQ, Placed.START, Placed.STOP))
+    first = np.append(True, seqs[1:] != seqs[:-1])
+    last = np.append(first[1:], True)
+    begins = np.where(first, 0, np.append(0, stops[:-1]))
+    return by_place[(starts >= stops) | (starts != begins) | (last & (stops != np.array(lengths)[seqs]))]
 
 
 def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:

@@ -291,11 +291,6 @@ class _Capabilities:
         return low if self.last == self.first else f"{low} to {'.'.join(map(str, self.last))}"
 
 
-def _any_head_dim(_: Capability | None) -> int:
-    """More than any head dim."""
-    return 1 << 30
-
-
 @dataclass(frozen=True, slots=True)
 class _Offer:
     """A kernel that can be chosen."""
@@ -305,8 +300,8 @@ class _Offer:
     # Types of devices.
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    # Largest head dim, by compute capability.
-    largest: Callable[[Capability | None], int] = _any_head_dim
+    # Largest head dim before compute capability 10, and from there on.
+    largest: tuple[int, int] = (1 << 30, 1 << 30)
     # One of them must be there and can be imported.
     modules: tuple[str, ...] = ()
     # How to get it.
@@ -344,7 +339,7 @@ class _Offer:
         capability = capability_of(device)
         if capability is not None and capability not in self.capabilities:
             return f"serves compute capability {self.capabilities}, this GPU has {'.'.join(map(str, capability))}"
-        largest = self.largest(capability)
+        largest = self.largest[capability is not None and capability >= (10, 0)]
         return "" if head_dim <= largest else f"serves head dims up to {largest}"
 
 
@@ -540,25 +535,17 @@ def _varlen(name: str, calls: Callable[[], _Calls]) -> Callable[[int], Kernel]:
     return make
 
 
-def _up_to_256(_: Capability | None) -> int:
-    return 256
-
-
-def _up_to_256_on_hopper(capability: Capability | None) -> int:
-    return 256 if capability is None or capability < (10, 0) else 128
-
-
 KERNELS: dict[str, _Offer] = {
     "plain": _Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), two_widths=True),
     "cpu_flash": _Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
     "torch_varlen": _Offer(
         _varlen("torch_varlen", TorchCalls),
-        *(("cuda",), _BF16_FP16, _up_to_256),
+        *(("cuda",), _BF16_FP16, (256, 256)),
         capabilities=_Capabilities((8, 0)),
     ),
     "flash_attn": _Offer(
         _varlen("flash_attn", _FlashAttn2Calls),
-        *(("cuda",), _BF16_FP16, _up_to_256, ("flash_attn.flash_attn_interface",)),
+        *(("cuda",), _BF16_FP16, (256, 256), ("flash_attn.flash_attn_interface",)),
         "pip install --no-build-isolation flash-attn",
         _Capabilities((8, 0)),
     ),
@@ -566,21 +553,21 @@ KERNELS: dict[str, _Offer] = {
     # (pytorch/attention/dot_product_attention/utils.py) and in torch 2.13 (nn/attention/_fa4.py).
     "flash_attn_3": _Offer(
         _varlen("flash_attn_3", _FlashAttn3Calls),
-        *(("cuda",), _BF16_FP16, _up_to_256, FLASH_ATTN_3),
+        *(("cuda",), _BF16_FP16, (256, 256), FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
         _Capabilities((9, 0), (9, 0)),
         windows=False,
     ),
     "flash_attn_4": _Offer(
         _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
-        *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("flash_attn.cute.interface",)),
+        *(("cuda",), _BF16_FP16, (256, 128), ("flash_attn.cute.interface",)),
         "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
         _Capabilities((9, 0), (10, 9)),
         flash_attention_4_fault,
     ),
     "te_fused": _Offer(
         _varlen("te_fused", _TeFusedCalls),
-        *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
+        *(("cuda",), _BF16_FP16, (256, 128), ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
         "pip install --no-build-isolation 'transformer-engine[pytorch]', with cuDNN 9.7 or later",
         _Capabilities((9, 0), (10, 9)),
         cudnn_fault,

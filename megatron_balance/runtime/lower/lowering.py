@@ -43,6 +43,7 @@ from megatron_balance.runtime.lower.regions import Indexes, RegionIndex, RowRang
 from megatron_balance.runtime.lower.steps import (
     GRADS,
     INPUTS,
+    ExchangeStep,
     FinishStep,
     GradLaunch,
     IssueStep,
@@ -54,8 +55,8 @@ from megatron_balance.runtime.lower.steps import (
     Step,
     Sums,
     Value,
+    grads_of,
     is_whole,
-    last_uses,
 )
 
 _ZONES = ("inter_node", "intra_node", "local")
@@ -93,7 +94,7 @@ class Lowering:
         if like is not None and "forward" in setting.phases and self.shares_forward(like):
             # What policy keep hands to the backward, policy replay lets go.
             self.lookup, phase = like.lookup, like.phases["forward"]
-            self.phases["forward"] = replace(phase, last_uses=last_uses(phase.steps))
+            self.phases["forward"] = replace(phase, last_uses=_last_uses(phase.steps))
         else:
             self.lookup = self.look_up_forward(shape)
             if "forward" in setting.phases:
@@ -191,7 +192,7 @@ class Lowering:
         attended = ("attended_pairs", attended_pairs(ops, program.mask))
         work = (*_counts(steps, forward=forward, remap_out=remap_out), attended)
         cuts = Cuts(*(begins[at] for at in where))
-        return Phase(tuple(steps), cuts, last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
+        return Phase(tuple(steps), cuts, _last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
 
 
 class _ForwardLookup(NamedTuple):
@@ -337,6 +338,30 @@ def _counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = Non
             case FinishStep():
                 pass
     return tuple(count.items())
+
+
+def _last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
+    """For each step, the received inputs, and gradients beside them, that no later step touches."""
+    last: dict[Value, int] = {}
+    for index, step in enumerate(steps):
+        match step:
+            case IssueStep(exchange):
+                touched = _sent_inputs(exchange)
+            case FinishStep(exchange):
+                touched = {(m.kind, m.buffer) for m in exchange.receives}
+            case Launch() | GradLaunch():
+                touched = step.reads
+        for value in (*touched, *grads_of(step)):
+            if value[1] > 0:
+                last[value] = index
+    last_of: list[list[Value]] = [[] for _ in steps]
+    for value, index in sorted(last.items()):
+        last_of[index].append(value)
+    return tuple(tuple(values) for values in last_of)
+
+
+def _sent_inputs(exchange: ExchangeStep) -> set[Value]:
+    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in INPUTS for run in m.packed.runs}
 
 
 # Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers, all ops of

@@ -282,21 +282,6 @@ def unpack(raw: Tensor, messages: Sequence[Carried], form: CallForm) -> list[lis
     return list(Views(whole, layout(tuple(messages), form).places))
 
 
-class Sources(Sequence[Tensor]):
-    """The buffers of packed rows, each made when it is asked for. `of`: a buffer's tensor."""
-
-    __slots__ = ("_of", "_runs")
-
-    def __init__(self, runs: Sequence[RowRun], of: Callable[[int], Tensor]) -> None:
-        self._runs, self._of = runs, of
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __getitem__(self, at: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._of(self._runs[at].buffer)
-
-
 class Buffers(dict[int, T]):
     """Tensors by buffer. Those that are made later are there once they are asked for."""
 

@@ -15,9 +15,9 @@ import numpy as np
 from megatron_balance.analysis.wire import Carried
 from megatron_balance.compile.order import (
     LEGS,
+    TRAFFIC_CLASSES,
     Leg,
     Role,
-    TrafficClass,
     collective_stream,
     hops,
     is_moved,
@@ -53,13 +53,6 @@ class _Routed:
     receives: dict[int, tuple[Piece, ...]]
 
 
-_BOTH = (False, True)
-_DIRECT = {
-    (crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied")
-    for crosses in _BOTH
-    for moved in _BOTH
-}
-"""The stream of a direct message, by whether it crosses nodes and is of traffic class "moved"."""
 _NOT_ROUTED = _Routed({}, {})
 
 
@@ -168,12 +161,11 @@ class PhaseMessages:
 def _by_op(side: Messages, indexes: Indexes, rank: int, ranks_per_node: int) -> dict[int, tuple[PeerMessage, ...]]:
     moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
     node = rank // ranks_per_node
-    messages = [
-        PeerMessage(peer, kind, packed, buffer, (), _DIRECT[peer // ranks_per_node != node, (op, peer) in moved])
-        for op, peer, kind, buffer, packed in zip(
-            side.op, side.peer, side.kind, side.buffer, _packed(side, indexes), strict=True
-        )
-    ]
+    messages: list[PeerMessage] = []
+    columns = side.op, side.peer, side.kind, side.buffer, _packed(side, indexes)
+    for op, peer, kind, buffer, packed in zip(*columns, strict=True):
+        stream = stream_name("direct", peer // ranks_per_node != node, TRAFFIC_CLASSES[(op, peer) in moved])
+        messages.append(PeerMessage(peer, kind, packed, buffer, (), stream))
     bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
     return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
 
@@ -284,9 +276,6 @@ _PIECE = [Route.SRC, Route.DST, Route.PIECE]
 _KINDS = tuple(Kind)
 
 
-_TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
-
-
 def _tag_base(exchange_id: int, *, forward: bool, nano_batch: int) -> int:
     """First tag of the messages of an exchange, which its direct ones have."""
     return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
@@ -327,7 +316,7 @@ def routes_of(
         if leg < 0:
             return None
         if key not in made:
-            crosses, traffic_class = peer // ranks_per_node != rank // ranks_per_node, _TRAFFIC_CLASSES[is_moved]
+            crosses, traffic_class = peer // ranks_per_node != rank // ranks_per_node, TRAFFIC_CLASSES[is_moved]
             tag = _hop_tag(LEGS[leg], first=bool(first), last=bool(last))
             made[key] = Hop(peer, LEGS[leg], tag, stream_name(LEGS[leg], crosses, traffic_class), crosses)
         return made[key]

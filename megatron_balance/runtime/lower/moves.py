@@ -219,7 +219,7 @@ class _Walk:
         return [sites[number] if number >= 0 else (None,) * 3 for number in form.packed]
 
     def sent(self, exchange: ExchangeStep, form: ExchangeForm) -> Iterator[tuple[Moved, bool]]:
-        """The tensors of filled messages, and whether only if a given one has gaps; the others
+        """Tensors of messages that are filled, and whether only if a given one has gaps; the others
         are sent from where they lie.
         """
         for message, number, at in zip(form.sent, form.packed, self.outgoing(exchange, form), strict=True):

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.compile.order import Finish, Start
+from megatron_balance.compile.order import Finish
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.proof import runs
 from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.steps import verify_meeting, verify_steps
+from megatron_balance.compile.proof.runs import verify_steps
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -113,15 +113,7 @@ def test_steps_in_another_order_are_refused() -> None:
         verify_steps(ops, steps[: late[0]] + steps[late[0] + 1 :], 0, PLANNED.mask)
 
 
-def test_ranks_that_wait_for_one_another_are_named() -> None:
-    lowered = [(each.program.forward, each.forward.steps) for each in compile_ranks(PLANNED, "keep")]
-    verify_meeting(lowered)
-    stuck = [(ops, [step for step in steps if not isinstance(step, Start)]) for ops, steps in lowered]
-    with pytest.raises(InvalidProgramError, match="4 ranks wait for ever: rank 0 for exchange 0 of rank"):
-        verify_meeting(stuck)
-
-
-def test_steps_of_either_phase_and_meetings_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_either_phase_and_the_issue_order_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     program, ranks = expand(PLANNED, "keep"), compile_ranks(PLANNED, "keep")
     for phase in ("forward", "backward"):
         order = getattr(ranks[1], phase)
@@ -133,6 +125,6 @@ def test_steps_of_either_phase_and_meetings_are_part_of_the_proof(monkeypatch: p
             runs.verify_runs(PLANNED, program)
     met: list[int] = []
     monkeypatch.setattr(runs, "compile_ranks", lambda *_, **__: ranks)
-    monkeypatch.setattr(runs, "verify_meeting", lambda lowered: met.append(len(lowered)))
+    monkeypatch.setattr(runs, "verify_issue_order", lambda calls: met.append(len(calls)))
     runs.verify_runs(PLANNED, program)
     assert met == [PLANNED.num_ranks] * 2

@@ -12,15 +12,9 @@ import pytest
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import BY_ID
 from megatron_balance.compile.pipeline import compile_ranks, expand
-from megatron_balance.compile.proof import one_rank
-from megatron_balance.compile.proof.meaning import verify
-from megatron_balance.compile.proof.one_rank import (
-    NotAloneError,
-    provable,
-    verify_own_steps,
-    verify_owned,
-    verify_peers,
-)
+from megatron_balance.compile.proof import runs
+from megatron_balance.compile.proof.meaning import NotAloneError, verify
+from megatron_balance.compile.proof.runs import provable, verify_own_steps, verify_owned, verify_peers
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -47,14 +41,14 @@ def test_each_rank_of_a_plan_that_holds_is_proved(planner: str, mask: str) -> No
         assert provable(planned)
         for rank in range(4):
             for policy in ("keep", "replay", None):
-                one_rank.prove_rank(planned, rank, policy)
+                runs.prove_rank(planned, rank, policy)
 
 
 def test_collectives_and_outputs_in_parts_are_not_proved_of_one_rank() -> None:
     case = replace(CASE, remapped=False, routing=None, tokens_per_rank=None)
     assert not provable(plan("distca, small blocks", case))
     with pytest.raises(NotAloneError, match="all its ranks at once"):
-        one_rank.prove_rank(plan("llama_all_gather", case), 0, "keep")
+        runs.prove_rank(plan("llama_all_gather", case), 0, "keep")
 
 
 def test_what_the_whole_proof_refuses_some_rank_refuses() -> None:
@@ -75,7 +69,7 @@ def test_what_the_whole_proof_refuses_some_rank_refuses() -> None:
 def test_ranks_that_list_other_transfers_between_them_are_refused() -> None:
     ranks = programs()
     own = ranks[1]
-    peers = {rank: ranks[rank] for rank in one_rank.peers_of(own)}
+    peers = {rank: ranks[rank] for rank in runs.peers_of(own)}
     assert set(peers) == {0, 2, 3}
     verify_peers(own, peers)
     for phase in ("forward", "backward"):
@@ -107,9 +101,9 @@ def test_tokens_of_another_layout_are_refused(monkeypatch: pytest.MonkeyPatch) -
     verify_owned(PLANNED, ranks[0])
     with pytest.raises(InvalidProgramError, match="rank 1 owns other tokens"):
         verify_owned(PLANNED, replace(ranks[0], rank=1))
-    whole = one_rank.layouts(PLANNED)
+    whole = runs.layouts(PLANNED)
     for table in (whole[1:], whole[[0, *range(len(whole))]]):
-        monkeypatch.setattr(one_rank, "layouts", lambda _, table=table: table)
+        monkeypatch.setattr(runs, "layouts", lambda _, table=table: table)
         with pytest.raises(InvalidProgramError, match="exactly one owner"):
             verify_owned(PLANNED, ranks[0])
 
@@ -127,4 +121,4 @@ def test_ops_of_another_rank_are_refused() -> None:
     one, other = split(program)[:2]
     shape = (program.lengths, program.num_heads, program.num_kv_heads)
     with pytest.raises(InvalidProgramError, match="an op of rank 1 in the program of rank 0"):
-        one_rank.verify_rank(replace(one, forward=other.forward), shape, 4, "keep")
+        runs.verify_rank(replace(one, forward=other.forward), shape, 4, "keep")

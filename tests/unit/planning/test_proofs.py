@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_balance.compile.proof.one_rank import NotAloneError
+from megatron_balance.compile.proof.meaning import NotAloneError
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import SlidingWindow

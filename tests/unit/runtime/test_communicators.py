@@ -20,7 +20,7 @@ from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.choice import load_config  # noqa: E402
 from megatron_balance.runtime import cuda, groups  # noqa: E402
 from megatron_balance.runtime.groups import Behind  # noqa: E402
-from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
+from megatron_balance.runtime.transport import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 

@@ -16,7 +16,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planning.ticks import plan_ticks, ticks
 from megatron_balance.runtime.groups import Behind, IssueQueue
 from megatron_balance.runtime.pool import BufferPool
-from megatron_balance.runtime.transport.streams import Streamed
+from megatron_balance.runtime.transport import Streamed
 from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, EVERY_PATTERN, Case, plan, replace
 from tools.gpu_model import races

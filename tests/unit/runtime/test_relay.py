@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 
 from megatron_balance.compile.ping_pong import Cuts  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
+from megatron_balance.runtime import transport  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
 from megatron_balance.runtime.lower.memory import AttentionShape, CallForm  # noqa: E402
 from megatron_balance.runtime.lower.steps import Hop, Phase, ProxyRoute, RelayTask  # noqa: E402
 from megatron_balance.runtime.recorder import PhaseTraffic, Trace  # noqa: E402
-from megatron_balance.runtime.transport import comm  # noqa: E402
-from megatron_balance.runtime.transport.comm import Gloo  # noqa: E402
+from megatron_balance.runtime.transport import Gloo  # noqa: E402
 
 FORM = CallForm.of(AttentionShape(1, 1, 4), torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
@@ -43,8 +43,8 @@ class Wire:
         self.log: list[tuple[Any, ...]] = []
         self.lost = lost
         for name in ("receive", "send"):
-            monkeypatch.setattr(comm, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
-        monkeypatch.setattr(comm, "break_off", lambda _: self.log.append(("break off",)))
+            monkeypatch.setattr(transport, name, lambda x, peer, tag, _, name=name: self.begin(name, x, peer, tag))
+        monkeypatch.setattr(transport, "break_off", lambda _: self.log.append(("break off",)))
 
     def begin(self, name: str, x: Any, peer: int, tag: int) -> Wire:
         self.log.append((name, peer, tag, x.nbytes))

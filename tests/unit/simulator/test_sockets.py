@@ -152,7 +152,7 @@ def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
 
 
 def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
-    gloo = pytest.importorskip("megatron_balance.runtime.transport.comm")
+    gloo = pytest.importorskip("megatron_balance.runtime.transport")
     assert gloo.Gloo.ahead == emulated.AHEAD
 
 

@@ -277,10 +277,12 @@ def add_tables(moved: Sequence[Moved], device: torch.device) -> list[_BlockTable
             number = _numbered(launches, numbers, one.added[0].sides, one.added[0].pair, AddBlock.WIDTH)
             _add_blocks(launches[-1], number, one, fresh=one.target in first)
         for target, (size, sides, pair) in first.items():
-            for heads, rows in _blank([one for one in of_wave if one.target == target], size):
+            for (head, heads), rows in _blank([one for one in of_wave if one.target == target], size):
                 number = _numbered(launches, numbers, sides, pair, AddBlock.WIDTH)
                 begins, behind = launches[-1].behind(number, sides, pair)
-                _blank_blocks(launches[-1], number, (begins[0], heads), rows + behind[0])
+                # These rows of a fresh tensor get nothing: they become zero.
+                none = np.zeros(len(rows), dtype=np.int64)
+                _blocks_to(launches[-1], number, rows + behind[0], (none, none), (0, head, heads, 0, begins[0], 1))
         tables += [launch.done(device) for launch in launches]
     return tables
 
@@ -308,28 +310,15 @@ def _add_blocks(launch: _TableBuilder, number: int, one: _Sum, *, fresh: bool) -
     targets, first, counts = np.unique(of_buffer[order], return_index=True, return_counts=True)
     sources = launch.listed(packed[order])
     launch.listed(begin[order])
-    blocks = _blocks_to(launch, number, targets, (first + sources, counts))
-    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = one.head, one.buffer_head
-    blocks[:, AddBlock.HEADS], blocks[:, AddBlock.BEHIND] = one.num_heads, len(packed)
-    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0][0][0], fresh
-    launch.blocks.append(blocks)
+    heads = (one.head, one.buffer_head, one.num_heads, len(packed), lies[0][0][0], fresh)
+    _blocks_to(launch, number, targets, (first + sources, counts), heads)
 
 
-def _blank_blocks(launch: _TableBuilder, number: int, lies: tuple[int, tuple[int, int]], rows: Ints) -> None:
-    """Rows of a fresh tensor that get nothing: they become zero. `lies`: where it begins, and which
-    (head, heads).
-    """
-    none = np.zeros(len(rows), dtype=np.int64)
-    blocks = _blocks_to(launch, number, rows, (none, none))
-    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.BEHIND] = 0, 0
-    blocks[:, AddBlock.TARGET_HEAD], blocks[:, AddBlock.HEADS] = lies[1]
-    blocks[:, AddBlock.TARGET_BEGIN], blocks[:, AddBlock.FRESH] = lies[0], 1
-    launch.blocks.append(blocks)
-
-
-def _blocks_to(launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints]) -> Ints:
-    """Blocks for target rows, without heads and begins. `sources`: of each the place of the first
-    and their number.
+def _blocks_to(
+    launch: _TableBuilder, number: int, targets: Ints, sources: tuple[Ints, Ints], rest: tuple[int, ...]
+) -> None:
+    """Blocks for target rows. `sources`: of each the place of the first and their number; `rest`: the
+    columns of `AddBlock` from `SOURCE_HEAD` on.
     """
     target_at, first_at, number_at = launch.listed(targets), launch.listed(sources[0]), launch.listed(sources[1])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
@@ -340,7 +329,8 @@ def _blocks_to(launch: _TableBuilder, number: int, targets: Ints, sources: tuple
     blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
     blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
     blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(sources[1], starts)
-    return blocks
+    blocks[:, AddBlock.SOURCE_HEAD :] = rest
+    launch.blocks.append(blocks)
 
 
 @dataclass(frozen=True, slots=True)
