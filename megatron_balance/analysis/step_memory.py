@@ -162,11 +162,8 @@ def max_len(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, m
     logits; with context parallelism, keys and values of one round and of the next. C.1 has one
     vocabulary table, two lie on a pipeline of one stage, and it has no logits.
     """
-    return max(0, min(_stage_tokens(scheme, model, memory_bytes, num_ranks, margin, at) for at in _ends(scheme)))
-
-
-def _ends(scheme: Scheme) -> set[int]:
-    return {0, scheme.pipeline - 1}
+    ends = {0, scheme.pipeline - 1}
+    return max(0, min(_stage_tokens(scheme, model, memory_bytes, num_ranks, margin, at) for at in ends))
 
 
 def _stage_tokens(scheme: Scheme, model: Model, memory_bytes: float, num_ranks: int, margin: float, stage: int) -> int:

@@ -79,6 +79,9 @@ class TrackSpan:
         """As it is shown."""
         return named(self.what, self.exchange)
 
+    def later(self, seconds: float) -> TrackSpan:
+        return replace(self, start_s=self.start_s + seconds, stop_s=self.stop_s + seconds) if seconds else self
+
     @property
     def moves(self) -> tuple[str, int, int, int, str, str]:
         """The facts that both ends of a transfer have in common, beside their ranks."""
@@ -196,10 +199,10 @@ def joined(traces: Sequence[Trace]) -> Trace:
     spans: list[TrackSpan] = []
     for trace in traces:
         late_s = float(trace.facts.get("began_unix_s", 0.0)) - first[trace.facts.get("node")]
-        spans += [_later(span, late_s) for span in trace.spans]
+        spans += [span.later(late_s) for span in trace.spans]
     facts = {key: value for key, value in traces[0].facts.items() if key not in _OF_ONE_RANK} if traces else {}
     moved = _clocks_moved(spans, nodes)
-    spans = [_later(span, moved[nodes[span.rank]]) for span in spans]
+    spans = [span.later(moved[nodes[span.rank]]) for span in spans]
     return Trace(spans, names, {**facts, "skew_s": _skew_s(spans), "moved_s": max(moved.values(), default=0.0)})
 
 
@@ -226,10 +229,6 @@ def _clocks_moved(spans: Sequence[TrackSpan], nodes: Mapping[int, Any]) -> dict[
         for a, b in late:
             moved[a] = min(moved[a], moved[b] + room[a, b])
     return dict.fromkeys(moved, 0.0)
-
-
-def _later(span: TrackSpan, seconds: float) -> TrackSpan:
-    return replace(span, start_s=span.start_s + seconds, stop_s=span.stop_s + seconds) if seconds else span
 
 
 _OF_ONE_RANK = ("rank", "node", "began_unix_s")

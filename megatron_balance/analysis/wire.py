@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ Carried: TypeAlias = tuple[Kind, int, int]
 
 
 Element: TypeAlias = Literal["narrow", "wide", "gradient"]
+_Size = TypeVar("_Size", int, Ints)
 
 
 # Tensors of a message
@@ -113,8 +114,8 @@ def tensor_bytes(messages: Iterable[Carried], sizes: HeadSizes) -> Iterator[int]
 # Parcels: all messages from one rank to another in one exchange, packed one after the other
 
 
-def padded(num_bytes: int) -> int:
-    """Bytes up to where the next tensor begins."""
+def padded(num_bytes: _Size) -> _Size:
+    """Bytes up to where the next tensor begins, of one size or of many."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
@@ -196,8 +197,7 @@ class Payload:
         def total(each: Ints) -> Ints:
             return np.add.reduceat(each, begin) if len(begin) else each
 
-        padded = total(_padded_bytes(values) + _padded_bytes(more))
-        unpadded = last[end]
+        whole, unpadded = total(padded(values) + padded(more)), last[end]
         first = messages[begin]
         return Parcels(
             exchange=first[:, Message.EXCHANGE],
@@ -205,14 +205,9 @@ class Payload:
             dst=first[:, Message.DST],
             tokens=total(messages[:, Message.TOKENS]),
             direct=total(values + more),
-            padded=padded,
-            packed=padded - _padded_bytes(unpadded) + unpadded,
+            padded=whole,
+            packed=whole - padded(unpadded) + unpadded,
         )
-
-
-def _padded_bytes(num_bytes: Ints) -> Ints:
-    """`padded` of many sizes."""
-    return -(-num_bytes // ALIGN) * ALIGN
 
 
 def _begins(keys: Ints) -> Ints:

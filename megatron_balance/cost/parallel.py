@@ -95,21 +95,15 @@ def gradient_sync_s(num_parameters: float, group: CollectiveGroup) -> float:
     return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * WEIGHT_BYTES, group)
 
 
-def expert_exchange_s(model: Model, num_tokens: float, group: CollectiveGroup) -> float:
-    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward."""
-    if not model.num_experts:
-        return 0.0
-    return 2 * all_to_all_s(num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element, group)
-
-
 def experts_s(model: Model, num_tokens: float, cluster: Cluster, ranks: int) -> float:
-    """Seconds of a layer's exchange of tokens between experts, one way through the layer, where
-    `ranks` neighbours share them out and all others do the same at once.
+    """Seconds of a layer's two all-to-alls between the `ranks` neighbours that share its experts, one
+    way through the layer, where all others do the same at once.
     """
     if ranks == 1 or not model.num_experts or not num_tokens:
         return 0.0
     here = gcd(ranks, cluster.node_size)
-    return expert_exchange_s(model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
+    num_bytes = num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element
+    return 2 * all_to_all_s(num_bytes, group_of(cluster, ranks, here, busy_nics=True))
 
 
 def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:

@@ -33,8 +33,8 @@ from megatron_balance.ir.step import Lengths
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.megatron.groups import job_device, tensor_parallel
 from megatron_balance.planners import megatron
-from megatron_balance.planners.base import JointStages
-from megatron_balance.planners.megatron import Microbatch, Scheduler
+from megatron_balance.planners.base import JointStages, Scheduler
+from megatron_balance.planners.megatron import Microbatch
 from megatron_balance.planning.choice import PlannerChoice, Run
 from megatron_balance.planning.step_planner import PlanAhead, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape

@@ -28,7 +28,8 @@ from megatron_balance.ir.strategy import Strategy
 NO_LAYERS = Layers()
 
 # From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
-# from the first rank on: the number of ranks and the sequences of each.
+# from the first rank on: the number of ranks and the sequences of each. Tokens are Megatron's
+# `max_seqlen_per_dp_cp_rank`.
 Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[tuple[tuple[int, tuple[int, ...]], ...]]]
 
 

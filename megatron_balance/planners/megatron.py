@@ -27,7 +27,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.base import StepContext, planner_within, renumbered
+from megatron_balance.planners.base import Scheduler, StepContext, planner_within, renumbered
 from megatron_balance.planners.pipelines import (
     UNLIMITED,
     candidates_of,
@@ -217,11 +217,6 @@ def _on_ranks(microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, tuple[i
 
 # Groups in the order of their ranks: how many ranks, and the ids of their sequences.
 Microbatch: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-
-
-# `(lengths, tokens, num_ranks)` to microbatches; `tokens` is Megatron's
-# `max_seqlen_per_dp_cp_rank`.
-Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[Microbatch]]
 
 
 @dataclass(slots=True)

@@ -128,8 +128,8 @@ def pack(
     """The documents of each microbatch, as they were dealt, and those in queues."""
     options: WlbLlmOptions = context.options
     most = inf if options.tokens_per_rank is None else options.tokens_per_rank * context.cluster.num_ranks
-    remained = _remained(carry)
-    queued, new = _queued_and_new(lengths, carry)
+    remained, queued = _waiting(carry)
+    new = [Document(*each) for each in enumerate(chain.from_iterable(lengths))]
     _check_longest([*remained, *queued, *new], most, context.cluster.num_ranks)
     thresholds = tuple(options.thresholds) if context.may_carry else ()
     held: list[Document] = []
@@ -184,18 +184,16 @@ def _check_longest(documents: Sequence[Document], most: float, num_ranks: int) -
         )
 
 
-def _remained(carry: Carry) -> list[Document]:
-    """Waiting documents that are in no queue: those that fit no microbatch, and another planner's."""
+def _waiting(carry: Carry) -> tuple[list[Document], list[Document]]:
+    """Waiting documents in no queue (those that fit nowhere, and another planner's), and in queues."""
+    waiting = [Document(*each) for each in carry.waiting]
     if not carry.planner:
-        return [Document(*each) for each in carry.waiting]
+        return waiting, []
     numbers = set(carry.value()[REMAINED])
-    return [Document(*each) for each in carry.waiting if each[0] in numbers]
-
-
-def _queued_and_new(lengths: Lengths, carry: Carry) -> tuple[list[Document], list[Document]]:
-    remained = set(_remained(carry))
-    queued = [each for each in (Document(*each) for each in carry.waiting) if each not in remained]
-    return queued, [Document(*each) for each in enumerate(chain.from_iterable(lengths))]
+    remained, queued = (
+        [each for each in waiting if (each.number in numbers) == no_queue] for no_queue in (True, False)
+    )
+    return remained, queued
 
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> _PackedDocuments:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -222,10 +221,8 @@ class _NanoBatchPhases:
 
 
 class _Rounds:
-    """The segments one by one, all ranks at once.
-
-    `done` [R]: when each rank's compute stream has done what it was given. A communication stream
-    is free when both nano-batches are through with it.
+    """The segments one by one, all ranks at once, both nano-batches on the same clocks: a stream is
+    free when both are through with it.
     """
 
     def __init__(
@@ -245,76 +242,64 @@ class _Rounds:
 
     def _run(self, num_layers: int, behind: Floats | None, *, backward: bool) -> tuple[Outcome, Floats]:
         """The outcome, and what hosts issued. `behind`: as in `Clocks`."""
-        self.done, self.busy = np.zeros((2, self.machine.num_ranks))
-        clocks = [
-            Clocks(tables, self.mode.policy, self.done.copy(), backward=backward, behind=behind)
-            for tables in self.tables
-        ]
-        for each in clocks[1:]:
-            each.free, each.bytes_moved, each.issued = clocks[0].free, clocks[0].bytes_moved, clocks[0].issued
-        nano_batches = [_OnClocks(self, tables, own) for tables, own in zip(self.tables, clocks, strict=True)]
+        enter_s = np.zeros(self.machine.num_ranks)
+        clocks = Clocks(self.tables[0], self.mode.policy, enter_s, backward=backward, behind=behind)
+        nano_batches = [_OnClocks(clocks, tables, self.mode) for tables in self.tables]
         for segment in _segments(num_layers, self.mode, backward=backward):
             match segment.part:
                 case "linear":
                     if _is_layer(segment, num_layers):
-                        self.compute(self.linear[segment.nano_batch][backward])
+                        _compute(clocks, self.linear[segment.nano_batch][backward])
                 case "start":
                     nano_batches[segment.nano_batch].start()
                 case "attend":
                     nano_batches[segment.nano_batch].attend()
                 case "end":
                     nano_batches[segment.nano_batch].end()
-        return Outcome(self.done, self.busy, clocks[0].bytes_moved), clocks[0].issued
-
-    def compute(self, seconds: Floats) -> None:
-        self.done = self.done + seconds
-        self.busy = self.busy + seconds
+        return Outcome(clocks.done, clocks.busy, clocks.bytes_moved), clocks.issued
 
 
-class _Coming(NamedTuple):
-    """An exchange on its way, by rank [R]: when it arrives, and how long it takes to unpack."""
-
-    arrived: Floats
-    placed: Floats
+def _compute(clocks: Clocks, seconds: Floats) -> None:
+    clocks.done = clocks.done + seconds
+    clocks.busy = clocks.busy + seconds
 
 
 class _OnClocks:
-    """A nano-batch's task tables, one call after the other."""
+    """A nano-batch's task tables, one call after the other.
 
-    def __init__(self, run: _Rounds, tables: Tables, clocks: Clocks) -> None:
-        self.run, self.tables, self.clocks = run, tables, clocks
-        self.coming: list[_Coming] = []
+    `coming`: exchanges on their way, by rank [R]: when each arrives, and how long it takes to unpack.
+    """
+
+    def __init__(self, clocks: Clocks, tables: Tables, mode: PingPongMode) -> None:
+        self.clocks, self.tables, self.mode = clocks, tables, mode
+        self.coming: list[tuple[Floats, Floats]] = []
 
     def start(self) -> None:
         self.coming = [self._send(messages, index, COPIED) for index, messages in self._inputs()]
 
     def attend(self) -> None:
-        entered = self.run.done
-        self._receive()
-        copied = not self.clocks.backward or self.run.mode.policy == "replay"
+        clocks, entered = self.clocks, self.clocks.done.copy()
+        self.end()
+        copied = not clocks.backward or self.mode.policy == "replay"
         for index, messages in self._passed_on() if copied else ():  # before anything else
             self.coming = [self._send(messages, index, COPIED)]
-            self._receive()
+            self.end()
         for table in self.tables.zones:
-            seconds = np.zeros(self.run.machine.num_ranks)
-            seconds[table.ranks] = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
-            self.clocks.done = self.run.done.copy()
-            self.clocks.issue(np.arange(len(seconds)), 0, LAUNCHES_OF_RUN * (seconds > 0))
-            self.run.done = self.clocks.done
-            self.run.compute(seconds)
-        self.clocks.entered = entered
-        for index, messages in self._passed_on() if self.clocks.backward else ():
+            seconds = np.zeros(clocks.machine.num_ranks)
+            seconds[table.ranks] = (table.backward_s if clocks.backward else table.forward_s)[:, 0]
+            clocks.issue(np.arange(len(seconds)), 0, LAUNCHES_OF_RUN * (seconds > 0))
+            _compute(clocks, seconds)
+        clocks.entered = entered
+        for index, messages in self._passed_on() if clocks.backward else ():
             self.coming = [self._send(turned(messages), index, MOVED)]
-            self._receive()
+            self.end()
         self.coming = [self._send(messages, index, MOVED) for index, messages in self._results()]
 
     def end(self) -> None:
-        self._receive()
-
-    def _receive(self) -> None:
+        """Receive what is coming."""
         for arrived, placed in self.coming:
-            self.run.done = np.maximum(self.run.done, arrived)
-            self.run.compute(placed)
+            self.clocks.done = np.maximum(self.clocks.done, arrived)
+            _compute(self.clocks, placed)
         self.coming = []
 
     def _inputs(self) -> list[tuple[int, Ints]]:
@@ -324,7 +309,7 @@ class _OnClocks:
             there, back = _point_to_point(table)
             if self.clocks.backward:
                 messages.append((table.index, turned(back)))
-            if not self.clocks.backward or self.run.mode.policy == "replay":
+            if not self.clocks.backward or self.mode.policy == "replay":
                 messages.append((table.index, there[0]))
         return messages
 
@@ -337,20 +322,16 @@ class _OnClocks:
         both = [(table.index, _point_to_point(table)) for table in self.tables.zones]
         return [(index, turned(there[0]) if self.clocks.backward else back) for index, (there, back) in both]
 
-    def _send(self, messages: Ints, index: int, traffic_class: int) -> _Coming:
-        """Issue an exchange.
-
-        The clocks of this nano-batch take the time of the compute stream, and give it back with
-        packing done.
-        """
+    def _send(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats]:
+        """Issue an exchange; when it arrives, and how long it takes to unpack."""
         clocks = self.clocks
-        clocks.done, clocks.ready, clocks.busy = self.run.done.copy(), self.run.done.copy(), self.run.busy.copy()
-        if self.run.mode.signal:
+        # Which transfers are routed is the plan's to say.
+        clocks.plan, clocks.ready = self.tables.plan, clocks.done.copy()
+        if self.mode.signal:
             messages = messages.copy()
             messages[:, Message.TOKENS], messages[:, Message.HEAD_STOP] = 1, messages[:, Message.HEAD_START] + 1
         _, arrived, placed = clocks.exchange(messages, index, traffic_class)
-        self.run.done, self.run.busy = clocks.done, clocks.busy
-        return _Coming(arrived, placed)
+        return arrived, placed
 
 
 def _point_to_point(table: ZoneTable) -> tuple[list[Ints], Ints]:

@@ -67,11 +67,6 @@ class _TickTimes:
     def step_s(self) -> float:
         return float(self.end_s[-1])
 
-    @property
-    def compute_share(self) -> float:
-        """Share of the ranks' time in which they compute."""
-        return float(self.compute_s.mean() / self.step_s)
-
 
 def simulate_ticks(
     ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()

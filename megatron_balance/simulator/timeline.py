@@ -50,7 +50,7 @@ def layer_trace(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep")
     _check(machine.num_ranks)
     forward, backward = _layers(plan, machine, policy)
     second = max(span.stop_s for span in forward)
-    spans = [*forward, *(_moved(span, second) for span in backward)]
+    spans = [*forward, *(span.later(second) for span in backward)]
     return Trace(spans, _names(machine), {"kind": "simulated", "planner": plan.planner})
 
 
@@ -164,7 +164,7 @@ class _DrawnAt:
             {self.first + peer: num_bytes for peer, num_bytes in each.items()} for each in (span.sent, span.received)
         )
         return replace(
-            _moved(span, offset_s),
+            span.later(offset_s),
             rank=self.first + span.rank,
             microbatch=self.microbatch,
             call=call,
@@ -236,7 +236,3 @@ def _hops(played: SimulatedPhase) -> Iterator[tuple[int, int, int, str, str, int
                 num_bytes = int(group.num_bytes[row, column])
                 if num_bytes and row != column:
                     yield a, b, group.exchange, "direct", group.stream, num_bytes
-
-
-def _moved(span: TrackSpan, offset_s: float) -> TrackSpan:
-    return replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)

@@ -365,29 +365,15 @@ def clock_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> fl
     stages, count = pipeline.stages, len(times)
     if stages == 1 or not count:
         return sum(times)
-    forward = [[0.0] * count for _ in range(stages)]
-    backward = [[0.0] * count for _ in range(stages)]
+    # In the order of slots as long as one pass: stage s runs forwards 0 to stages - s - 1, then
+    # backwards and forwards in turn.
+    passes = [(s + (i if i < stages - s else 2 * i), s, i, False) for s in range(stages) for i in range(count)]
+    passes += [(2 * stages - 1 - s + 2 * i, s, i, True) for s in range(stages) for i in range(count)]
+    done: dict[tuple[int, int, bool], float] = {}
     clock = [0.0] * stages
-    at = [(0, 0)] * stages
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(stages):
-            while sum(at[stage]) < 2 * count:
-                ahead, behind = at[stage]
-                warm = min(stages - stage - 1, count)
-                if ahead < count and ahead - behind <= warm:
-                    ready = forward[stage - 1][ahead] if stage else 0.0
-                    if stage and at[stage - 1][0] <= ahead:
-                        break
-                    clock[stage] = forward[stage][ahead] = max(clock[stage], ready) + times[ahead] * FORWARD_SHARE
-                    at[stage] = (ahead + 1, behind)
-                else:
-                    if stage < stages - 1 and at[stage + 1][1] <= behind:
-                        break
-                    ready = backward[stage + 1][behind] if stage < stages - 1 else forward[stage][behind]
-                    spent = times[behind] * (1 - FORWARD_SHARE)
-                    clock[stage] = backward[stage][behind] = max(clock[stage], ready) + spent
-                    at[stage] = (ahead, behind + 1)
-                moved = True
+    for _, stage, at, backward in sorted(passes):
+        last = backward and stage == stages - 1
+        before = (stage, at, False) if last else (stage + (1 if backward else -1), at, backward)
+        spent = times[at] * (1 - FORWARD_SHARE if backward else FORWARD_SHARE)
+        clock[stage] = done[stage, at, backward] = max(clock[stage], done.get(before, 0.0)) + spent
     return max(clock)

@@ -12,7 +12,7 @@ from megatron_balance.cost.parallel import (
     CollectiveGroup,
     all_gather_s,
     all_to_all_s,
-    expert_exchange_s,
+    experts_s,
     gradient_sync_s,
     group_of,
     reduce_scatter_s,
@@ -66,8 +66,10 @@ def test_gradients_are_summed_in_fp32_and_weights_gathered_in_bf16() -> None:
 
 def test_experts_are_reached_by_two_all_to_alls() -> None:
     moe = Model(8, 8, 64, hidden_size=512, num_experts=8, experts_per_token=2)
-    assert expert_exchange_s(moe, 100, NODE) == pytest.approx(2 * all_to_all_s(100 * 2 * 512 * 2, NODE))
-    assert expert_exchange_s(replace(moe, num_experts=0), 100, NODE) == 0.0
+    cluster = Cluster(8, 8)
+    group = group_of(cluster, 8, 8, busy_nics=True)
+    assert experts_s(moe, 100, cluster, 8) == pytest.approx(2 * all_to_all_s(100 * 2 * 512 * 2, group))
+    assert experts_s(replace(moe, num_experts=0), 100, cluster, 8) == 0.0
 
 
 def test_a_stage_hands_on_hidden_states() -> None:
