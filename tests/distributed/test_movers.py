@@ -19,7 +19,6 @@ from tests.support.strategies import plan
 from tests.support.task_tables import random_task_table
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.dist
 
 ROUTED = by_hand.plan(
     (96, 40),

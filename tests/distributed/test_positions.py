@@ -12,7 +12,6 @@ from tests.support.pool import Pool
 from tests.support.position_jobs import ORIGINAL, Case
 from tests.support.strategies import EVERY_PATTERN
 
-pytestmark = pytest.mark.dist
 pytest.importorskip("transformers")
 
 RANKS = 2

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ import yaml
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
+
+import torch.distributed as dist
+from megatron.core import mpu
+from torch._C._distributed_c10d import HashStore
 
 from megatron_balance.workloads.idx import CorpusWriter
 from tests.support.megatron_run import Entry, Job, Result, Trainer
@@ -202,3 +208,19 @@ def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> N
     for name in ("loss", "grad_norm"):
         for step, got, wanted in zip(run.column("step"), run.column(name), reference.column(name), strict=True):
             assert got == pytest.approx(wanted, rel=tolerance), f"{name} of step {step}"
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's groups of one rank, in this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mpu.initialize_model_parallel()
+        yield
+    finally:
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def validation_losses(log: str) -> list[float]:
+    return [float(value) for value in re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", log)]

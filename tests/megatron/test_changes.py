@@ -1,26 +1,29 @@
 """Planner hydraulis with candidates: one `pretrain` that changes between mixes of tensor, pipeline and
-context parallelism, and trains as one rank does.
-"""
+context parallelism, and trains as one rank does."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_balance.analysis.shards import Base, Buffer, Parameter, ParameterTable
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.strategy import Strategy
+from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron import flags
+from megatron_balance.megatron.roles import Roles, base_layout, check_shards, check_strategy
 from megatron_balance.megatron.ways import check_strategies
-from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, write_corpus
+from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run, validation_losses, write_corpus
 from tests.megatron.test_parity import SLOW
-from tests.megatron.test_training import validation_losses
-from tests.support.megatron_run import Result
+from tests.support.megatron_run import Result, Trainer
 from tests.support.pipeline_runs import worst_gradient
-
-pytestmark = pytest.mark.megatron
+from tests.support.role_runs import STRATEGIES, trained
 
 LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
 """Steps with a long document need context or tensor parallelism, the others do not."""
@@ -208,3 +211,71 @@ class Arguments(argparse.Namespace):
 
     def __getattr__(self, name: str) -> Any:
         return None
+
+
+# Roles on real Megatron models: weights pulled into models of other schemes, gradients pushed back
+# to the owners of the base layout, beside one rank with the whole model.
+
+
+def test_strategies_in_turn_have_one_ranks_gradients(trainer: Trainer, tmp_path: Path) -> None:
+    """TP 3 beside TP 1 on a base of TP 2; twice the same strategy has the same bits. The weights
+    are NaN before each pull; inside a role `parallel_state` is not asked, and no message goes over
+    the world's group.
+    """
+    base = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+    assert_one_ranks_gradients(trained(trainer, tmp_path, 4, STRATEGIES, base))
+
+
+def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
+    """Every owner has the sum of all roles' gradients. Memory is that of the largest role, which has
+    the whole model here.
+    """
+    for rank, mine in enumerate(steps):
+        for step in mine:
+            assert step["errors"], f"rank {rank} owns nothing"
+            for name, error in step["errors"].items():
+                assert error < 1e-5, f"{name} on rank {rank} under {step['strategy']}"
+            assert step["memory"] == [step["whole"]] * 2
+            assert step["predicted"] == pytest.approx(8 * step["whole"], rel=0.02)
+            assert step["same_bits"], f"rank {rank} has other bits the second time under {step['strategy']}"
+            assert step["same_at_once"], f"rank {rank} has other bits without overlap under {step['strategy']}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("5*tp1-pp1-cp1", "takes 5 ranks, and there are 4"),
+        ("tp3-pp1-cp1", "TP 3 does not divide the 64 of embedding.word_embeddings.weight; pad the vocabulary"),
+        ("tp4-pp1-cp1", "TP 4 does not divide the 6 of decoder.layers.0.mlp.linear_fc1.weight; use a TP that does"),
+        ("2*tp2-pp1-cp1", "TP 2 does not divide the 9 query groups"),
+        ("tp1-pp2-cp1", "PP 2 does not divide the 3 layers"),
+    ],
+)
+def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, message: str) -> None:
+    listed = (
+        Parameter("embedding.word_embeddings.weight", 64, 4, "first", 0),
+        Parameter("decoder.layers.0.mlp.linear_fc1.weight", 12, 4, 0, 0, blocks=2),
+    )
+    layout = SimpleNamespace(base=Base(Scheme(), 4, ()), parameters=ParameterTable.of(listed, 3))
+    groups = 9 if strategy.startswith("2*") else 12
+    transformer = SimpleNamespace(num_attention_heads=36, num_query_groups=groups)
+    with pytest.raises(ConfigError, match=message):
+        check_strategy(Strategy.parse(strategy), cast("Any", layout), transformer)
+
+
+def test_a_strategy_without_a_role_is_refused() -> None:
+    made = SimpleNamespace(_roles={Strategy.parse("tp2-pp1-cp1"): None})
+    with pytest.raises(ConfigError, match="tp1-pp1-cp1: no role was made for it, but for tp2-pp1-cp1"):
+        Roles.__getitem__(cast("Any", made), Strategy((Scheme(),)))
+
+
+def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
+    parameters = ParameterTable.of((Parameter("a", 4, 2, 0),), 1)
+    base = Base(Scheme(), 2, (Buffer(0, np.array([0]), np.array([0]), np.array([0, 8])),))
+    mine = base.owned(parameters)[:1]
+    check_shards(mine, {0: torch.zeros(4)}, parameters)
+    for weights in ({}, {0: torch.zeros(5)}, {0: torch.zeros(4, dtype=torch.bfloat16)}):
+        with pytest.raises(ConfigError, match=r"elements of a in .*, expected 4 in torch\.float32"):
+            check_shards(mine, weights, parameters)
+    with pytest.raises(ConfigError, match="made 2 model chunks on this rank, expected one"):
+        base_layout([None, None], None, Scheme())

@@ -17,8 +17,6 @@ from tests.megatron.conftest import Run, Train, assert_same_training, loaded_run
 from tests.megatron.test_parity import SLOW
 from tests.support.pipeline_runs import gradients, worst_gradient
 
-pytestmark = pytest.mark.megatron
-
 STEPS = 3
 LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
 """Documents whose seconds are far from even: a replica of a long one has fewer tokens."""

@@ -23,8 +23,6 @@ from tests.megatron.conftest import (
 )
 from tests.support.pipeline_runs import worst_gradient
 
-pytestmark = pytest.mark.megatron
-
 STEPS = 20
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
 """Planners that together use every comm pattern."""

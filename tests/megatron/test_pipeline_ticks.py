@@ -22,13 +22,11 @@ from tests.megatron.conftest import (
     assert_same_training,
     at_once,
     loaded_run,
+    validation_losses,
     write_corpus,
 )
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
-from tests.megatron.test_training import validation_losses
-
-pytestmark = pytest.mark.megatron
 
 BATCH = 8
 # Blocks so small that these documents are cut, and a balance so strict that they must be.

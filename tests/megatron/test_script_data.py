@@ -27,8 +27,6 @@ from megatron_balance.megatron import script_data
 from megatron_balance.training.ledger import DataIdentity
 from megatron_balance.workloads.idx import CorpusWriter, bin_path
 
-pytestmark = pytest.mark.megatron
-
 SAMPLES = 12
 """That a run of the usual length asks for."""
 ARGS = argparse.Namespace(
